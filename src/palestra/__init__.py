@@ -1,0 +1,1 @@
+"""Palestra: make tool-using language-model agents better by reinforcement learning."""

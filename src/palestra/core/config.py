@@ -1,0 +1,215 @@
+"""One typed config behind the Python API, the YAML file and the command line.
+
+Sections are the words of the command line: `--train.learning_rate 2e-5`, `--lora.r 8`.
+Unknown keys are refused, with the closest known one named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from palestra.core.errors import PalestraError, did_you_mean
+
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model, and how it is held in memory."""
+
+    name: str = Field("palestra/tiny", description="palestra/tiny, a hub id, a local folder or a .gguf file")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
+    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    master_weights: bool = Field(False, description="keep float32 master weights beside bfloat16 ones")
+    engine: Literal["auto", "paged", "plain"] = Field(
+        "auto", description="the sampler: auto takes the paged engine where the model allows it"
+    )
+
+
+class TrainSection(Section):
+    """The objective and the optimizer."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    epochs: int = Field(1, ge=1, description="passes over the training cases")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
+    problems_per_step: int = Field(4, ge=1, description="problems in one optimizer step; each gets a group of rollouts")
+    loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
+    ratio: Literal["token", "sequence"] = Field("token", description="importance ratio per token or per sequence (GSPO)")
+    epsilon: float = Field(0.2, ge=0, description="lower clip")
+    epsilon_high: float = Field(0.28, ge=0, description="upper clip; for cispo the absolute cap of the ratio")
+    delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    beta: float = Field(0.0, ge=0, description="KL to the reference; 0 loads no reference at all")
+    kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
+    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none", description="correct for sampler and learner disagreeing"
+    )
+    importance_cap: float = Field(2.0, gt=0)
+    off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    leave_one_out: bool = Field(False, description="baseline of a rollout: its siblings without itself")
+    combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
+        "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
+    )
+    entropy_coefficient: float = Field(0.0, description="bonus on the entropy of sampled positions")
+    target_entropy: float | None = Field(None, description="steer the coefficient towards this entropy (nats a token)")
+    iterations: int = Field(1, ge=1, description="optimizer passes over one batch of rollouts")
+    minibatches: int = Field(1, ge=1, description="optimizer steps into which one pass is split")
+    mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
+    filter_equal_groups: bool = Field(True, description="groups whose rewards are all equal are replaced by fresh ones")
+    refill_limit: int = Field(2, ge=0, description="how many times a step may draw fresh problems for filtered groups")
+    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    tokens_per_micro_batch: int = Field(16384, ge=1, description="token budget of one forward and backward")
+    share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
+
+
+class RolloutSection(Section):
+    """How attempts are made."""
+
+    group_size: int = Field(4, ge=1, description="rollouts per problem")
+    temperature: float = Field(0.8, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(1024, ge=1, description="all turns of a rollout together")
+    max_tool_rounds: int = Field(5, ge=0)
+    tool_timeout_s: float = Field(30.0, gt=0)
+    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 is synchronous")
+
+    @model_validator(mode="after")
+    def _groups_need_siblings(self) -> RolloutSection:
+        if self.group_size == 1:
+            raise ValueError("group_size=1 gives every advantage 0, so nothing is learned; use 2 or more")
+        return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters: off while r is 0."""
+
+    r: int = Field(0, ge=0, description="rank; 0 trains all weights")
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.05, ge=0, lt=1)
+    target_modules: list[str] | None = Field(None, description="default: all linear layers")
+    load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
+
+
+class EchoSection(Section):
+    """ECHO: also learn to predict what the tools answer."""
+
+    coefficient: float = Field(0.0, ge=0, description="weight of the world-model loss; 0 is off")
+    normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
+    schedule: Literal["constant", "linear", "step"] = "constant"
+    final_coefficient: float = Field(0.0, ge=0, description="where linear and step schedules end")
+    step_every: int = Field(10, ge=1, description="step schedule: halve after this many steps")
+
+
+class EvalSection(Section):
+    """Scoring on held-out cases, before and after."""
+
+    cases: int | None = Field(None, ge=1, description="how many held-out cases; default all")
+    samples_per_case: int = Field(1, ge=1)
+    temperature: float = Field(0.0, ge=0, description="0 takes the most likely token")
+    every: int = Field(0, ge=0, description="also evaluate every this many steps; 0 only before and after")
+
+
+class CheckpointSection(Section):
+    """What is kept on disk while training."""
+
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0 saves only the last one")
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = Field(True, description="also keep the checkpoint with the best held-out or training reward")
+
+
+class TrackSection(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    report_to: list[Literal["wandb", "tensorboard", "mlflow", "trackio"]] = Field(default_factory=list)
+    project: str = "palestra"
+    run_name: str | None = None
+    entity: str | None = None
+    log_every: int = Field(1, ge=1, description="steps between lines for people")
+
+
+class RunConfig(Section):
+    """Everything that decides a run. The same config and seed give the same run."""
+
+    seed: int = Field(0, ge=0)
+    output_dir: str = Field("runs", description="folder that run folders are made in")
+    model: ModelSection = Field(default_factory=ModelSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
+    echo: EchoSection = Field(default_factory=EchoSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    track: TrackSection = Field(default_factory=TrackSection)
+
+    @classmethod
+    def build(cls, *layers: dict[str, Any]) -> RunConfig:
+        """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            _overlay(merged, layer)
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise PalestraError(explain(error, cls)) from None
+
+    def save(self, path: Path) -> None:
+        import yaml
+
+        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+
+    @classmethod
+    def keys(cls) -> dict[str, str]:
+        """Every dotted key with its one-line description."""
+        return dict(_walk(cls, ""))
+
+
+def _overlay(base: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _overlay(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, dict) else value
+
+
+def _walk(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            rows += _walk(kind, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", info.description or ""))
+    return rows
+
+
+def explain(error: ValidationError, model: type[RunConfig] = RunConfig) -> str:
+    """Pydantic's findings, one a line, in the words of the command line."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown setting {key!r}.{did_you_mean(key, model.keys())}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
+            lines.append(f"{key}: {message}{got}")
+    return "\n".join(lines)

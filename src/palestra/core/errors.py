@@ -1,0 +1,24 @@
+"""Errors that a person can act on: what was wrong, what was got, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PalestraError(Exception):
+    """Bad input or a failed requirement; its text names the remedy. The faces print it and exit 2."""
+
+
+class NotYetError(PalestraError):
+    """A documented feature that this version does not have yet."""
+
+
+class RolloutError(PalestraError):
+    """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' for the closest known word, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,44 @@
+"""The Environment seam: hand out problems, give tools, react to a turn, score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from palestra.core.types import Message, Problem, Score, ToolResult
+
+if TYPE_CHECKING:
+    from palestra.tools.tool import Tool
+
+Split = Literal["train", "held_out"]
+
+
+class Episode(Protocol):
+    """One attempt at one problem: its opening messages and tools, its replies and its score."""
+
+    @property
+    def prompt(self) -> Sequence[Message]: ...
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the world says to an assistant message without tool calls; nothing ends the attempt."""
+        ...
+
+    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]: ...
+
+    def close(self) -> None: ...
+
+
+class Environment(Protocol):
+    """Where problems come from. Everything else (suites, other dialects) adapts to this."""
+
+    def problems(self, split: Split) -> Sequence[Problem]: ...
+
+    def open(self, problem: Problem) -> Episode: ...
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """How the measures' values add up to the reward."""
+        ...

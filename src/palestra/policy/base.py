@@ -1,0 +1,43 @@
+"""The Policy seam: open a conversation, sample, append, close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from palestra.core.types import Sampled, SamplingParams
+
+Session = TypeVar("Session")
+
+
+class Policy(Protocol[Session]):
+    """Something that continues token sequences. Sessions are opaque to the caller.
+
+    >>> session = policy.open(prompt_ids)            # doctest: +SKIP
+    >>> first, second = policy.fork(session, 2)      # share the prompt, go on apart
+    >>> turn = await policy.sample(first, SamplingParams(max_new_tokens=64))
+    >>> policy.append(first, tool_result_ids)        # the sampled ids are already in the session
+    >>> turn = await policy.sample(first, SamplingParams(max_new_tokens=64))
+    >>> policy.close(first)
+    """
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample now."""
+        ...
+
+    def open(self, prompt_ids: Sequence[int]) -> Session: ...
+
+    def fork(self, session: Session, n: int) -> list[Session]:
+        """n independent sessions that go on from here; the given one is closed by this."""
+        ...
+
+    async def sample(self, session: Session, params: SamplingParams) -> Sampled:
+        """Sample one turn; its ids become part of the session. Concurrent calls are batched."""
+        ...
+
+    def append(self, session: Session, token_ids: Sequence[int]) -> None:
+        """Feed tokens that the model did not make."""
+        ...
+
+    def close(self, session: Session) -> None: ...
