@@ -1,0 +1,115 @@
+"""How much better than its siblings each rollout was.
+
+>>> advantages([1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], scale="none").tolist()
+[0.5, -0.5, 0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from palestra.core.errors import PalestraError
+
+Scale = Literal["group", "batch", "none"]
+Combine = Literal["sum_then_normalise", "normalise_then_sum"]
+Numbers = Sequence[float] | Tensor
+
+
+def advantages(
+    rewards: Numbers,  # [R]
+    group: Sequence[int] | Tensor,  # [R] which group each row belongs to; any integers
+    *,
+    scale: Scale = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-4,
+) -> Tensor:
+    """[R] float64: reward minus the group's mean, over the standard deviation of the group or the batch.
+
+    Leave-one-out takes the mean of a row's siblings without itself. A group of one has no
+    siblings to compare with: its advantage is 0. Equal rewards give exactly 0.
+    """
+    reward = _finite(torch.as_tensor(rewards, dtype=torch.float64), "reward of row {}")  # [R]
+    row_group, size = _dense(group, len(reward))
+    groups = len(size)
+
+    # Measured from the group's lowest reward, equal rewards are exact zeros and stay so.
+    lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, row_group, reward, "amin")
+    above = reward - lowest[row_group]
+    mean = _sums(above, row_group, groups) / size
+    centred = above - mean[row_group]
+
+    if scale == "group":
+        variance = _sums(centred**2, row_group, groups) / (size - 1).clamp(min=1)
+        deviation = variance.sqrt()[row_group]
+    elif scale == "batch":
+        deviation = reward.std() if len(reward) > 1 else torch.zeros(())
+    elif scale == "none":
+        deviation = None
+    else:
+        raise PalestraError(f"unknown advantage scale {scale!r}; expected group, batch or none")
+
+    if leave_one_out:
+        centred = centred * (size / (size - 1).clamp(min=1))[row_group]
+    return centred if deviation is None else centred / (deviation + eps)
+
+
+def combine_measures(
+    values: Sequence[Sequence[float]] | Tensor,  # [R, M]
+    weights: Numbers,  # [M]
+    group: Sequence[int] | Tensor,  # [R]
+    *,
+    combine: Combine = "sum_then_normalise",
+    scale: Scale = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-4,
+) -> Tensor:
+    """[R] float64 advantages from several measures: weigh, add and normalise, or normalise each and then add.
+
+    Normalising first keeps a measure with a small spread from drowning in one with a large spread.
+    """
+    value = torch.as_tensor(values, dtype=torch.float64)
+    weight = torch.as_tensor(weights, dtype=torch.float64)
+    if value.ndim != 2 or value.shape[1:] != weight.shape:
+        raise PalestraError(f"measures of shape {list(value.shape)} and {len(weight)} weights; expected [R, M] and [M]")
+    for measure in range(len(weight)):
+        _finite(value[:, measure], f"measure {measure} of row {{}}")
+    if combine == "sum_then_normalise":
+        return advantages(value @ weight, group, scale=scale, leave_one_out=leave_one_out, eps=eps)
+    if combine == "normalise_then_sum":
+        each = [advantages(one, group, scale=scale, leave_one_out=leave_one_out, eps=eps) for one in value.T]
+        return torch.stack(each, dim=1) @ weight
+    raise PalestraError(f"unknown combine {combine!r}; expected sum_then_normalise or normalise_then_sum")
+
+
+def equal_reward_groups(rewards_by_group: Sequence[Sequence[float]], tolerance: float = 1e-6) -> list[bool]:
+    """For each group, whether its rewards are all the same, so that it has nothing to teach."""
+    for index, rewards in enumerate(rewards_by_group):
+        _finite(torch.as_tensor(rewards, dtype=torch.float64), f"group {index}: reward of row {{}}")
+    return [not rewards or max(rewards) - min(rewards) <= tolerance for rewards in rewards_by_group]
+
+
+def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Groups numbered 0, 1, … for each row, and the size of each."""
+    given = torch.as_tensor(group, dtype=torch.int64)
+    if given.shape != (rows,):
+        raise PalestraError(f"{rows} rewards but a group list of shape {list(given.shape)}; expected one group a row")
+    _, row_group, size = given.unique(return_inverse=True, return_counts=True)
+    return row_group, size
+
+
+def _sums(values: Tensor, row_group: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=values.dtype).index_add(0, row_group, values)
+
+
+def _finite(values: Tensor, name: str) -> Tensor:
+    bad = (~values.isfinite()).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise PalestraError(
+            f"{name.format(row)} is {values[row].item()}; expected a finite number. Look at the measure that gave it"
+        )
+    return values

@@ -1,0 +1,264 @@
+"""The policy objectives, on flat tensors of trained tokens: no padding, no masks, no model.
+
+A micro-batch is N trained tokens of R rows. `row[i]` says which row token i belongs to; a row's
+tokens must all be in one micro-batch, and a row may have none (truncated, or only tool output):
+it then trains nothing but still counts in means over rows.
+
+    >>> lp = torch.tensor([-0.5, -0.1, -0.9], requires_grad=True)
+    >>> row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    >>> per_token, stats = policy_loss(Objective(loss="grpo"), lp, None, row, torch.tensor([1.0, -1.0]))
+    >>> weights = token_weights("grpo", row, lengths, rows_total=2, tokens_total=3, max_completion_length=8)
+    >>> float((per_token * weights).sum())  # summed over micro-batches: the loss of the step
+    0.0
+
+The caller gives the normalisers, so splitting a step into micro-batches changes nothing.
+Departures from TRL, all deliberate: log-ratios and reference differences are clamped to ±20 so
+that no infinity meets a zero gradient; `bnpo` is the token mean of the whole optimizer step, not
+a mean of micro-batch means; clip fractions and ratios are means over tokens at either ratio level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from palestra.core.errors import PalestraError, did_you_mean
+
+Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+Ratio = Literal["token", "sequence"]
+ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+LOG_RATIO_LIMIT = 20.0
+# VESPO's gamma weight, by the sign of the advantage: (k, lambda).
+VESPO_POSITIVE = (2.0, 3.0)
+VESPO_NEGATIVE = (3.0, 2.0)
+VESPO_LOG_FLOOR = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which formula, and its constants. `gspo` is `grpo` with the sequence ratio."""
+
+    loss: Loss = "dapo"
+    ratio: Ratio = "token"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28  # for cispo the cap of the ratio itself
+    delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    beta: float = 0.0
+    kl_bias_correction: bool = False
+    importance_correction: ImportanceCorrection = "none"
+    importance_cap: float = 2.0
+    off_policy_mask_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("loss", self.loss, get_args(Loss))
+        _one_of("ratio", self.ratio, get_args(Ratio))
+        _one_of("importance_correction", self.importance_correction, get_args(ImportanceCorrection))
+        if self.loss == "vespo" and self.importance_correction.startswith("sequence"):
+            raise PalestraError(
+                f"vespo weighs whole sequences itself, got importance_correction={self.importance_correction!r}; "
+                "use token_truncate, token_mask or none"
+            )
+
+    @property
+    def sequence_ratio(self) -> bool:
+        return self.ratio == "sequence" or self.loss == "gspo"
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Sums and maxima over tokens; add them over micro-batches, then `finish` once."""
+
+    tokens: int = 0
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: TokenStats) -> TokenStats:
+        sums = {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}}
+        maxima = {**self.maxima, **other.maxima}
+        both = {k: torch.maximum(self.maxima[k], other.maxima[k]) for k in self.maxima if k in other.maxima}
+        return TokenStats(self.tokens + other.tokens, sums, {**maxima, **both})  # type: ignore[arg-type]
+
+    def finish(self) -> dict[str, float]:
+        """Means and maxima by name; nothing at all where no token was trained."""
+        if self.tokens == 0:
+            return {}
+        means = {name: float(total) / self.tokens for name, total in self.sums.items()}
+        return means | {name: float(value) for name, value in self.maxima.items()}
+
+
+def policy_loss(
+    objective: Objective,
+    logprobs: Tensor,  # [N]
+    old_logprobs: Tensor | None,  # [N]; None: exactly on-policy
+    row: Tensor,  # [N] int64
+    advantages: Tensor,  # [R]
+    *,
+    sampler_logprobs: Tensor | None = None,  # [N]
+    ref_logprobs: Tensor | None = None,  # [N]
+    entropy: Tensor | None = None,  # [N], reported only; the bonus is `entropy.entropy_bonus`
+) -> tuple[Tensor, TokenStats]:
+    """The loss of each token, before reduction, and what to report about the tokens."""
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    rows = len(advantages)
+    advantage = advantages.to(logprobs.dtype)[row]
+    log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = (_row_mean(log_ratio, row, rows) if objective.sequence_ratio else log_ratio).exp()
+
+    correction = None
+    if objective.importance_correction != "none":
+        sampler = _needed(sampler_logprobs, "sampler_logprobs", "importance_correction")
+        correction = importance_weights(objective, old, sampler, row, rows)
+
+    if objective.loss == "vespo":
+        # The sampler's correction belongs inside VESPO's sequence weight, not in front of it.
+        phi = vespo_weights(log_ratio, row, advantages, correction)
+        loss = -phi * advantage * logprobs
+        correction = None
+    else:
+        loss = _surrogate(objective, ratio, advantage, logprobs)
+
+    if objective.off_policy_mask_threshold is not None:
+        behaviour = old if sampler_logprobs is None else sampler_logprobs
+        drift = _row_mean(behaviour - logprobs.detach(), row, rows)
+        loss = loss * ((advantage >= 0) | (drift <= objective.off_policy_mask_threshold))
+    if correction is not None:
+        loss = loss * correction
+    if objective.beta > 0:
+        kl = k3(logprobs, _needed(ref_logprobs, "ref_logprobs", "beta > 0"))
+        loss = loss + objective.beta * kl * (ratio if objective.kl_bias_correction else 1.0)
+
+    stats = _token_stats(objective, ratio, advantage, logprobs, sampler_logprobs, ref_logprobs, entropy)
+    return loss, stats
+
+
+def token_weights(
+    loss: Loss,
+    row: Tensor,  # [N]
+    row_lengths: Tensor,  # [R] trained tokens of each row of this micro-batch
+    *,
+    rows_total: int,
+    tokens_total: float,
+    max_completion_length: int,
+) -> Tensor:
+    """[N] float64 weights: `(per_token_loss * weights).sum()`, added over micro-batches, is the step's loss.
+
+    `rows_total` counts every row of the optimizer step, also those without trained tokens.
+    `tokens_total` is the trained tokens of the optimizer step; where one batch of rollouts is split
+    into several steps, dapo, cispo and vespo take the batch's tokens divided by the number of steps.
+    """
+    ones = torch.ones(len(row), dtype=torch.float64, device=row.device)
+    match loss:
+        case "grpo" | "gspo" | "sapo":
+            return 1.0 / (row_lengths.to(torch.float64).clamp(min=1.0)[row] * max(rows_total, 1))
+        case "luspo":
+            return ones / max(rows_total, 1)
+        case "dr_grpo":
+            return ones / (max(rows_total, 1) * max_completion_length)
+        case "bnpo" | "dapo" | "cispo" | "vespo":
+            return ones / max(tokens_total, 1.0)
+    raise PalestraError(f"unknown loss {loss!r}.{did_you_mean(str(loss), get_args(Loss))}")
+
+
+def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: Tensor, rows: int) -> Tensor:
+    """[N] correction for the sampler and the learner disagreeing about the same weights."""
+    level, _, how = objective.importance_correction.partition("_")
+    log_weight = old - sampler
+    if level == "sequence":
+        log_weight = _row_sum(log_weight, row, rows)[row]
+    weight = log_weight.exp().detach()
+    if how == "truncate":
+        return weight.clamp(max=objective.importance_cap)
+    return weight.masked_fill(weight > objective.importance_cap, 0.0)
+
+
+@torch.no_grad()
+def vespo_weights(log_ratio: Tensor, row: Tensor, advantages: Tensor, correction: Tensor | None) -> Tensor:
+    """[N] φ(w) = exp(λ + k·log w − λ·w) of each token's row; w is the ratio of the whole sequence."""
+    log_tokens = log_ratio
+    if correction is not None:
+        log_tokens = log_tokens + correction.log().clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
+    log_w = _row_sum(log_tokens, row, len(advantages)).clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
+    positive = advantages >= 0
+    k = torch.where(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0])
+    lam = torch.where(positive, VESPO_POSITIVE[1], VESPO_NEGATIVE[1])
+    return (lam + k * log_w - lam * log_w.exp()).exp().to(log_ratio.dtype)[row]
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """[N] estimate of KL(policy ‖ other) at tokens of the policy: never negative, little variance."""
+    difference = (other - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return difference.exp() - difference - 1.0
+
+
+def _surrogate(objective: Objective, ratio: Tensor, advantage: Tensor, logprobs: Tensor) -> Tensor:
+    match objective.loss:
+        case "cispo":
+            return -ratio.clamp(max=objective.epsilon_high).detach() * advantage * logprobs
+        case "sapo":
+            tau = torch.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
+            return -torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau * advantage
+        case _:
+            clipped = ratio.clamp(1.0 - objective.epsilon, 1.0 + objective.epsilon_high)
+            free = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
+            return -torch.minimum(free * advantage, clipped * advantage)
+
+
+@torch.no_grad()
+def _token_stats(
+    objective: Objective,
+    ratio: Tensor,
+    advantage: Tensor,
+    logprobs: Tensor,
+    sampler_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    entropy: Tensor | None,
+) -> TokenStats:
+    low = torch.zeros_like(ratio, dtype=torch.bool)
+    high = low
+    if objective.loss == "cispo":
+        high = (ratio > objective.epsilon_high) & (advantage > 0)
+    elif objective.loss not in ("sapo", "vespo"):
+        low = (ratio < 1.0 - objective.epsilon) & (advantage < 0)
+        high = (ratio > 1.0 + objective.epsilon_high) & (advantage > 0)
+    values = {"clip_fraction_low": low, "clip_fraction_high": high, "ratio_mean": ratio}
+    if sampler_logprobs is not None:
+        # The tokens are the sampler's, so this is KL(sampler ‖ policy).
+        values["kl_sampler"] = k3(sampler_logprobs, logprobs)
+    if ref_logprobs is not None:
+        values["kl_reference"] = k3(logprobs, ref_logprobs)
+    if entropy is not None:
+        values["entropy"] = entropy
+    sums = {name: value.sum(dtype=torch.float64) for name, value in values.items()}
+    maxima = {"ratio_max": ratio.max().double()} if len(ratio) else {}
+    return TokenStats(len(ratio), sums, maxima)
+
+
+def _row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+
+
+def _row_mean(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    """[N] the mean over each token's row."""
+    counts = _row_sum(torch.ones_like(values), row, rows)
+    return (_row_sum(values, row, rows) / counts.clamp(min=1.0))[row]
+
+
+def _needed(value: Tensor | None, name: str, setting: str) -> Tensor:
+    if value is None:
+        raise PalestraError(f"{setting} needs {name}, got None; pass {name} [N] to policy_loss")
+    return value
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PalestraError(
+            f"unknown {name} {value!r}; expected one of {', '.join(known)}.{did_you_mean(value, known)}"
+        )
