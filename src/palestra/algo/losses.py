@@ -8,7 +8,7 @@ it then trains nothing but still counts in means over rows.
     >>> row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
     >>> per_token, stats = policy_loss(Objective(loss="grpo"), lp, None, row, torch.tensor([1.0, -1.0]))
     >>> weights = token_weights("grpo", row, lengths, rows_total=2, tokens_total=3, max_completion_length=8)
-    >>> float((per_token * weights).sum())  # summed over micro-batches: the loss of the step
+    >>> (per_token * weights).sum().item()  # summed over micro-batches: the loss of the step
     0.0
 
 The caller gives the normalisers, so splitting a step into micro-batches changes nothing.
