@@ -43,7 +43,9 @@ class TrainSection(Section):
     max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
     problems_per_step: int = Field(4, ge=1, description="problems in one optimizer step; each gets a group of rollouts")
     loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
-    ratio: Literal["token", "sequence"] = Field("token", description="importance ratio per token or per sequence (GSPO)")
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="importance ratio per token or per sequence (GSPO)"
+    )
     epsilon: float = Field(0.2, ge=0, description="lower clip")
     epsilon_high: float = Field(0.28, ge=0, description="upper clip; for cispo the absolute cap of the ratio")
     delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
@@ -51,8 +53,8 @@ class TrainSection(Section):
     sapo_temperature_neg: float = Field(1.05, gt=0)
     beta: float = Field(0.0, ge=0, description="KL to the reference; 0 loads no reference at all")
     kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
-    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        "none", description="correct for sampler and learner disagreeing"
+    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        Field("none", description="correct for sampler and learner disagreeing")
     )
     importance_cap: float = Field(2.0, gt=0)
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
@@ -95,7 +97,9 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> RolloutSection:
         if self.group_size == 1:
-            raise ValueError("group_size=1 gives every advantage 0, so nothing is learned; use 2 or more")
+            raise ValueError(
+                "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
+            )
         return self
 
 
@@ -169,7 +173,7 @@ class RunConfig(Section):
         try:
             return cls.model_validate(merged)
         except ValidationError as error:
-            raise PalestraError(explain(error, cls)) from None
+            raise PalestraError(explain(error, list(cls.keys()))) from None
 
     def save(self, path: Path) -> None:
         import yaml
@@ -201,13 +205,13 @@ def _walk(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
     return rows
 
 
-def explain(error: ValidationError, model: type[RunConfig] = RunConfig) -> str:
+def explain(error: ValidationError, known: list[str]) -> str:
     """Pydantic's findings, one a line, in the words of the command line."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {key!r}.{did_you_mean(key, model.keys())}")
+            lines.append(f"unknown setting {key!r}.{did_you_mean(key, known)}")
         else:
             message = item["msg"].removeprefix("Value error, ")
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"

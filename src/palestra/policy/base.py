@@ -7,11 +7,19 @@ from typing import Protocol, TypeVar
 
 from palestra.core.types import Sampled, SamplingParams
 
-Session = TypeVar("Session")
+
+class HoldsTokens(Protocol):
+    """All that a caller may look at in a session: the tokens that it holds."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+Session = TypeVar("Session", bound=HoldsTokens)
 
 
 class Policy(Protocol[Session]):
-    """Something that continues token sequences. Sessions are opaque to the caller.
+    """Something that continues token sequences. Sessions show their tokens and no more.
 
     >>> session = policy.open(prompt_ids)            # doctest: +SKIP
     >>> first, second = policy.fork(session, 2)      # share the prompt, go on apart
@@ -41,3 +49,7 @@ class Policy(Protocol[Session]):
         ...
 
     def close(self, session: Session) -> None: ...
+
+    def refresh(self, version: int) -> None:
+        """The learner has published new weights: sample with them from now on."""
+        ...

@@ -1,0 +1,221 @@
+"""The short way in: an agent, a suite and measures -> a better model, and the proof."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from palestra.agents.openai_agents import as_agent
+from palestra.core.config import RunConfig
+from palestra.core.errors import NotYetError
+from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.report import EvalReport
+from palestra.evals.suite import EvalSuite
+from palestra.result import GRPOTrainingResult
+from palestra.rollout.collect import RewardFunction
+from palestra.runs.store import RunFolder
+from palestra.train.loop import Watcher
+
+__all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
+
+T = TypeVar("T")
+Config = GRPOTrainingConfig | RunConfig | Mapping[str, Any] | None
+
+
+def train_grpo(
+    agent: Any,
+    suite: EvalSuite,
+    reward_measures: Sequence[Any] | None = None,
+    *,
+    config: Config = None,
+    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+    torch_dtype: str | None = None,
+    device_map: str | None = None,
+    environment_factory: Callable[[], Any] | None = None,
+    extra_reward_funcs: Sequence[RewardFunction] = (),
+    rollout_func: Callable[..., Any] | None = None,
+    held_out: EvalSuite | float = 0.2,
+    watcher: Watcher | None = None,
+    name: str | None = None,
+    source: str | None = None,
+    resume: Path | str | None = None,
+) -> GRPOTrainingResult:
+    """Train `agent` on the cases of `suite` with the measures as its reward.
+
+    `held_out` is a suite, or the share of `suite` kept aside for the before/after report.
+    `resume` is a run folder to go on with; its config is used.
+    """
+    trainer = GRPOTrainer(
+        agent,
+        reward_measures,
+        config=config,
+        reward_weights=reward_weights,
+        torch_dtype=torch_dtype,
+        device_map=device_map,
+        environment_factory=environment_factory,
+        extra_reward_funcs=extra_reward_funcs,
+        rollout_func=rollout_func,
+        watcher=watcher,
+        name=name,
+        source=source,
+    )
+    return trainer.train(suite, held_out=held_out, resume=resume)
+
+
+class GRPOTrainer:
+    """The same in two steps: build, then `.train(suite)`; `.model` and `.tokenizer` are there in between."""
+
+    def __init__(
+        self,
+        agent: Any,
+        reward_measures: Sequence[Any] | None = None,
+        *,
+        config: Config = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        torch_dtype: str | None = None,
+        device_map: str | None = None,
+        environment_factory: Callable[[], Any] | None = None,
+        extra_reward_funcs: Sequence[RewardFunction] = (),
+        rollout_func: Callable[..., Any] | None = None,
+        watcher: Watcher | None = None,
+        name: str | None = None,
+        source: str | None = None,
+    ) -> None:
+        if environment_factory is not None:
+            raise NotYetError(
+                "environment_factory is not built yet; give the agent its tools, or wait for environments"
+            )
+        if rollout_func is not None:
+            raise NotYetError(
+                "rollout_func is not built yet; use measures or extra_reward_funcs to score the built-in loop"
+            )
+        self.agent = as_agent(agent)
+        self.agent.require_trainable()
+        self._measures = reward_measures
+        self._weights = reward_weights
+        self._config = config
+        self._overrides = {key: v for key, v in (("dtype", torch_dtype), ("device", device_map)) if v is not None}
+        self._reward_functions = tuple(extra_reward_funcs)
+        self._watcher = watcher or Watcher()
+        self._name = name or self.agent.name
+        self._source = source
+        self._loaded: Any = None
+
+    @property
+    def model(self) -> Any:
+        return self._load(self.config).model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._load(self.config).tokenizer
+
+    @property
+    def config(self) -> RunConfig:
+        return self._resolve(None)
+
+    def _resolve(self, problems: int | None) -> RunConfig:
+        layer: Mapping[str, Any]
+        match self._config:
+            case GRPOTrainingConfig():
+                layer = self._config.to_run_config(problems).model_dump()
+            case RunConfig():
+                layer = self._config.model_dump()
+            case None:
+                layer = GRPOTrainingConfig().to_run_config(problems).model_dump()
+            case _:
+                layer = dict(self._config)
+        return RunConfig.build(dict(layer), {"model": {"name": self.agent.model, **self._overrides}})
+
+    def _load(self, config: RunConfig) -> Any:
+        if self._loaded is None:
+            from palestra.models.loading import load_model
+            from palestra.train.setup import seed_everything
+
+            seed_everything(config.seed)
+            self._loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+        return self._loaded
+
+    def train(
+        self, suite: EvalSuite, *, held_out: EvalSuite | float = 0.2, resume: Path | str | None = None
+    ) -> GRPOTrainingResult:
+        """Evaluate, train, evaluate again; everything is recorded in a run folder."""
+        train_suite, held = suite.split(held_out, seed=0) if isinstance(held_out, float) else (suite, held_out)
+        measures = self._measures if self._measures is not None else suite.measures
+        environment = SuiteEnvironment(
+            self.agent, train_suite, held, measures, self._weights, allow_no_measures=bool(self._reward_functions)
+        )
+        if resume is not None:
+            run = RunFolder.open(Path(resume))
+            config = run.config
+        else:
+            config = self._resolve(len(train_suite))
+            run = RunFolder.create(Path(config.output_dir), self._name, config, self._record())
+        return outside_event_loop(lambda: self._run(environment, config, run, resumed=resume is not None))
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "source": self._source,
+            "agent": self.agent.name,
+            "instructions": self.agent.instructions,
+            "tools": [tool.schema for tool in self.agent.tools],
+        }
+
+    def _run(
+        self, environment: SuiteEnvironment, config: RunConfig, run: RunFolder, resumed: bool
+    ) -> GRPOTrainingResult:
+        from palestra.train.session import train_in_folder
+
+        loaded = self._load(config)
+        with asyncio.Runner() as runner:
+            outcome = train_in_folder(
+                loaded, environment, config, run.path, runner, self._watcher, self._reward_functions, resumed=resumed
+            )
+        return GRPOTrainingResult(self.agent, run, outcome)
+
+
+def evaluate(
+    agent: Any,
+    suite: EvalSuite,
+    measures: Sequence[Any] | None = None,
+    *,
+    config: Config = None,
+    watcher: Watcher | None = None,
+) -> EvalReport:
+    """Score an agent on a suite, without training."""
+    trainer = GRPOTrainer(agent, measures, config=config, watcher=watcher)
+    environment = SuiteEnvironment(trainer.agent, suite, suite, measures or suite.measures, None)
+
+    def score() -> EvalReport:
+        from palestra.train.session import evaluate_only
+
+        with asyncio.Runner() as runner:
+            return evaluate_only(trainer._load(trainer.config), environment, trainer.config, runner, trainer._watcher)
+
+    return outside_event_loop(score)
+
+
+def outside_event_loop(work: Callable[[], T]) -> T:
+    """Run blocking work that has an event loop of its own, also when called from a notebook's running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    box: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            box.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="palestra-train")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return box[0]

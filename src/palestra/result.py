@@ -1,0 +1,121 @@
+"""What a training gives back: the model, the proof, and ways to use both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.agents.agent import Agent
+from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.types import Message, SamplingParams
+from palestra.evals.report import EvalReport
+from palestra.runs.store import RunFolder
+from palestra.tools.tool import Tool, as_tool
+from palestra.train.session import Outcome
+
+
+@dataclass(frozen=True)
+class GRPOTrainingResult:
+    """The trained model with its run folder and its before/after reports."""
+
+    agent: Agent
+    run: RunFolder
+    outcome: Outcome
+
+    @property
+    def model(self) -> Any:
+        return self.outcome.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.outcome.tokenizer
+
+    @property
+    def model_path(self) -> Path:
+        return self.outcome.model_path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row a step."""
+        return self.outcome.metrics
+
+    @property
+    def final_loss(self) -> float | None:
+        """The loss of the last step that trained."""
+        return next((row["loss"] for row in reversed(self.metrics) if "loss" in row), None)
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self.agent.tools
+
+    @property
+    def instructions(self) -> str:
+        return str(self.agent.instructions)
+
+    @property
+    def before(self) -> EvalReport:
+        return self.outcome.before
+
+    @property
+    def after(self) -> EvalReport:
+        return self.outcome.after
+
+    def report(self) -> dict[str, Any]:
+        """Held-out results before and after, per measure, as plain data."""
+        return {"before": self.before.to_dict(), "after": self.after.to_dict()}
+
+    def save_model(self, path: str | Path, *, merged: bool = False) -> Path:
+        """Save weights and tokenizer; an adapter run saves the adapter, and with `merged` the whole model."""
+        from palestra.export.hf import save_hf
+
+        return save_hf(self.model, self.tokenizer, Path(path), merge=merged, record=self.run.record)
+
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 256,
+        temperature: float = 0.7,
+        repetition_penalty: float = 1.2,
+        tools: Sequence[Any] | None = None,
+        instructions: str | None = None,
+        seed: int = 0,
+    ) -> str:
+        """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped."""
+        from palestra.api import outside_event_loop
+        from palestra.chat.template import ChatFormat
+        from palestra.chat.toolcalls import strip_thinking
+        from palestra.rollout.converse import converse
+        from palestra.rollout.run import Limits
+        from palestra.train.setup import build_policy
+
+        chat = ChatFormat(self.tokenizer)
+        chosen = self.tools if tools is None else [as_tool(t) for t in tools]
+        system = self.instructions if instructions is None else instructions
+        messages = [Message("system", system)] if system else []
+        messages.append(Message("user", prompt))
+        sampling = SamplingParams(
+            max_new_tokens,
+            temperature,
+            repetition_penalty=repetition_penalty,
+            stop_token_ids=chat.stop_token_ids,
+            seed=seed,
+        )
+        policy = build_policy(self.model, self.tokenizer, "auto")
+        rollout = outside_event_loop(lambda: asyncio.run(converse(policy, chat, messages, chosen, Limits(sampling))))
+        if rollout.error:
+            raise PalestraError(f"the model could not answer: {rollout.error}")
+        return strip_thinking(rollout.messages[-1].text).strip()
+
+    def to_ollama(
+        self,
+        model_name: str,
+        model_path: str | None = None,
+        llama_cpp_path: str | None = None,
+        quantization: str = "q8_0",
+    ) -> None:
+        raise NotYetError(
+            "to_ollama (GGUF and Ollama export) is not built yet; use save_model(path) for a Hugging Face folder"
+        )

@@ -1,0 +1,125 @@
+"""Groups of sibling attempts, all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palestra.chat.template import ChatFormat
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Problem, Rollout
+from palestra.envs.base import Environment, Episode
+from palestra.policy.base import Policy
+from palestra.rollout.run import Limits, run_rollout
+
+# TRL's form: (prompts, completions, **columns) -> one float a rollout.
+RewardFunction = Callable[..., Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """What is needed to turn problems into groups of scored rollouts."""
+
+    environment: Environment
+    policy: Policy[Any]
+    chat: ChatFormat
+    limits: Limits
+    reward_functions: tuple[RewardFunction, ...] = ()
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_key: str,
+        on_rollout: Callable[[Rollout], None] = lambda r: None,
+    ) -> list[Group]:
+        """One group for each problem, all running together. The same `seed_key` gives the same rollouts."""
+        tasks = [asyncio.create_task(self._group(p, group_size, seed_key, on_rollout)) for p in problems]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _group(self, problem: Problem, size: int, seed_key: str, on_rollout: Callable[[Rollout], None]) -> Group:
+        episodes = [self.environment.open(problem) for _ in range(size)]
+        starts = self._open(episodes)
+        tasks = [
+            asyncio.create_task(
+                self._one(problem, episode, prompt, session, seed_of(f"{seed_key}/{problem.id}/{i}"), on_rollout)
+            )
+            for i, (episode, (prompt, session)) in enumerate(zip(episodes, starts, strict=True))
+        ]
+        try:
+            rollouts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return Group(problem.id, tuple(self._reward(problem, list(rollouts))))
+
+    def _open(self, episodes: Sequence[Episode]) -> list[tuple[Any, Any]]:
+        """A session for each episode; siblings with the same prompt share its computation."""
+        prompts = [self.chat.prompt(e.prompt, [t.schema for t in e.tools]) for e in episodes]
+        if all(p == prompts[0] for p in prompts):
+            sessions = self.policy.fork(self.policy.open(prompts[0].token_ids), len(prompts))
+        else:
+            sessions = [self.policy.open(p.token_ids) for p in prompts]
+        return list(zip(prompts, sessions, strict=True))
+
+    async def _one(
+        self,
+        problem: Problem,
+        episode: Episode,
+        prompt: Any,
+        session: Any,
+        seed: int,
+        on_rollout: Callable[[Rollout], None],
+    ) -> Rollout:
+        limits = replace(self.limits, sampling=replace(self.limits.sampling, seed=seed))
+        rollout = await run_rollout(self.policy, session, self.chat, episode, problem, prompt, limits)
+        on_rollout(rollout)
+        return rollout
+
+    def _reward(self, problem: Problem, rollouts: list[Rollout]) -> list[Rollout]:
+        weights = self.environment.reward_weights
+        rewards = [weighted_reward(r, weights) for r in rollouts]
+        for function in self.reward_functions:
+            rewards = [a + b for a, b in zip(rewards, call_reward_function(function, problem, rollouts), strict=True)]
+        return [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
+
+
+def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
+    """The measures' values, weighed and added; a rollout that failed earns nothing."""
+    return sum(weights.get(name, 1.0) * score.value for name, score in rollout.scores.items())
+
+
+def call_reward_function(function: RewardFunction, problem: Problem, rollouts: Sequence[Rollout]) -> list[float]:
+    """Call a TRL-style reward function for one group."""
+    name = getattr(function, "__name__", repr(function))
+    prompts = [_plain(r.messages[: _prompt_count(r)]) for r in rollouts]
+    completions = [_plain(r.messages[_prompt_count(r) :]) for r in rollouts]
+    columns = {
+        key: [value] * len(rollouts) for key, value in problem.row.items() if key not in ("prompts", "completions")
+    }
+    values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
+    if len(values) != len(rollouts):
+        raise PalestraError(
+            f"reward function {name} gave {len(values)} values for {len(rollouts)} completions; return one float for each"
+        )
+    return values
+
+
+def _prompt_count(rollout: Rollout) -> int:
+    return next((i for i, m in enumerate(rollout.messages) if m.role == "assistant"), len(rollout.messages))
+
+
+def _plain(messages: Sequence[Any]) -> list[dict[str, str]]:
+    return [{"role": m.role, "content": m.text} for m in messages]
+
+
+def seed_of(key: str) -> int:
+    """A seed that depends on the key alone, so that a resumed run samples what the first would have."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")

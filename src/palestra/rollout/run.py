@@ -1,0 +1,136 @@
+"""One attempt: the agent loop, tokens in and tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from palestra.chat.template import ChatFormat
+from palestra.core.errors import RolloutError
+from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
+from palestra.envs.base import Episode
+from palestra.policy.base import Policy
+from palestra.tools.run import run_calls
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns."""
+
+    sampling: SamplingParams
+    max_tool_rounds: int = 5
+    tool_timeout_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What an attempt has gathered so far."""
+
+    turns: list[Turn]
+    messages: list[Message]
+    tool_results: list[ToolResult] = field(default_factory=list)
+    tool_seconds: float = 0.0
+
+    @property
+    def sampled(self) -> int:
+        return sum(len(t.token_ids) for t in self.turns if t.maker == "model")
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [i for turn in self.turns for i in turn.token_ids]
+
+
+async def run_rollout(
+    policy: Policy[Any],
+    session: Any,
+    chat: ChatFormat,
+    episode: Episode,
+    problem: Problem,
+    prompt: Turn,
+    limits: Limits,
+) -> Rollout:
+    """Play `episode` to its end from a session that holds `prompt`, and score it.
+
+    Whatever the environment or a tool does wrong is recorded on the rollout; it never raises.
+    """
+    began = time.perf_counter()
+    attempt = _Attempt([prompt], list(episode.prompt))
+    stop: StopReason = "failed"
+    error = None
+    scores = {}
+    try:
+        stop = await _converse(policy, session, chat, episode, attempt, limits)
+        scores = dict(await episode.score(attempt.messages, attempt.tool_results))
+    except asyncio.CancelledError:
+        raise
+    except Exception as failure:
+        stop, error = "failed", f"{type(failure).__name__}: {failure}"
+    finally:
+        policy.close(session)
+        episode.close()
+    return Rollout(
+        problem_id=problem.id,
+        turns=tuple(attempt.turns),
+        messages=tuple(attempt.messages),
+        stop=stop,
+        tool_results=tuple(attempt.tool_results),
+        scores=scores,
+        seconds=time.perf_counter() - began,
+        tool_seconds=attempt.tool_seconds,
+        error=error,
+    )
+
+
+async def _converse(
+    policy: Policy[Any], session: Any, chat: ChatFormat, episode: Episode, attempt: _Attempt, limits: Limits
+) -> StopReason:
+    tools = {tool.name: tool for tool in episode.tools}
+    rounds = 0
+    while True:
+        left = limits.sampling.max_new_tokens - attempt.sampled
+        if left <= 0:
+            return "truncated"
+        seed = limits.sampling.seed + len(attempt.turns)
+        sampled = await policy.sample(session, replace(limits.sampling, max_new_tokens=left, seed=seed))
+        attempt.turns.append(Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version))
+        assert_same_tokens(session.token_ids, attempt.token_ids)
+        message = chat.read(sampled.token_ids)
+        attempt.messages.append(message)
+        if sampled.finish != "stop":
+            return "truncated"
+        if message.tool_calls:
+            if rounds == limits.max_tool_rounds:
+                return "tool_limit"
+            rounds += 1
+            began = time.perf_counter()
+            results = await run_calls(tools, message.tool_calls, limits.tool_timeout_s)
+            attempt.tool_seconds += time.perf_counter() - began
+            attempt.tool_results += results
+            replies: Sequence[Message] = [_tool_message(result) for result in results]
+        else:
+            replies = await episode.reply(attempt.messages)
+        if not replies:
+            return "answered"
+        attempt.messages += replies
+        fed = chat.continuation(replies)
+        attempt.turns += fed
+        policy.append(session, [i for turn in fed for i in turn.token_ids])
+
+
+def _tool_message(result: ToolResult) -> Message:
+    return Message("tool", result.content, tool_call_id=result.call.id, name=result.call.name)
+
+
+def assert_same_tokens(held: Sequence[int], recorded: Sequence[int]) -> None:
+    """The policy's session and the record that is trained must be the very same tokens."""
+    if list(held) != list(recorded):
+        at = next(
+            (i for i, (a, b) in enumerate(zip(held, recorded, strict=False)) if a != b), min(len(held), len(recorded))
+        )
+        raise RolloutError(
+            f"the session holds {len(held)} tokens, the record {len(recorded)}; they part at position {at}: "
+            "tokens must be trained exactly as sampled"
+        )

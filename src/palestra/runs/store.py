@@ -1,0 +1,83 @@
+"""A run is a folder: config, metrics, rollouts, checkpoints, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_json
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run.
+
+    runs/demo-20260131-101500/
+      run.json            name, source (the agent's file), when it was made
+      config.yaml         the resolved config
+      metrics.jsonl       one object a step
+      rollouts.jsonl      one object a rollout: messages, scores, token ids
+      checkpoints/        step-000050, …
+      model/              the trained weights, once training has ended
+      report.json, report.html
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, name: str, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
+        """Make a new, uniquely named run folder."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for attempt in range(1000):
+            path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise PalestraError(
+                    f"cannot make the run folder {path} ({error.strerror}); choose another --output_dir"
+                ) from None
+        else:
+            raise PalestraError(f"too many runs named {name} in {parent}; choose another output_dir")
+        run = cls(path)
+        config.save(path / "config.yaml")
+        write_json(path / "run.json", {"name": name, "created": stamp, **record})
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "run.json").is_file():
+            raise PalestraError(
+                f"{path} is not a run folder: it has no run.json. Give a folder that `palestra train` made"
+            )
+        return cls(path)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "run.json").read_text()))
+
+    @property
+    def config(self) -> RunConfig:
+        import yaml
+
+        return RunConfig.build(yaml.safe_load((self.path / "config.yaml").read_text()))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def metrics(self) -> list[dict[str, float]]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,37 @@
+"""Where the numbers of a run go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from palestra.core.types import Group
+
+
+class Tracker(Protocol):
+    """A place that metrics are written to, once a step, by the loop."""
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.metrics(step, row)
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        for tracker in self._trackers:
+            tracker.rollouts(step, groups)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()

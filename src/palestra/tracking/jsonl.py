@@ -1,0 +1,69 @@
+"""The tracker that is always on: metrics.jsonl and rollouts.jsonl in the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from palestra.core.files import write_text
+from palestra.core.types import Group, Rollout
+
+
+class JsonlTracker:
+    """One line a step in metrics.jsonl, one line a rollout in rollouts.jsonl."""
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        self._metrics = folder / "metrics.jsonl"
+        self._rollouts = folder / "rollouts.jsonl"
+        if resume_after is not None:
+            for path in (self._metrics, self._rollouts):
+                _forget_after(path, resume_after)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        _append(self._metrics, [{"step": step, **row}])
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        _append(self._rollouts, [{"step": step, **rollout_record(r)} for g in groups for r in g.rollouts])
+
+    def close(self) -> None:
+        pass
+
+
+def rollout_record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as plain data: what was said, who made which tokens, and how it was scored."""
+    return {
+        "problem_id": rollout.problem_id,
+        "reward": rollout.reward,
+        "passed": rollout.passed,
+        "stop": rollout.stop,
+        "error": rollout.error,
+        "scores": {name: asdict(score) for name, score in rollout.scores.items()},
+        "messages": [asdict(m) for m in rollout.messages],
+        "turns": [
+            {"maker": t.maker, "token_ids": t.token_ids, "policy_version": t.policy_version} for t in rollout.turns
+        ],
+        "seconds": round(rollout.seconds, 4),
+        "tool_seconds": round(rollout.tool_seconds, 4),
+    }
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the records of steps that a resumed run does again, and any half-written last line."""
+    if path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return float("inf")

@@ -1,0 +1,117 @@
+"""Checkpoints: whole or not at all.
+
+A checkpoint is a folder with a manifest of its files (size and SHA-256). It is written aside,
+flushed to disk and renamed into place, so that a crash or a full disk leaves the previous one whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from palestra.core.errors import PalestraError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Where the loop stands: all that is not weights, optimizer or generators."""
+
+    step: int = 0
+    cursor: int = 0  # problems drawn so far; with the seed it fixes the data order
+    policy_version: int = 0
+    best_reward: float = float("-inf")
+    best_step: int = 0
+
+
+def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
+    """Write a checkpoint into `folder` atomically; `write` puts the learner's files into the path it is given."""
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        (aside / STATE).write_text(json.dumps(asdict(state)))
+        files = sorted(p for p in aside.rglob("*") if p.is_file())
+        manifest = {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*files, aside / MANIFEST, aside]:
+            _flush(path)
+        _replace(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise PalestraError(
+            f"the checkpoint {folder} could not be written ({error.strerror or error}); earlier checkpoints are whole. "
+            "Free some space or choose another output_dir, then resume"
+        ) from error
+    return folder
+
+
+def read_checkpoint(folder: Path) -> TrainState:
+    """Check every file against the manifest and give the loop's state."""
+    if not (folder / MANIFEST).is_file():
+        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}. Choose another one, or start anew")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except ValueError:
+        raise PalestraError(f"{folder / MANIFEST} is corrupt. Choose another checkpoint") from None
+    for name, expected in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            raise PalestraError(f"the checkpoint {folder} lacks its file {name}. Choose another checkpoint")
+        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+            raise PalestraError(
+                f"the checkpoint file {path} is corrupt (its checksum differs). Choose another checkpoint"
+            )
+    return TrainState(**json.loads((folder / STATE).read_text()))
+
+
+def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:
+    """Delete all but the newest `keep_last` step checkpoints and `keep`."""
+    for old in step_checkpoints(folder)[:-keep_last]:
+        if keep is None or old != keep:
+            shutil.rmtree(old)
+
+
+def step_checkpoints(folder: Path) -> list[Path]:
+    """Finished step checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if (p / MANIFEST).is_file())
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    found = step_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,60 @@
+"""What a step reports of its rollouts. The learner reports the rest."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+
+from palestra.core.types import Group
+from palestra.train.samples import has_signal
+
+
+def rollout_metrics(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int
+) -> dict[str, float]:
+    """Rewards, pass rates, lengths, tools and failures of one step's groups."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    good = [r for r in rollouts if r.error is None]
+    out = {"rollouts": float(len(rollouts)), "rollout_failures": float(len(rollouts) - len(good))}
+    if not good:
+        return out
+    rewards = [r.reward for r in good]
+    flat = [
+        a
+        for row, g in zip(advantages, groups, strict=True)
+        for a, r in zip(row, g.rollouts, strict=True)
+        if r.error is None
+    ]
+    lengths = [r.sampled_tokens for r in good]
+    results = [t for r in good for t in r.tool_results]
+    versions = [t.policy_version for r in good for t in r.turns if t.maker == "model"]
+    out |= {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_max": max(rewards),
+        "reward_min": min(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "pass_rate": statistics.fmean(r.passed for r in good),
+        "advantage_mean": statistics.fmean(flat),
+        "advantage_max": max(flat),
+        "advantage_min": min(flat),
+        "completion_length_mean": statistics.fmean(lengths),
+        "completion_length_max": float(max(lengths)),
+        "truncation_rate": statistics.fmean(r.stop == "truncated" for r in good),
+        "tool_calls_mean": len(results) / len(good),
+        "tool_error_rate": statistics.fmean(not t.ok for t in results) if results else 0.0,
+        "measure_errors": float(sum(s.error for r in good for s in r.scores.values())),
+        "equal_reward_groups": statistics.fmean(not has_signal(g) for g in groups),
+        "sampled_tokens": float(sum(lengths)),
+        "staleness_max": float(policy_version - min(versions, default=policy_version)),
+    }
+    for name in good[0].scores:
+        out[f"pass_rate/{name}"] = statistics.fmean(r.scores[name].passed for r in good)
+    return out
+
+
+def peak_memory_gib() -> float:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)

@@ -1,0 +1,99 @@
+"""One whole training in one folder: evaluate, train, evaluate, save."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.envs.base import Environment
+from palestra.evals.report import EvalReport
+from palestra.export.hf import save_hf
+from palestra.models.loading import LoadedModel
+from palestra.rollout.collect import RewardFunction
+from palestra.tracking.base import Trackers
+from palestra.tracking.jsonl import JsonlTracker
+from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
+from palestra.train.local import LocalLearner
+from palestra.train.loop import Training, Watcher, run_evaluation
+from palestra.train.setup import build_collectors, build_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a training leaves behind."""
+
+    model: Any
+    tokenizer: Any
+    model_path: Path
+    before: EvalReport
+    after: EvalReport
+    metrics: list[dict[str, float]]
+    seconds: float
+
+
+def train_in_folder(
+    loaded: LoadedModel,
+    environment: Environment,
+    config: RunConfig,
+    folder: Path,
+    runner: asyncio.Runner,
+    watcher: Watcher,
+    reward_functions: Sequence[RewardFunction] = (),
+    *,
+    resumed: bool = False,
+) -> Outcome:
+    """Score the model, train it, score it again and save it; with `resumed`, go on from the last checkpoint."""
+    began = time.perf_counter()
+    checkpoints = folder / "checkpoints"
+    start, state = (last_checkpoint(checkpoints), TrainState()) if resumed else (None, TrainState())
+    if start is not None:
+        state = read_checkpoint(start)
+        watcher.note(f"going on from step {state.step}")
+    _require_observations(environment, config)
+    learner = LocalLearner(loaded.model, config=config)
+    chat = ChatFormat(loaded.tokenizer)
+    policy = build_policy(learner.model, loaded.tokenizer, config.model.engine)
+    collector, scorer = build_collectors(environment, policy, chat, config, reward_functions)
+    tracker = Trackers([JsonlTracker(folder, resume_after=state.step if resumed else None)])
+    training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)
+    try:
+        before = training.evaluate("scoring before")
+        if start is not None:
+            learner.load(start)
+            policy.refresh(state.policy_version)
+        training.run()
+        after = training.evaluate("scoring after")
+    finally:
+        tracker.close()
+    record = json.loads((folder / "run.json").read_text())
+    path = save_hf(learner.model, loaded.tokenizer, folder / "model", record=record)
+    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Outcome(learner.model, loaded.tokenizer, path, before, after, history, time.perf_counter() - began)
+
+
+def evaluate_only(
+    loaded: LoadedModel, environment: Environment, config: RunConfig, runner: asyncio.Runner, watcher: Watcher
+) -> EvalReport:
+    """Score the held-out problems once."""
+    policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine)
+    _, scorer = build_collectors(environment, policy, ChatFormat(loaded.tokenizer), config)
+    return run_evaluation(scorer, environment.problems("held_out"), config, runner, watcher, "scoring")
+
+
+def _require_observations(environment: Environment, config: RunConfig) -> None:
+    if config.echo.coefficient > 0:
+        episode = environment.open(environment.problems("train")[0])
+        tools = list(episode.tools)
+        episode.close()
+        if not tools:
+            raise PalestraError(
+                "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or set it to 0"
+            )
