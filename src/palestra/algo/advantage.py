@@ -98,7 +98,7 @@ def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
     if given.shape != (rows,):
         raise PalestraError(f"{rows} rewards but a group list of shape {list(given.shape)}; expected one group a row")
     _, row_group, size = given.unique(return_inverse=True, return_counts=True)
-    return row_group, size
+    return row_group, size.double()
 
 
 def _sums(values: Tensor, row_group: Tensor, groups: int) -> Tensor:

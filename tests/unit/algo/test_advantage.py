@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.algo.advantage import advantages, combine_measures, equal_reward_groups
+from palestra.core.errors import PalestraError
+
+
+def _numpy_advantages(rewards: list[float], group: list[int], scale: str, leave_one_out: bool) -> np.ndarray:
+    """The formula read off the page, group by group."""
+    reward, member, result = np.array(rewards), np.array(group), np.zeros(len(rewards))
+    for g in set(group):
+        rows = np.flatnonzero(member == g)
+        if len(rows) == 1:
+            continue
+        for i in rows:
+            others = [j for j in rows if j != i] if leave_one_out else rows
+            result[i] = reward[i] - reward[others].mean()
+        if scale == "group":
+            result[rows] /= reward[rows].std(ddof=1) + 1e-4
+    return result / (reward.std(ddof=1) + 1e-4) if scale == "batch" and len(reward) > 1 else result
+
+
+@st.composite
+def rewards_in_groups(draw: st.DrawFn) -> tuple[list[float], list[int]]:
+    size = draw(st.integers(1, 12))
+    rewards = draw(st.lists(st.floats(-10, 10), min_size=size, max_size=size))
+    return rewards, draw(st.lists(st.integers(-2, 3), min_size=size, max_size=size))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(case=rewards_in_groups())
+def test_advantages_equal_the_numpy_reference(scale: str, leave_one_out: bool, case: tuple) -> None:
+    ours = advantages(*case, scale=scale, leave_one_out=leave_one_out)
+    np.testing.assert_allclose(ours.numpy(), _numpy_advantages(*case, scale, leave_one_out), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@settings(max_examples=40, deadline=None)
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 9))
+def test_group_with_equal_rewards_trains_nothing(scale: str, reward: float, size: int) -> None:
+    result = advantages([reward] * size + [0.0, 1.0], [0] * size + [1, 1], scale=scale)
+    assert (result[:size] == 0).all()
+    assert result[-1] > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=rewards_in_groups(), data=st.data())
+def test_permuting_rows_permutes_advantages(case: tuple, data: st.DataObject) -> None:
+    rewards, group = case
+    order = data.draw(st.permutations(range(len(rewards))))
+    moved = advantages([rewards[i] for i in order], [group[i] for i in order])
+    torch.testing.assert_close(moved, advantages(rewards, group)[list(order)], rtol=1e-6, atol=1e-9)
+
+
+def test_a_group_of_one_has_advantage_zero() -> None:
+    assert advantages([3.0, 1.0, 0.0], [7, 1, 1]).tolist()[0] == 0.0
+    assert advantages([3.0], [0], scale="batch").tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_is_refused_by_row(bad: float) -> None:
+    with pytest.raises(PalestraError, match="row 2"):
+        advantages([0.0, 1.0, bad], [0, 0, 0])
+    with pytest.raises(PalestraError, match="measure 1 of row 2"):
+        combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
+    with pytest.raises(PalestraError, match="group 1: reward of row 0"):
+        equal_reward_groups([[1.0, 0.0], [bad, 0.0]])
+
+
+def test_groups_of_another_length_than_rewards_are_refused() -> None:
+    with pytest.raises(PalestraError, match="one group a row"):
+        advantages([0.0, 1.0], [0])
+
+
+def test_one_measure_is_the_same_summed_first_or_normalised_first() -> None:
+    values, group = [[0.0], [1.0], [0.2], [0.4]], [0, 0, 1, 1]
+    first = combine_measures(values, [1.0], group, combine="sum_then_normalise")
+    torch.testing.assert_close(first, combine_measures(values, [1.0], group, combine="normalise_then_sum"))
+
+
+def test_normalising_first_lets_a_measure_with_a_small_spread_speak() -> None:
+    values = [[0.0, 0.01], [100.0, 0.0], [0.0, 0.0], [100.0, 0.01]]
+    summed = combine_measures(values, [1.0, 1.0], [0] * 4, combine="sum_then_normalise")
+    normalised = combine_measures(values, [1.0, 1.0], [0] * 4, combine="normalise_then_sum")
+    assert abs(summed[0] - summed[2]) < 1e-3
+    assert normalised[0] - normalised[2] > 1.0
+    reference = sum(_numpy_advantages([v[m] for v in values], [0] * 4, "group", False) for m in range(2))
+    np.testing.assert_allclose(normalised.numpy(), reference)
+
+
+def test_weights_of_measures_scale_their_say() -> None:
+    values, group = [[1.0, 0.0], [0.0, 1.0]], [0, 0]
+    for combine in ("sum_then_normalise", "normalise_then_sum"):
+        result = combine_measures(values, [2.0, 1.0], group, combine=combine)
+        assert result[0] > 0 > result[1]
+    with pytest.raises(PalestraError, match="3 weights"):
+        combine_measures(values, [1.0, 1.0, 1.0], group)
+
+
+def test_equal_reward_groups_are_found_within_the_tolerance() -> None:
+    assert equal_reward_groups([[1.0, 1.0], [0.0, 1.0], [0.5, 0.5 + 1e-7], [0.3], []]) == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert equal_reward_groups([[0.0, 0.05]], tolerance=0.1) == [True]
+
+
+@pytest.mark.parametrize("wrong", [{"scale": "row"}, {"combine": "sum"}])
+def test_unknown_ways_are_refused(wrong: dict) -> None:
+    with pytest.raises(PalestraError, match="expected"):
+        combine_measures([[0.0], [1.0]], [1.0], [0, 0], **wrong)
