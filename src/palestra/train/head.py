@@ -1,0 +1,158 @@
+"""From hidden states to log-probabilities and entropies of chosen tokens, in chunks.
+
+Logits exist for one chunk of tokens at a time, forward and backward: the backward pass computes
+them again instead of keeping them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**29}
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+def score_tokens(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    target: Tensor,  # [N] int64
+    rule: LogitRule,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """([N] log-probability of each target, [N] entropy of its distribution), both float32.
+
+    The entropy carries no gradient unless asked for.
+    """
+    logprobs, entropy = _Score.apply(hidden, weight, bias, target, rule, entropy_gradient)
+    return logprobs, entropy
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        rule: LogitRule,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        size = _chunk_tokens(weight)
+        parts = [
+            _statistics(F.linear(h, weight, bias), y, rule)
+            for h, y in zip(hidden.split(size), target.split(size), strict=True)
+        ]
+        empty = hidden.new_empty(0, dtype=torch.float32)
+        logprobs, logsumexp, entropy = (
+            (torch.cat(x) for x in zip(*parts, strict=True)) if parts else (empty, empty, empty)
+        )
+        ctx.save_for_backward(hidden, weight, bias, target, logsumexp, entropy)
+        ctx.rule, ctx.entropy_gradient = rule, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, logsumexp, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grads
+        rule, size = ctx.rule, _chunk_tokens(weight)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            logits = F.linear(hidden[part], weight, bias)
+            gradient = _logit_gradient(
+                logits,
+                target[part],
+                logsumexp[part],
+                grad_logprobs[part],
+                entropy[part] if ctx.entropy_gradient else None,
+                grad_entropy[part] if ctx.entropy_gradient else None,
+                rule,
+            )
+            torch.mm(gradient, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient, hidden[part])
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0, dtype=torch.float32)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _chunk_tokens(weight: Tensor) -> int:
+    return max(64, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight))
+
+
+def _final(logits: Tensor, rule: LogitRule) -> Tensor:
+    """[n, V] float32 logits as they are sampled from."""
+    z = logits.float()
+    if rule.softcap is not None:
+        z = torch.tanh(z * (rule.multiplier / rule.softcap)) * (rule.softcap / rule.temperature)
+    elif rule.multiplier != rule.temperature:
+        z = z * (rule.multiplier / rule.temperature)
+    return z
+
+
+def _statistics(logits: Tensor, target: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
+    """[n] log-probability of the target, log-sum-exp, and entropy."""
+    z = _final(logits, rule)
+    top = z.amax(-1, keepdim=True)
+    shifted = z - top
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    log_total = total.log()
+    chosen = shifted.gather(-1, target[:, None]).squeeze(-1)
+    entropy = log_total - (weights * shifted).sum(-1) / total
+    return chosen - log_total, log_total + top.squeeze(-1), entropy
+
+
+def _logit_gradient(
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    grad_logprobs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    rule: LogitRule,
+) -> Tensor:
+    """[n, V] gradient of the raw logits, in their dtype."""
+    z = _final(logits, rule)
+    log_p = z - logsumexp[:, None]
+    p = log_p.exp()
+    gradient = -p * grad_logprobs[:, None]
+    if entropy is not None and grad_entropy is not None:
+        gradient = gradient - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    gradient = gradient.scatter_add(-1, target[:, None], grad_logprobs[:, None])
+    scale = rule.multiplier / rule.temperature
+    if rule.softcap is not None:
+        bend = z * (rule.temperature / rule.softcap)  # the tanh itself
+        gradient = gradient * (1 - bend * bend)
+    return (gradient * scale).to(logits.dtype)
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """total [V, H] float32 += gradientᵀ @ hidden."""
+    if gradient.dtype == torch.float32:
+        total.addmm_(gradient.T, hidden)
+    else:
+        total += gradient.T @ hidden

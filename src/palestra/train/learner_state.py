@@ -1,0 +1,95 @@
+"""What a learner keeps on disk: weights as safetensors, the rest in one file, exact to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from palestra.core.errors import PalestraError
+
+STATE = "learner.pt"
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+
+
+def save(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:
+    """Write the model (only the adapter where it has one) and the state, with torch's random states."""
+    if hasattr(model, "disable_adapter"):
+        # "auto" would ask the hub about the base model's vocabulary.
+        model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+    else:
+        model.save_pretrained(str(folder))  # type: ignore[operator]
+    torch.save({**state, "random": _random_states()}, folder / STATE)
+
+
+def load(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Read what `save` wrote into the model; gives the state back."""
+    try:
+        state: dict[str, Any] = torch.load(_file(folder, STATE), map_location="cpu", weights_only=True)
+    except Exception as error:
+        if isinstance(error, PalestraError):
+            raise
+        raise PalestraError(f"{folder / STATE} is corrupt ({error}); use another checkpoint") from error
+    if hasattr(model, "disable_adapter"):
+        _load_adapter(folder, model)
+    else:
+        _load_weights(folder, model)
+    torch.set_rng_state(state["random"]["cpu"])
+    if torch.cuda.is_available() and state["random"]["cuda"]:
+        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    return state
+
+
+def _random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _load_adapter(folder: Path, model: nn.Module) -> None:
+    from peft import set_peft_model_state_dict
+
+    found = set_peft_model_state_dict(model, _tensors(folder, ADAPTER))
+    if found.unexpected_keys:
+        raise PalestraError(
+            f"{folder / ADAPTER} has weights that this model lacks, such as {found.unexpected_keys[0]}; "
+            "set lora.r and lora.target_modules as they were"
+        )
+
+
+def _load_weights(folder: Path, model: nn.Module) -> None:
+    """Straight into the model where the names agree; through transformers where it renames on saving."""
+    own = model.state_dict()
+    tensors = _tensors(folder, WEIGHTS) if (folder / WEIGHTS).exists() else None
+    if tensors is None or not tensors.keys() <= own.keys():
+        if not (folder / WEIGHTS).exists() and not list(folder.glob("model-*.safetensors")):
+            _file(folder, WEIGHTS)
+        fresh = type(model).from_pretrained(str(folder), dtype=next(iter(own.values())).dtype)  # type: ignore[attr-defined]
+        tensors = fresh.state_dict()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if own[name].shape != tensor.shape:
+                raise PalestraError(
+                    f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, this model's has {list(own[name].shape)}; "
+                    "resume with the model of the checkpoint"
+                )
+            own[name].copy_(tensor)
+
+
+def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    path = _file(folder, name)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise PalestraError(f"{path} is corrupt ({error}); use another checkpoint") from error
+
+
+def _file(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise PalestraError(f"{path} is missing; use another checkpoint")
+    return path

@@ -1,0 +1,65 @@
+"""Low-rank adapters by peft, and 4-bit base weights (QLoRA) by bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from palestra.core.config import LoraSection
+from palestra.core.errors import PalestraError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def build_peft_config(lora: LoraSection) -> LoraConfig:
+    """peft's LoraConfig of a config section; all linear layers unless modules are named."""
+    if lora.r < 1:
+        raise PalestraError(f"lora.r={lora.r} makes no adapter; use 1 or more")
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
+    """The model with fresh adapters, its own weights frozen; float32 adapters on low-precision weights."""
+    config = build_peft_config(lora)
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if lora.load_in_4bit:
+        if not getattr(model, "is_loaded_in_4bit", False):
+            raise PalestraError(
+                "lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader"
+            )
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise PalestraError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
+
+
+def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) -> Any | None:
+    """transformers' 4-bit settings (nf4, double quantisation) for `from_pretrained`; None when not asked for."""
+    if not lora.load_in_4bit:
+        return None
+    if not torch.cuda.is_available():
+        raise PalestraError("lora.load_in_4bit needs a CUDA GPU, and none is there; use lora.load_in_4bit=false")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise PalestraError("lora.load_in_4bit needs bitsandbytes; pip install 'palestra[qlora]'")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )

@@ -1,0 +1,105 @@
+"""AdamW over a model's trainable weights, with float32 master copies where they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from palestra.core.config import TrainSection
+from palestra.core.errors import PalestraError
+
+
+class Optimizer:
+    """Gradients in, one AdamW update out.
+
+    With `master_weights`, low-precision weights have float32 copies that receive the gradients as
+    they are made, micro-batch by micro-batch, and the updates; the model gets the rounded result.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        if not self.weights:
+            raise PalestraError("the model has no trainable weight; unfreeze it or add LoRA adapters")
+        self.masters: list[Tensor] = []
+        self._pairs: list[tuple[nn.Parameter, Tensor]] = []
+        for weight in self.weights:
+            master: Tensor = weight
+            if master_weights and weight.dtype != torch.float32:
+                master = weight.detach().float()
+                weight.register_post_accumulate_grad_hook(_move_gradient(master))
+                self._pairs.append((weight, master))
+            self.masters.append(master)
+        groups = [
+            {"params": [m for m in self.masters if m.dim() >= 2], "weight_decay": train.weight_decay},
+            {"params": [m for m in self.masters if m.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            fused=True,
+        )
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm`; gives their norm before that."""
+        return nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the weights and forget the gradients."""
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        with torch.no_grad():
+            if self._pairs:
+                torch._foreach_copy_([w for w, _ in self._pairs], [m for _, m in self._pairs])
+        self.clear()
+
+    def clear(self) -> None:
+        for master in self.masters:
+            master.grad = None
+        for weight, _ in self._pairs:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "masters": [master for _, master in self._pairs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved: Sequence[Tensor] = state["masters"]
+        if len(saved) != len(self._pairs):
+            raise PalestraError(
+                f"the checkpoint has {len(saved)} master weights, this run {len(self._pairs)}; "
+                "set model.master_weights and model.dtype as they were"
+            )
+        self.adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for (_, master), value in zip(self._pairs, saved, strict=True):
+                master.copy_(value)
+
+
+def _move_gradient(master: Tensor) -> Any:
+    def move(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.float()
+        else:
+            master.grad += weight.grad
+        weight.grad = None
+
+    return move
+
+
+def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:
+    """The learning rate of a step counted from 0: warm-up, then the schedule, which ends at 0."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    if train.scheduler == "constant":
+        return train.learning_rate
+    if total_steps is None:
+        raise PalestraError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
+    done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
+    factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return train.learning_rate * factor
