@@ -1,0 +1,64 @@
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.grpo_config import GRPOTrainingConfig
+
+
+def test_later_layers_win_and_leave_the_rest_alone() -> None:
+    config = RunConfig.build({"train": {"learning_rate": 1.0, "epochs": 3}}, {"train": {"learning_rate": 2.0}})
+    assert (config.train.learning_rate, config.train.epochs) == (2.0, 3)
+
+
+def test_an_unknown_key_is_refused_with_the_closest_known_one() -> None:
+    with pytest.raises(PalestraError, match=r"train\.learning_rat'\. Did you mean 'train\.learning_rate'\?"):
+        RunConfig.build({"train": {"learning_rat": 1.0}})
+
+
+def test_a_group_of_one_is_refused_with_the_reason() -> None:
+    with pytest.raises(PalestraError, match="use 2 or more"):
+        RunConfig.build({"rollout": {"group_size": 1}})
+    with pytest.raises(PalestraError, match=r"num_generations\) = 1 gives every advantage 0"):
+        GRPOTrainingConfig(num_generations=1).to_run_config()
+
+
+def test_a_saved_config_reads_back_equal(tmp_path) -> None:
+    import yaml
+
+    config = RunConfig.build({"lora": {"r": 8}, "track": {"report_to": ["tensorboard"]}})
+    config.save(tmp_path / "config.yaml")
+    assert RunConfig.build(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+
+
+def test_the_flat_config_reaches_every_section() -> None:
+    config = GRPOTrainingConfig(
+        per_device_batch_size=3,
+        gradient_accumulation_steps=4,
+        num_generations=6,
+        use_lora=True,
+        lora_r=4,
+        world_model_coeff=0.1,
+        torch_dtype="float16",
+        report_to="wandb",
+    ).to_run_config()
+    assert config.train.problems_per_step == 12
+    assert config.rollout.group_size == 6
+    assert config.lora.r == 4
+    assert config.echo.coefficient == 0.1
+    assert config.model.dtype == "float16"
+    assert config.track.report_to == ["wandb"]
+
+
+def test_lora_rank_counts_only_when_lora_is_on() -> None:
+    assert GRPOTrainingConfig(lora_r=4).to_run_config().lora.r == 0
+    assert GRPOTrainingConfig(lora_r=4, load_in_4bit=True).to_run_config().lora.r == 4
+
+
+def test_what_is_not_built_yet_says_so() -> None:
+    with pytest.raises(NotYetError, match="use_vllm"):
+        GRPOTrainingConfig(use_vllm=True).to_run_config()
+
+
+def test_the_flat_config_refuses_a_typo() -> None:
+    with pytest.raises(PalestraError, match="Did you mean 'num_generations'"):
+        GRPOTrainingConfig(num_generation=4)  # type: ignore[call-arg]

@@ -1,0 +1,78 @@
+from dataclasses import replace
+
+import pytest
+
+from palestra.core.config import TrainSection
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Rollout, Score, Turn
+from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples
+
+TURNS = (
+    Turn("template", (1, 2, 3)),
+    Turn("model", (4, 5), logprobs=(-0.5, -0.25), policy_version=7),
+    Turn("template", (6,)),
+    Turn("environment", (7, 8)),
+    Turn("template", (9,)),
+    Turn("model", (10,), logprobs=(-1.0,), policy_version=8),
+)
+
+
+def rollout(reward: float, **changes: object) -> Rollout:
+    base = Rollout("p", TURNS, (), "answered", scores={"right": Score(reward, reward == 1.0)}, reward=reward)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
+    sample = to_sample(rollout(1.0), 0.5, group=3)
+    assert sample.token_ids == tuple(range(1, 11))
+    assert sample.prompt_length == 3
+    assert sample.group == 3
+    assert sample.policy_version == 7
+
+
+def test_only_model_made_tokens_are_trained_and_only_tool_bodies_observed() -> None:
+    sample = to_sample(rollout(1.0), 0.5, group=0)
+    assert [i for i, t in zip(sample.token_ids, sample.trained, strict=True) if t] == [4, 5, 10]
+    assert [i for i, t in zip(sample.token_ids, sample.observed, strict=True) if t] == [7, 8]
+    assert [lp for lp, t in zip(sample.logprobs, sample.trained, strict=True) if t] == [-0.5, -0.25, -1.0]
+
+
+def test_a_truncated_rollout_stays_in_the_baseline_but_trains_nothing() -> None:
+    group = Group("p", (rollout(1.0), rollout(0.0, stop="truncated")))
+    advantages = group_advantages([group], TrainSection(), {"right": 1.0})
+    assert advantages[0][0] > 0 > advantages[0][1]
+    first, second = to_samples([group], advantages, mask_truncated=True)
+    assert any(first.trained)
+    assert not any(second.trained)
+    assert not any(second.observed)
+    assert any(to_samples([group], advantages, mask_truncated=False)[1].trained)
+
+
+def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:
+    group = Group("p", (rollout(1.0), rollout(0.0), rollout(0.0, error="tool server gone", stop="failed")))
+    advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
+    assert advantages == [[0.5, -0.5, 0.0]]
+    assert len(to_samples([group], advantages, mask_truncated=True)) == 2
+
+
+def test_equal_rewards_carry_no_signal() -> None:
+    assert not has_signal(Group("p", (rollout(1.0), rollout(1.0))))
+    assert has_signal(Group("p", (rollout(1.0), rollout(0.0))))
+
+
+def test_a_reward_that_is_not_finite_names_the_problem() -> None:
+    group = Group("problem-12", (rollout(1.0), rollout(float("nan"))))
+    with pytest.raises(PalestraError, match=r"rollout 1 .*'problem-12' is nan"):
+        group_advantages([group], TrainSection(), {})
+
+
+def test_measures_can_be_normalised_before_they_are_added() -> None:
+    def both(a: float, b: float) -> Rollout:
+        return rollout(a + b, scores={"a": Score(a, False), "b": Score(b, False)})
+
+    # b varies a hundred times less than a; normalised first, both count the same.
+    group = Group("p", (both(1.0, 0.00), both(0.0, 0.01), both(0.0, 0.00)))
+    weights = {"a": 1.0, "b": 1.0}
+    summed = group_advantages([group], TrainSection(), weights)[0]
+    normalised = group_advantages([group], TrainSection(combine="normalise_then_sum"), weights)[0]
+    assert summed[1] < 0 < normalised[1]
