@@ -1,1 +1,59 @@
 """Palestra: make tool-using language-model agents better by reinforcement learning."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+if TYPE_CHECKING:
+    from palestra.agents.agent import Agent
+    from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
+    from palestra.evals.judge import judge
+    from palestra.evals.measures import fail_reason, measure, pass_reason
+    from palestra.evals.suite import EvalSuite
+    from palestra.tools.tool import Tool, function_tool
+
+__all__ = [
+    "Agent",
+    "EvalSuite",
+    "GRPOTrainer",
+    "GRPOTrainingConfig",
+    "GRPOTrainingResult",
+    "Tool",
+    "evaluate",
+    "fail_reason",
+    "function_tool",
+    "judge",
+    "measure",
+    "pass_reason",
+    "train_grpo",
+]
+
+_HOMES = {
+    "Agent": "palestra.agents.agent",
+    "EvalSuite": "palestra.evals.suite",
+    "GRPOTrainer": "palestra.api",
+    "GRPOTrainingConfig": "palestra.api",
+    "GRPOTrainingResult": "palestra.api",
+    "Tool": "palestra.tools.tool",
+    "evaluate": "palestra.api",
+    "fail_reason": "palestra.evals.measures",
+    "function_tool": "palestra.tools.tool",
+    "judge": "palestra.evals.judge",
+    "measure": "palestra.evals.measures",
+    "pass_reason": "palestra.evals.measures",
+    "train_grpo": "palestra.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used: importing palestra itself costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'palestra' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import threading
@@ -48,11 +49,8 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
             value = context.run(call)
         except BaseException as caught:
             error = caught
-        if not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(settle, value, error)
-            except RuntimeError:
-                pass  # the loop closed between the two lines; nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, name="palestra-call", daemon=True).start()
     value, error = await done

@@ -1,0 +1,47 @@
+"""An agent: a model, its instructions and its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.tools.tool import as_tool, tools_by_name
+
+
+@dataclass
+class Agent:
+    """What is to be trained. Tools may be `@function_tool`s or plain typed functions with docstrings.
+
+    >>> agent = Agent("clerk", "palestra/tiny", "You answer with the tools.", tools=[])
+    """
+
+    name: str
+    model: str | None = None
+    instructions: str | Callable[..., Any] = ""
+    tools: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        self.tools = tuple(as_tool(tool) for tool in self.tools)
+        tools_by_name(self.tools)  # refuses two of one name
+
+    @property
+    def fixed_instructions(self) -> str:
+        """The instructions as text; training needs the same ones for every rollout."""
+        if callable(self.instructions):
+            raise PalestraError(
+                f"the instructions of agent {self.name!r} are a function, so they may differ from call to call; "
+                f"training needs fixed ones. Pass a string: Agent({self.name!r}, instructions='You are …')."
+            )
+        return self.instructions or ""
+
+    @property
+    def required_model(self) -> str:
+        """The model's name; training cannot do without."""
+        if not self.model:
+            raise PalestraError(
+                f"agent {self.name!r} has no model. Name one: Agent({self.name!r}, model='palestra/tiny'), "
+                "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder."
+            )
+        return self.model

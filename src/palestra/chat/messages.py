@@ -1,0 +1,79 @@
+"""Messages <-> the plain dicts of chat templates and OpenAI-style servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, ToolCall
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
+    """The message as chat templates take it; OpenAI-style servers want the arguments as JSON text."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        plain["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def from_dict(plain: Mapping[str, Any]) -> Message:
+    """A message out of a plain dict: content as text, None or text parts; arguments as object or JSON text."""
+    role = _ROLES.get(plain.get("role", ""))
+    if role is None:
+        raise PalestraError(f"a message has the role {plain.get('role')!r}; expected one of {', '.join(_ROLES)}")
+    return Message(
+        role=role,  # type: ignore[arg-type]
+        text=_text(plain.get("content")),
+        tool_calls=tuple(_call_from_dict(call, i) for i, call in enumerate(plain.get("tool_calls") or ())),
+        tool_call_id=plain.get("tool_call_id"),
+        name=plain.get("name"),
+    )
+
+
+def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+    """A text is one user message; a sequence holds messages or plain dicts."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    return tuple(item if isinstance(item, Message) else from_dict(item) for item in value)
+
+
+def _call_to_dict(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _call_from_dict(plain: Mapping[str, Any], index: int) -> ToolCall:
+    function = plain.get("function", plain)
+    call_id = plain.get("id") or f"call_{index}"
+    name = function.get("name") or ""
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return ToolCall(call_id, name, error=f"the arguments of the call to {name!r} are not valid JSON")
+    if not isinstance(arguments, dict):
+        return ToolCall(call_id, name, error=f"the arguments of the call to {name!r} are not a JSON object")
+    return ToolCall(call_id, name, arguments)
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise PalestraError(f"a message has a content part that is not text: {part!r}; only text is supported")
+        parts.append(text)
+    return "".join(parts)

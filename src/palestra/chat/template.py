@@ -1,0 +1,249 @@
+"""Messages -> tokens through a tokenizer's own chat template, append-only: the past is never rendered again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palestra.chat.messages import to_dict
+from palestra.chat.toolcalls import parse_assistant, strip_thinking
+from palestra.core.errors import PalestraError
+from palestra.core.types import Maker, Message, ToolCall, Turn
+
+_END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+_QUESTION, _ANSWER = "PALESTRAQUESTION", "PALESTRAANSWER"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of rendered text: a message's body, or the template's scaffold around it."""
+
+    text: str
+    is_body: bool
+
+
+class ChatFormat:
+    """How one tokenizer writes and reads conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise PalestraError(
+                "the tokenizer has no chat template, so messages cannot become tokens. "
+                "Use an instruction-tuned model, or set tokenizer.chat_template to a Jinja template."
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise PalestraError(
+                f"{type(tokenizer).__name__} is a slow tokenizer, which cannot tell which characters a token covers. "
+                "Load the fast one: AutoTokenizer.from_pretrained(name, use_fast=True)."
+            )
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
+        self._scaffolds: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+        self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn:
+        """The opening of a conversation, up to where the assistant begins to speak."""
+        text = self._render(messages, tools, add_generation_prompt=True)
+        pieces = [_Piece(text, False)]
+        if any(self._has_special(message.text) for message in messages):
+            blank = [replace(m, text=_mark(i)) for i, m in enumerate(messages)]
+            scaffold = self._render(blank, tools, add_generation_prompt=True)
+            bodies = [message.text for message in messages]
+            pieces = _pieces(text, _split_at_marks(scaffold, len(messages)), bodies)
+        return Turn("template", tuple(token_id for token_id, _ in self._encode(pieces)))
+
+    def continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
+        """What is fed after a sampled assistant turn that ended with its stop token.
+
+        The bodies of the replies are `environment` turns, everything around them `template` turns.
+        """
+        stop, scaffold = self._scaffold(replies)
+        text = self._delta(replies)[1]
+        pieces = _pieces(text, scaffold, [reply.text for reply in replies])
+        # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
+        first, *labelled = self._encode([_Piece(stop, False), *pieces] if stop else pieces)
+        if not stop:
+            labelled = [first, *labelled]
+        return tuple(_turns(labelled))
+
+    def read(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        written = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text, calls = parse_assistant(written)
+        return Message("assistant", strip_thinking(text), tool_calls=calls)
+
+    def _find_stop_token_ids(self) -> tuple[int, ...]:
+        """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
+        found = {self._special[name] for name in _END_OF_TURN if name in self._special}
+        if self._tokenizer.eos_token_id is not None:
+            found.add(self._tokenizer.eos_token_id)
+        dialogue = [Message("user", _QUESTION), Message("assistant", _ANSWER)]
+        behind = self._render(dialogue).partition(_ANSWER)[2].lstrip()
+        found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+        if not found:
+            raise PalestraError(
+                "the tokenizer has no end-of-sequence token, and its chat template ends an assistant message without "
+                "a special token, so a turn would never end. Set tokenizer.eos_token."
+            )
+        return tuple(sorted(found))
+
+    def _scaffold(self, replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
+        """The stop token's text, and the template's text before, between and after the replies' bodies."""
+        key = tuple((reply.role, reply.name, reply.tool_call_id) for reply in replies)
+        if key not in self._scaffolds:
+            stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)])
+            self._scaffolds[key] = (stop, _split_at_marks(text, len(replies)))
+        return self._scaffolds[key]
+
+    def _delta(self, replies: Sequence[Message]) -> tuple[str, str]:
+        """The stop token's text and what follows it, from two renderings of a small conversation."""
+        calls = tuple(
+            ToolCall(reply.tool_call_id or f"call_{i}", reply.name or "tool")
+            for i, reply in enumerate(replies)
+            if reply.role == "tool"
+        )
+        # some templates refuse several calls or leave out the text beside calls: then a plain answer must do
+        for tool_calls in (calls, ()) if calls else ((),):
+            opening = [Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
+            try:
+                before = self._render(opening)
+                after = self._render([*opening, *replies], add_generation_prompt=True)
+            except PalestraError:
+                if not tool_calls:
+                    raise
+                continue
+            if _ANSWER in before and _ANSWER in after:
+                return self._difference(before, after)
+        raise _not_append_only("it leaves out what the assistant said")
+
+    def _difference(self, before: str, after: str) -> tuple[str, str]:
+        # Only what follows the answer has to agree: a template may dress the last answer differently
+        # (Qwen3 adds an empty thinking block), and what the model sampled stays as it is anyway.
+        if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
+            raise _not_append_only("a later message changes the beginning of the conversation")
+        old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
+        if not new.startswith(old):
+            raise _not_append_only("a later message changes the end of the assistant's message")
+        stops = self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+        ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
+        if ends:
+            end, stop = max(ends)
+            return stop, new[end:]
+        return "", new[len(old) :]
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> str:
+        import jinja2
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [to_dict(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise PalestraError(f"the chat template refuses messages with the roles {roles}: {error}") from None
+        return text
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self._special)
+
+    def _encode(self, pieces: Sequence[_Piece]) -> list[tuple[int, Maker]]:
+        """Token ids with their makers. The text is tokenised as a whole, save for bodies that contain
+        the text of a special token: those are cut out, so that nobody can forge one."""
+        labelled: list[tuple[int, Maker]] = []
+        together: list[_Piece] = []
+        for piece in pieces:
+            if piece.is_body and self._has_special(piece.text):
+                labelled += self._encode_together(together)
+                labelled += self._encode_together([piece], split_special_tokens=True)
+                together = []
+            else:
+                together.append(piece)
+        return labelled + self._encode_together(together)
+
+    def _encode_together(self, pieces: Sequence[_Piece], split_special_tokens: bool = False) -> list[tuple[int, Maker]]:
+        encoded = self._tokenizer(
+            "".join(piece.text for piece in pieces),
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            split_special_tokens=split_special_tokens,
+        )
+        in_body = [piece.is_body for piece in pieces for _ in piece.text]
+        labelled: list[tuple[int, Maker]] = []
+        for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            # a token that also covers scaffold is not the environment's
+            inside = start < end and all(in_body[start:end])
+            labelled.append((token_id, "environment" if inside else "template"))
+        return labelled
+
+
+def _mark(index: int) -> str:
+    return f"PALESTRABODY{index}END"
+
+
+def _split_at_marks(text: str, count: int) -> tuple[str, ...]:
+    scaffold = []
+    for index in range(count):
+        head, mark, text = text.partition(_mark(index))
+        if not mark:
+            raise _not_append_only("it leaves out a message, or puts messages in another order")
+        scaffold.append(head)
+    return (*scaffold, text)
+
+
+_BODY_FORMS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.strip,
+    str.lstrip,
+    str.rstrip,
+    json.dumps,
+    lambda body: json.dumps(body, ensure_ascii=False),
+)
+
+
+def _pieces(text: str, scaffold: Sequence[str], bodies: Sequence[str]) -> list[_Piece]:
+    """Cut a rendered text into scaffold and bodies; a body may come trimmed, or escaped as JSON."""
+    pieces = [_Piece(scaffold[0], False)]
+    position = len(scaffold[0])
+    for body, behind in zip(bodies, scaffold[1:], strict=True):
+        written = next((f for form in _BODY_FORMS if text.startswith((f := form(body)) + behind, position)), None)
+        if written is None:
+            break
+        pieces += [_Piece(written, True), _Piece(behind, False)]
+        position += len(written) + len(behind)
+    if "".join(piece.text for piece in pieces) != text:
+        raise _not_append_only("the text of a message changes what is written around it")
+    return pieces
+
+
+def _turns(labelled: Sequence[tuple[int, Maker]]) -> Iterator[Turn]:
+    start = 0
+    for end in range(1, len(labelled) + 1):
+        if end == len(labelled) or labelled[end][1] != labelled[start][1]:
+            yield Turn(labelled[start][1], tuple(token_id for token_id, _ in labelled[start:end]))
+            start = end
+
+
+def _not_append_only(reason: str) -> PalestraError:
+    return PalestraError(
+        f"the chat template cannot be extended message by message: {reason}. Train with a template that only "
+        "appends (ChatML templates do): set tokenizer.chat_template."
+    )

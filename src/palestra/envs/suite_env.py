@@ -1,0 +1,101 @@
+"""A suite as an environment: its cases are the problems, the agent's tools the tools, its measures the score."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.agents.agent import Agent
+from palestra.chat.messages import as_messages
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.types import Message, Problem, Score, ToolResult
+from palestra.envs.base import Split
+from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
+from palestra.evals.suite import EvalSuite
+from palestra.tools.tool import Tool
+
+MEASURE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class SuiteEpisode:
+    """One attempt at one case."""
+
+    problem: Problem
+    prompt: Sequence[Message]
+    tools: Sequence[Tool]
+    measures: Sequence[Measure]
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """A case is one question: its answer ends the attempt."""
+        return ()
+
+    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
+        """All measures at once."""
+        context = MeasureContext(tuple(messages), tuple(tool_results), self.problem.expect, self.problem)
+        scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in self.measures))
+        return {m.name: score for m, score in zip(self.measures, scores, strict=True)}
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class SuiteEnvironment:
+    """The problems of a suite (and of a held-out one), for one agent."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        train: EvalSuite,
+        held_out: EvalSuite | None = None,
+        measures: Sequence[Any] | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+    ) -> None:
+        """`measures` default to the suite's own, `reward_weights` to equal ones that add up to 1."""
+        self._measures = as_measures(train.measures if measures is None else measures)
+        if not self._measures:
+            raise PalestraError(
+                f"there are no measures for the suite {train.name!r}, so nothing tells good from bad. Declare one with "
+                "@measure and pass it: EvalSuite.from_records(…, measures=[right_answer])."
+            )
+        instructions = agent.fixed_instructions
+        self._opening = (Message("system", instructions),) if instructions else ()
+        self._tools: tuple[Tool, ...] = tuple(agent.tools)
+        self._cases = {"train": tuple(train), "held_out": tuple(held_out or ())}
+        self._weights = _weights([m.name for m in self._measures], reward_weights)
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return self._weights
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self._cases[split]
+
+    def open(self, problem: Problem) -> SuiteEpisode:
+        return SuiteEpisode(problem, (*self._opening, *as_messages(problem.input)), self._tools, self._measures)
+
+
+def _weights(names: Sequence[str], given: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
+    """A weight for each measure; a mapping may name some only, the others weigh nothing."""
+    if given is None:
+        return dict.fromkeys(names, 1.0 / len(names))
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in names:
+                raise PalestraError(
+                    f"reward_weights names {name!r}, which is no measure here.{did_you_mean(name, names)} "
+                    f"The measures are: {', '.join(names)}."
+                )
+        weights = {name: float(given.get(name, 0.0)) for name in names}
+    else:
+        if len(given) != len(names):
+            raise PalestraError(
+                f"reward_weights has {len(given)} values for {len(names)} measures ({', '.join(names)}); give one each"
+            )
+        weights = {name: float(weight) for name, weight in zip(names, given, strict=True)}
+    if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
+        raise PalestraError(f"reward_weights are {weights}; expected finite numbers, and at least one that is not 0")
+    return weights

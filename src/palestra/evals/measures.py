@@ -1,0 +1,161 @@
+"""Measures: functions that look at a finished attempt and say how good it was, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.types import Message, Problem, Score, ToolCall, ToolResult
+
+_EXAMPLE = """
+    @measure
+    def right_answer(ctx):
+        return ctx.expect in ctx.final_assistant_message.text"""
+
+
+@dataclass(frozen=True)
+class MeasureContext:
+    """What a measure sees: the whole conversation, the tools' answers, and what was expected."""
+
+    messages: Sequence[Message]
+    tool_results: Sequence[ToolResult] = ()
+    expect: Any = None
+    case: Problem = field(default_factory=lambda: Problem("", ""))
+
+    @property
+    def final_assistant_message(self) -> Message:
+        """The last thing that the assistant said; an empty message when it said nothing."""
+        return next((m for m in reversed(self.messages) if m.role == "assistant"), Message("assistant", ""))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Every call that the assistant asked for, in order, also those that could not be read."""
+        return tuple(call for m in self.messages if m.role == "assistant" for call in m.tool_calls)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A named measure. A value of at least `threshold` counts as passed."""
+
+    name: str
+    fn: Callable[..., Any]
+    threshold: float = 1.0
+
+    def __call__(self, context: MeasureContext) -> Any:
+        return self.fn(context)
+
+
+_declared: dict[str, Measure] = {}  # what `measures=["name"]` finds; a later declaration of a name replaces it
+
+
+@overload
+def measure(target: Callable[..., Any], /) -> Measure: ...
+
+
+@overload
+def measure(
+    target: str | None = None, /, *, name: str | None = None, threshold: float = 1.0
+) -> Callable[[Callable[..., Any]], Measure]: ...
+
+
+def measure(
+    target: Callable[..., Any] | str | None = None, /, *, name: str | None = None, threshold: float = 1.0
+) -> Measure | Callable[[Callable[..., Any]], Measure]:
+    """Declare a measure: `@measure`, `@measure("name")` or `@measure(threshold=0.7)`."""
+    if not 0.0 < threshold <= 1.0:
+        raise PalestraError(f"threshold={threshold} of a measure; expected above 0 and at most 1")
+    given_name = target if isinstance(target, str) else name
+
+    def declare(fn: Callable[..., Any]) -> Measure:
+        declared = Measure(given_name or _name_of(fn), fn, threshold)
+        _declared[declared.name] = declared
+        return declared
+
+    return declare(target) if callable(target) else declare
+
+
+def get_measure(name: str) -> Measure:
+    """The measure declared under this name."""
+    if name not in _declared:
+        known = (
+            f"Declared are: {', '.join(sorted(_declared))}."
+            if _declared
+            else f"None is declared; write one:\n{_EXAMPLE}"
+        )
+        raise PalestraError(f"there is no measure {name!r}.{did_you_mean(name, _declared)} {known}")
+    return _declared[name]
+
+
+def as_measure(obj: Measure | str | Callable[..., Any]) -> Measure:
+    """A measure, the name of a declared one, or a plain function, as a measure."""
+    if isinstance(obj, Measure):
+        return obj
+    if isinstance(obj, str):
+        return get_measure(obj)
+    if callable(obj):
+        return Measure(_name_of(obj), obj)
+    raise PalestraError(f"{obj!r} is not a measure; pass a function or the name of a declared one:\n{_EXAMPLE}")
+
+
+def as_measures(objs: Sequence[Any] | str | Callable[..., Any]) -> tuple[Measure, ...]:
+    """All as measures; two of one name raise PalestraError. A single one needs no list."""
+    many = (objs,) if isinstance(objs, (str, Measure)) or callable(objs) else tuple(objs)
+    measures = tuple(as_measure(obj) for obj in many)
+    names = [m.name for m in measures]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PalestraError(f"two measures are named {twice!r}; rename one: @measure('another_name')")
+    return measures
+
+
+def pass_reason(text: str = "") -> Score:
+    """Passed, and why."""
+    return Score(1.0, True, text)
+
+
+def fail_reason(text: str = "") -> Score:
+    """Failed, and why."""
+    return Score(0.0, False, text)
+
+
+async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Score:
+    """The measure's verdict. One that raises, hangs or returns nonsense scores 0 with the error recorded."""
+    try:
+        value = await call_with_limit(m.fn, ctx, timeout_s=timeout_s)
+    except CallTimeout as error:
+        return _failed(f"measure {m.name} {error}")
+    except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
+        return _failed(f"measure {m.name} raised {type(error).__name__}: {error}".removesuffix(": "))
+    return _as_score(m, value)
+
+
+def _as_score(m: Measure, value: Any) -> Score:
+    if isinstance(value, Score):
+        good = isinstance(value.value, (int, float)) and 0.0 <= value.value <= 1.0
+        return value if good else _failed(f"measure {m.name} gave a score of {value.value!r}; expected 0 to 1")
+    if hasattr(value, "item") and not isinstance(value, (int, float, Mapping)):
+        try:
+            value = value.item()  # a NumPy or torch scalar
+        except (ValueError, RuntimeError):
+            return _failed(f"measure {m.name} returned an array of several values; expected one number")
+    if isinstance(value, bool):
+        return Score(float(value), value)
+    if isinstance(value, (int, float)):
+        if math.isnan(value) or not 0.0 <= value <= 1.0:
+            return _failed(f"measure {m.name} returned {value!r}; expected a number from 0 to 1")
+        return Score(float(value), value >= m.threshold - 1e-9)
+    return _failed(
+        f"measure {m.name} returned {type(value).__name__}; expected pass_reason(…), fail_reason(…), a bool or a number"
+    )
+
+
+def _failed(reason: str) -> Score:
+    return Score(0.0, False, reason, error=True)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,130 @@
+"""What an evaluation found: per measure and in all, with 95 % intervals, and before against after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from palestra.core.types import Rollout
+
+_Z95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of passed attempts with its Wilson 95 % interval."""
+
+    n: int
+    passed: int
+    rate: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, passed: int, n: int) -> Rate:
+        if n == 0:
+            return cls(0, 0, 0.0, 0.0, 1.0)
+        share, z2 = passed / n, _Z95**2
+        middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+        reach = _Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+        return cls(n, passed, share, max(0.0, middle - reach), min(1.0, middle + reach))
+
+
+@dataclass(frozen=True)
+class MeasureReport:
+    """One measure over all rollouts."""
+
+    name: str
+    pass_rate: Rate
+    mean_value: float
+    errors: int
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed."""
+
+    pass_rate: Rate
+    measures: tuple[MeasureReport, ...]
+    mean_reward: float
+    truncation_rate: float
+    failure_rate: float
+    tool_calls_per_rollout: float
+    tool_error_rate: float
+    seconds: float
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], seconds: float) -> EvalReport:
+        results = [result for rollout in rollouts for result in rollout.tool_results]
+        names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
+        return cls(
+            pass_rate=Rate.of(sum(rollout.passed for rollout in rollouts), len(rollouts)),
+            measures=tuple(_measure_report(name, rollouts) for name in names),
+            mean_reward=_mean([rollout.reward for rollout in rollouts]),
+            truncation_rate=_mean([rollout.stop == "truncated" for rollout in rollouts]),
+            failure_rate=_mean([rollout.stop == "failed" for rollout in rollouts]),
+            tool_calls_per_rollout=len(results) / max(len(rollouts), 1),
+            tool_error_rate=_mean([not result.ok for result in results]),
+            seconds=seconds,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and texts, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line of a before/after table. `clear` says that the intervals do not overlap."""
+
+    name: str
+    before: Rate
+    after: Rate
+
+    @property
+    def gain(self) -> float:
+        return self.after.rate - self.before.rate
+
+    @property
+    def clear(self) -> bool:
+        return self.after.low > self.before.high or self.after.high < self.before.low
+
+
+def compare(before: EvalReport, after: EvalReport) -> list[Change]:
+    """A row per measure that both have, then one for all measures together."""
+    earlier = {report.name: report.pass_rate for report in before.measures}
+    rows = [Change(m.name, earlier[m.name], m.pass_rate) for m in after.measures if m.name in earlier]
+    return [*rows, Change("all measures", before.pass_rate, after.pass_rate)]
+
+
+def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int = 3) -> list[tuple[Rollout, Rollout]]:
+    """Up to n pairs (before, after) of the same problem: first one that failed and passes now, then one of
+    each other kind (fails still, passed already, got worse), then more in the order of the problems."""
+    later: dict[str, Rollout] = {}
+    for rollout in after:
+        later.setdefault(rollout.problem_id, rollout)
+    pairs: dict[str, tuple[Rollout, Rollout]] = {}
+    for rollout in before:
+        if rollout.problem_id in later:
+            pairs.setdefault(rollout.problem_id, (rollout, later[rollout.problem_id]))
+    kinds = [(False, True), (False, False), (True, True), (True, False)]
+    of_kind = [[p for p in pairs.values() if (p[0].passed, p[1].passed) == kind] for kind in kinds]
+    firsts = [group[0] for group in of_kind if group]
+    rest = [pair for group in of_kind for pair in group[1:]]
+    return [*firsts, *rest][:n]
+
+
+def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:
+    scores = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
+    return MeasureReport(
+        name=name,
+        pass_rate=Rate.of(sum(score.passed for score in scores), len(scores)),
+        mean_value=_mean([score.value for score in scores]),
+        errors=sum(score.error for score in scores),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,175 @@
+"""A suite: cases to solve, and the measures that tell good from bad."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.chat.messages import as_messages
+from palestra.core.errors import PalestraError
+from palestra.core.types import Problem
+from palestra.evals.measures import as_measures
+
+if TYPE_CHECKING:
+    from palestra.evals.report import EvalReport
+
+Record = Mapping[str, Any]
+InputFn = Callable[[Record], Any]
+ExpectFn = Callable[[Record], Any]
+
+
+@dataclass(frozen=True)
+class EvalSuite:
+    """Cases and measures.
+
+    >>> suite = EvalSuite.from_records([{"input": "2 + 2?", "expect": "4"}])
+    >>> suite.cases[0].expect
+    '4'
+    """
+
+    cases: Sequence[Problem]
+    measures: Sequence[Any] = ()
+    name: str = "suite"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cases", tuple(self.cases))
+        object.__setattr__(self, "measures", as_measures(self.measures))
+        if not self.cases:
+            raise PalestraError(
+                f"the suite {self.name!r} has no cases, so there is nothing to train on or to score. "
+                "Give it at least one record: EvalSuite.from_records([{'input': …, 'expect': …}], measures=[…])."
+            )
+        ids = [case.id for case in self.cases]
+        if len(set(ids)) < len(ids):
+            twice = next(case_id for case_id in ids if ids.count(case_id) > 1)
+            raise PalestraError(f"two cases of the suite {self.name!r} have the id {twice!r}; give each its own")
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self.cases)
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Iterable[Record],
+        input_fn: InputFn | None = None,
+        expect_fn: ExpectFn | None = None,
+        measures: Sequence[Any] = (),
+        name: str = "suite",
+    ) -> EvalSuite:
+        """One case per record. `input_fn` gives the user's text or messages (default: record["input"]),
+        `expect_fn` what the measures compare with (default: record.get("expect"))."""
+        cases = [
+            Problem(
+                id=f"{name}-{index}",
+                input=_read(input_fn or _default_input, record, index, "input_fn"),
+                expect=expect_fn(record) if expect_fn else record.get("expect"),
+                row=record,
+            )
+            for index, record in enumerate(records)
+        ]
+        return cls(cases, measures, name)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+        """One JSON object a line; empty lines are skipped."""
+        records = []
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise PalestraError(f"{path}, line {number} is not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise PalestraError(f"{path}, line {number} is not a JSON object, got {type(record).__name__}")
+            records.append(record)
+        return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
+
+    @classmethod
+    def from_csv(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+        """A CSV file with a header; every value is text."""
+        return cls.from_records(csv.DictReader(_lines(path)), input_fn, **{"name": Path(path).stem, **options})
+
+    @classmethod
+    def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+        """A Parquet file, a row a case."""
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise PalestraError("reading Parquet needs pyarrow: pip install 'palestra[data]'") from None
+        if not Path(path).exists():
+            raise PalestraError(f"there is no file {path}")
+        records = pyarrow.parquet.read_table(path).to_pylist()
+        return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
+
+    @classmethod
+    def from_hf_dataset(
+        cls, path_or_dataset: Any, input_fn: InputFn | None = None, *, split: str = "train", **options: Any
+    ) -> EvalSuite:
+        """A Hugging Face dataset, or the name of one on the hub (then its `split`)."""
+        if isinstance(path_or_dataset, (str, Path)):
+            try:
+                from datasets import load_dataset
+            except ImportError:
+                raise PalestraError("loading a dataset by name needs datasets: pip install 'palestra[data]'") from None
+            name = Path(path_or_dataset).name
+            return cls.from_records(
+                load_dataset(str(path_or_dataset), split=split), input_fn, **{"name": name, **options}
+            )
+        return cls.from_records(path_or_dataset, input_fn, **options)
+
+    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[EvalSuite, EvalSuite]:
+        """(train, held-out), drawn by `seed`; both keep the order of the cases."""
+        if not 0.0 < held_out < 1.0:
+            raise PalestraError(f"held_out={held_out}; expected a share between 0 and 1, for example 0.2")
+        if len(self) < 2:
+            raise PalestraError(f"the suite {self.name!r} has one case, which cannot be split; give it two or more")
+        count = min(max(round(held_out * len(self)), 1), len(self) - 1)
+        chosen = set(random.Random(seed).sample(range(len(self)), count))
+        train = [case for i, case in enumerate(self.cases) if i not in chosen]
+        return replace(self, cases=train), replace(self, cases=[self.cases[i] for i in sorted(chosen)])
+
+    def evaluate(self, agent: Any, **options: Any) -> EvalReport:
+        """Score an agent on every case, without training."""
+        from palestra.api import evaluate
+
+        report: EvalReport = evaluate(agent, self, **options)
+        return report
+
+
+def _default_input(record: Record) -> Any:
+    return record["input"]
+
+
+def _read(input_fn: InputFn, record: Record, index: int, what: str) -> Any:
+    if not isinstance(record, Mapping):
+        raise PalestraError(
+            f"record {index} is of type {type(record).__name__}; expected a dict such as {{'input': …}}"
+        )
+    try:
+        value = input_fn(record)
+    except KeyError as error:
+        raise PalestraError(
+            f"record {index} has no {error}; its keys are {', '.join(map(str, record))}. "
+            f"Pass {what}=lambda record: record['…'] with the right one."
+        ) from None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and value:
+        return as_messages(value)
+    raise PalestraError(f"{what} gave {value!r} for record {index}; expected a text or a list of messages")
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines(keepends=True)
+    except FileNotFoundError:
+        raise PalestraError(f"there is no file {path}") from None

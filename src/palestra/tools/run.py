@@ -1,0 +1,60 @@
+"""Running the tool calls of one turn: all at once, each with a time limit; every failure is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.errors import did_you_mean
+from palestra.core.types import ToolCall, ToolResult
+from palestra.tools.arguments import ArgumentError, read_arguments
+from palestra.tools.tool import Tool
+
+MAX_ERROR_CHARS = 300
+
+
+async def run_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
+    """The results of all calls, in their order. What goes wrong is told to the model, never raised."""
+    return list(await asyncio.gather(*(_run_call(tools, call, timeout_s) for call in calls)))
+
+
+async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float) -> ToolResult:
+    started = time.perf_counter()
+
+    def failed(text: str) -> ToolResult:
+        short = text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
+        return ToolResult(call, _encodable(f"Error: {short}"), ok=False, seconds=time.perf_counter() - started)
+
+    if call.error is not None:
+        return failed(call.error)
+    tool = tools.get(call.name)
+    if tool is None:
+        known = f"The tools are: {', '.join(tools)}." if tools else "There are no tools."
+        return failed(f"there is no tool {call.name!r}.{did_you_mean(call.name, tools)} {known}")
+    try:
+        arguments = read_arguments(tool, call.arguments)
+        content = _as_text(await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments))
+    except ArgumentError as problem:
+        return failed(str(problem))
+    except CallTimeout as problem:
+        return failed(f"{call.name} {problem} and was stopped")
+    except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
+        return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "))
+    return ToolResult(call, content, seconds=time.perf_counter() - started)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return _encodable(value)
+    from pydantic_core import to_jsonable_python
+
+    return _encodable(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False))
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

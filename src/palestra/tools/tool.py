@@ -1,0 +1,121 @@
+"""A tool: a function that a model may call, with the JSON schema that tells it how."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from palestra.core.errors import PalestraError
+from palestra.tools.schema import function_schema
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A named function with the JSON schema of its arguments. Calling the tool calls the function.
+
+    `readers` turn one JSON value each into what the function wants (an Enum, a dataclass, …);
+    arguments without a reader are checked against the schema and passed on as they are.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    fn: Callable[..., Any]
+    readers: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The form that chat templates and OpenAI-style servers take."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+@overload
+def function_tool(fn: Callable[..., Any], /) -> Tool: ...
+
+
+@overload
+def function_tool(
+    *, name: str | None = None, description: str | None = None
+) -> Callable[[Callable[..., Any]], Tool]: ...
+
+
+def function_tool(
+    fn: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a typed function with a docstring; as `@function_tool` or `@function_tool(name=…)`."""
+
+    def make(function: Callable[..., Any]) -> Tool:
+        if isinstance(function, type) or not callable(function):
+            raise PalestraError(f"a tool is made of a function, got {function!r}; pass the function itself")
+        schema = function_schema(function)
+        own_name = getattr(function, "__name__", type(function).__name__)
+        return Tool(
+            name=name or own_name,
+            description=description or schema.description,
+            parameters=schema.parameters,
+            fn=function,
+            readers=schema.readers,
+        )
+
+    return make if fn is None else make(fn)
+
+
+def as_tool(obj: Any) -> Tool:
+    """Our Tool, a typed function, or a FunctionTool of the openai-agents SDK, as our Tool."""
+    if isinstance(obj, Tool):
+        return obj
+    if hasattr(obj, "on_invoke_tool") and hasattr(obj, "params_json_schema"):
+        return _from_openai_agents(obj)
+    if callable(obj):
+        return function_tool(obj)
+    raise PalestraError(
+        f"{obj!r} of type {type(obj).__name__} is not a tool. Pass a typed function with a docstring, "
+        "a @function_tool, or a FunctionTool of openai-agents (hosted tools run only on their provider's servers)."
+    )
+
+
+def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """The tools under their names; two of one name raise PalestraError."""
+    named: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in named:
+            raise PalestraError(
+                f"two tools are named {tool.name!r}, so a call could mean either. "
+                "Rename one: @function_tool(name='another_name')."
+            )
+        named[tool.name] = tool
+    return named
+
+
+_SDK_FAILURE = "An error occurred while running the tool"
+
+
+def _from_openai_agents(sdk_tool: Any) -> Tool:
+    """A FunctionTool of openai-agents: it takes a context and the arguments as JSON text."""
+
+    async def invoke(**arguments: Any) -> Any:
+        text = json.dumps(arguments, ensure_ascii=False)
+        result = await sdk_tool.on_invoke_tool(_sdk_context(sdk_tool, text), text)
+        if isinstance(result, str) and result.startswith(_SDK_FAILURE):
+            raise RuntimeError(result)  # the SDK reports its tools' exceptions as ordinary text
+        return result
+
+    return Tool(sdk_tool.name, sdk_tool.description or "", dict(sdk_tool.params_json_schema), invoke)
+
+
+def _sdk_context(sdk_tool: Any, arguments: str) -> Any:
+    """The context that the SDK's own tools ask for; its fields differ from version to version."""
+    try:
+        from agents.tool_context import ToolContext
+    except ImportError:
+        return None
+    values = {"context": None, "tool_name": sdk_tool.name, "tool_call_id": "call_0", "tool_arguments": arguments}
+    known = inspect.signature(ToolContext).parameters
+    return ToolContext(**{key: value for key, value in values.items() if key in known})
