@@ -126,7 +126,7 @@ def _trl_trainer(objective: Objective, logprobs: Tensor, entropy: Tensor, coeffi
         loss_type=objective.loss,
         importance_sampling_level=objective.ratio,
         epsilon_low=objective.epsilon,
-        epsilon_high=objective.epsilon_high,
+        epsilon_high=objective.upper - (objective.loss != "cispo"),
         beta=objective.beta,
         off_policy_mask_threshold=objective.off_policy_mask_threshold,
         use_vllm=corrected,
@@ -224,7 +224,7 @@ def test_loss_and_gradient_equal_trls(loss: str, ratio: str, pattern: str) -> No
         objective = Objective(
             loss=loss,
             ratio=ratio,
-            epsilon_high=1.2 if loss == "cispo" else 0.28,
+            epsilon_high=1.2 if loss == "cispo" else None,
             delta=delta,
             beta=beta,
             kl_bias_correction=corrected,

@@ -47,7 +47,7 @@ class Objective:
     loss: Loss = "dapo"
     ratio: Ratio = "token"
     epsilon: float = 0.2
-    epsilon_high: float = 0.28  # for cispo the cap of the ratio itself
+    epsilon_high: float | None = None  # see `upper`
     delta: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
@@ -66,6 +66,13 @@ class Objective:
                 f"vespo weighs whole sequences itself, got importance_correction={self.importance_correction!r}; "
                 "use token_truncate, token_mask or none"
             )
+
+    @property
+    def upper(self) -> float:
+        """The ratio's upper clip: 1 + epsilon_high (0.28 unless given), for cispo epsilon_high (5) itself."""
+        if self.loss == "cispo":
+            return 5.0 if self.epsilon_high is None else self.epsilon_high
+        return 1.0 + (0.28 if self.epsilon_high is None else self.epsilon_high)
 
     @property
     def sequence_ratio(self) -> bool:
@@ -201,12 +208,12 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 def _surrogate(objective: Objective, ratio: Tensor, advantage: Tensor, logprobs: Tensor) -> Tensor:
     match objective.loss:
         case "cispo":
-            return -ratio.clamp(max=objective.epsilon_high).detach() * advantage * logprobs
+            return -ratio.clamp(max=objective.upper).detach() * advantage * logprobs
         case "sapo":
             tau = torch.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
             return -torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau * advantage
         case _:
-            clipped = ratio.clamp(1.0 - objective.epsilon, 1.0 + objective.epsilon_high)
+            clipped = ratio.clamp(1.0 - objective.epsilon, objective.upper)
             free = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
             return -torch.minimum(free * advantage, clipped * advantage)
 
@@ -221,13 +228,11 @@ def _token_stats(
     ref_logprobs: Tensor | None,
     entropy: Tensor | None,
 ) -> TokenStats:
-    low = torch.zeros_like(ratio, dtype=torch.bool)
-    high = low
-    if objective.loss == "cispo":
-        high = (ratio > objective.epsilon_high) & (advantage > 0)
-    elif objective.loss not in ("sapo", "vespo"):
+    low = high = torch.zeros_like(ratio, dtype=torch.bool)
+    if objective.loss not in ("sapo", "vespo"):
+        high = (ratio > objective.upper) & (advantage > 0)
+    if objective.loss not in ("sapo", "vespo", "cispo"):
         low = (ratio < 1.0 - objective.epsilon) & (advantage < 0)
-        high = (ratio > 1.0 + objective.epsilon_high) & (advantage > 0)
     values = {"clip_fraction_low": low, "clip_fraction_high": high, "ratio_mean": ratio}
     if sampler_logprobs is not None:
         # The tokens are the sampler's, so this is KL(sampler ‖ policy).

@@ -6,6 +6,7 @@ Unknown keys are refused, with the closest known one named.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,9 @@ class TrainSection(Section):
         "token", description="importance ratio per token or per sequence (GSPO)"
     )
     epsilon: float = Field(0.2, ge=0, description="lower clip")
-    epsilon_high: float = Field(0.28, ge=0, description="upper clip; for cispo the absolute cap of the ratio")
+    epsilon_high: float | None = Field(
+        None, ge=0, description="upper clip, 0.28 unless given; for cispo the cap of the ratio itself, 5 unless given"
+    )
     delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
     sapo_temperature_pos: float = Field(1.0, gt=0)
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -165,7 +168,7 @@ class RunConfig(Section):
     track: TrackSection = Field(default_factory=TrackSection)
 
     @classmethod
-    def build(cls, *layers: dict[str, Any]) -> RunConfig:
+    def build(cls, *layers: Mapping[str, Any]) -> RunConfig:
         """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
         merged: dict[str, Any] = {}
         for layer in layers:
@@ -186,12 +189,17 @@ class RunConfig(Section):
         return dict(_walk(cls, ""))
 
 
-def _overlay(base: dict[str, Any], layer: dict[str, Any]) -> None:
-    for key, value in layer.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
+def _overlay(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Lay settings over settings; `{"lora.r": 8}` and `{"lora": {"r": 8}}` say the same."""
+    for name, content in layer.items():
+        key, dot, rest = name.partition(".")
+        value = {rest: content} if dot else content
+        if isinstance(value, Mapping):
+            if not isinstance(base.get(key), dict):
+                base[key] = {}
             _overlay(base[key], value)
         else:
-            base[key] = dict(value) if isinstance(value, dict) else value
+            base[key] = value
 
 
 def _walk(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ FULL = {"beta": 0.1, "kl_bias_correction": True, "importance_correction": "token
 
 
 def _objective(loss: str) -> Objective:
-    return Objective(loss=loss, epsilon_high=1.5 if loss == "cispo" else 0.28, off_policy_mask_threshold=0.05, **FULL)
+    return Objective(loss=loss, epsilon_high=1.5 if loss == "cispo" else None, off_policy_mask_threshold=0.05, **FULL)
 
 
 def _tokens(lengths: list[int], seed: int) -> dict[str, Tensor]:
@@ -150,8 +150,7 @@ def test_gradient_on_policy_is_the_policy_gradient(loss: str) -> None:
     """With ratio 1 every objective's gradient is −A times its token weight."""
     data = _tokens([2, 5], seed=3)
     logprobs = data["logprobs"].requires_grad_()
-    objective = Objective(loss=loss, epsilon_high=5.0 if loss == "cispo" else 0.28)
-    per_token, _ = policy_loss(objective, logprobs, None, data["row"], data["advantages"])
+    per_token, _ = policy_loss(Objective(loss=loss), logprobs, None, data["row"], data["advantages"])
     weights = token_weights(
         loss, data["row"], torch.tensor([2, 5]), rows_total=2, tokens_total=7, max_completion_length=8
     )
@@ -202,6 +201,13 @@ def test_clip_fractions_count_tokens_that_clipping_silences() -> None:
     assert done["clip_fraction_high"] == 0.25
     assert done["ratio_max"] == pytest.approx(2.0)
     assert done["ratio_mean"] == pytest.approx(1.25)
+
+
+def test_cispo_caps_the_ratio_itself_so_its_default_cap_is_above_one() -> None:
+    assert Objective(loss="cispo").upper == 5.0
+    assert Objective(loss="cispo", epsilon_high=3.0).upper == 3.0
+    assert Objective(loss="dapo").upper == pytest.approx(1.28)
+    assert Objective(loss="dapo", epsilon_high=0.2).upper == pytest.approx(1.2)
 
 
 def test_stats_of_an_empty_micro_batch_add_nothing() -> None:
