@@ -94,7 +94,7 @@ class GRPOTrainer:
                 "rollout_func is not built yet; use measures or extra_reward_funcs to score the built-in loop"
             )
         self.agent = as_agent(agent)
-        self.agent.require_trainable()
+        self._model_name = self.agent.required_model
         self._measures = reward_measures
         self._weights = reward_weights
         self._config = config
@@ -128,7 +128,7 @@ class GRPOTrainer:
                 layer = GRPOTrainingConfig().to_run_config(problems).model_dump()
             case _:
                 layer = dict(self._config)
-        return RunConfig.build(dict(layer), {"model": {"name": self.agent.model, **self._overrides}})
+        return RunConfig.build(dict(layer), {"model": {"name": self._model_name, **self._overrides}})
 
     def _load(self, config: RunConfig) -> Any:
         if self._loaded is None:
@@ -144,9 +144,13 @@ class GRPOTrainer:
     ) -> GRPOTrainingResult:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
         train_suite, held = suite.split(held_out, seed=0) if isinstance(held_out, float) else (suite, held_out)
-        measures = self._measures if self._measures is not None else suite.measures
         environment = SuiteEnvironment(
-            self.agent, train_suite, held, measures, self._weights, allow_no_measures=bool(self._reward_functions)
+            self.agent,
+            train_suite,
+            held,
+            self._measures,
+            self._weights,
+            measures_required=not self._reward_functions,
         )
         if resume is not None:
             run = RunFolder.open(Path(resume))
@@ -187,7 +191,7 @@ def evaluate(
 ) -> EvalReport:
     """Score an agent on a suite, without training."""
     trainer = GRPOTrainer(agent, measures, config=config, watcher=watcher)
-    environment = SuiteEnvironment(trainer.agent, suite, suite, measures or suite.measures, None)
+    environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
 
     def score() -> EvalReport:
         from palestra.train.session import evaluate_only

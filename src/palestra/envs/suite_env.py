@@ -53,10 +53,15 @@ class SuiteEnvironment:
         held_out: EvalSuite | None = None,
         measures: Sequence[Any] | None = None,
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        *,
+        measures_required: bool = True,
     ) -> None:
-        """`measures` default to the suite's own, `reward_weights` to equal ones that add up to 1."""
+        """`measures` default to the suite's own, `reward_weights` to equal ones that add up to 1.
+
+        Without `measures_required`, something else gives the reward.
+        """
         self._measures = as_measures(train.measures if measures is None else measures)
-        if not self._measures:
+        if not self._measures and measures_required:
             raise PalestraError(
                 f"there are no measures for the suite {train.name!r}, so nothing tells good from bad. Declare one with "
                 "@measure and pass it: EvalSuite.from_records(…, measures=[right_answer])."
@@ -81,7 +86,7 @@ class SuiteEnvironment:
 def _weights(names: Sequence[str], given: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
     """A weight for each measure; a mapping may name some only, the others weigh nothing."""
     if given is None:
-        return dict.fromkeys(names, 1.0 / len(names))
+        return {name: 1.0 / len(names) for name in names}
     if isinstance(given, Mapping):
         for name in given:
             if name not in names:

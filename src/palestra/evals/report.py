@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from palestra.core.types import Rollout
@@ -54,6 +54,7 @@ class EvalReport:
     tool_calls_per_rollout: float
     tool_error_rate: float
     seconds: float
+    rollouts: tuple[Rollout, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], seconds: float) -> EvalReport:
@@ -68,11 +69,12 @@ class EvalReport:
             tool_calls_per_rollout=len(results) / max(len(rollouts), 1),
             tool_error_rate=_mean([not result.ok for result in results]),
             seconds=seconds,
+            rollouts=tuple(rollouts),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and texts, for JSON."""
-        return asdict(self)
+        """Plain numbers and texts, for JSON; the rollouts stay out."""
+        return asdict(replace(self, rollouts=()))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def call_reward_function(function: RewardFunction, problem: Problem, rollouts: S
     values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
     if len(values) != len(rollouts):
         raise PalestraError(
-            f"reward function {name} gave {len(values)} values for {len(rollouts)} completions; return one float for each"
+            f"reward function {name} gave {len(values)} values for {len(rollouts)} completions; return one each"
         )
     return values
 

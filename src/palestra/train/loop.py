@@ -80,7 +80,7 @@ class Training:
                 self.watcher.advance(self.state.step, metrics)
                 if every and self.state.step % every == 0 and self.state.step < total:
                     report = self.evaluate(f"evaluating at step {self.state.step}")
-                    self.tracker.metrics(self.state.step, {"eval/pass_rate": report.pass_rate})
+                    self.tracker.metrics(self.state.step, {"eval/pass_rate": report.pass_rate.rate})
                     self.watcher.phase("training", total)
         except KeyboardInterrupt:
             with deferred_interrupts():

@@ -28,15 +28,17 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     if not rows:
         return result
     members = torch.tensor([g for g, _ in rows])
-    options = {"scale": train.advantage_scale, "leave_one_out": train.leave_one_out}
+    scale, leave_one_out = train.advantage_scale, train.leave_one_out
     names = list(groups[rows[0][0]].rollouts[rows[0][1]].scores)
     if train.combine == "normalise_then_sum" and len(names) > 1:
         values = torch.tensor([[groups[g].rollouts[i].scores[n].value for n in names] for g, i in rows])
         per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
-        values_out = combine_measures(values, per_measure, members, combine=train.combine, **options)
+        values_out = combine_measures(
+            values, per_measure, members, combine=train.combine, scale=scale, leave_one_out=leave_one_out
+        )
     else:
         rewards = torch.tensor([groups[g].rollouts[i].reward for g, i in rows])
-        values_out = normalise(rewards, members, **options)
+        values_out = normalise(rewards, members, scale=scale, leave_one_out=leave_one_out)
     for (g, i), value in zip(rows, values_out.tolist(), strict=True):
         result[g][i] = value
     return result

@@ -22,7 +22,8 @@ from palestra.tracking.base import Trackers
 from palestra.tracking.jsonl import JsonlTracker
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.local import LocalLearner
-from palestra.train.loop import Training, Watcher, run_evaluation
+from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
+from palestra.train.lora import add_lora
 from palestra.train.setup import build_collectors, build_policy
 
 
@@ -58,9 +59,11 @@ def train_in_folder(
         state = read_checkpoint(start)
         watcher.note(f"going on from step {state.step}")
     _require_observations(environment, config)
-    learner = LocalLearner(loaded.model, config=config)
+    steps = total_steps(config, len(environment.problems("train")))
+    model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
+    learner = LocalLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0, total_steps=steps)
     chat = ChatFormat(loaded.tokenizer)
-    policy = build_policy(learner.model, loaded.tokenizer, config.model.engine)
+    policy = build_policy(model, loaded.tokenizer, config.model.engine)
     collector, scorer = build_collectors(environment, policy, chat, config, reward_functions)
     tracker = Trackers([JsonlTracker(folder, resume_after=state.step if resumed else None)])
     training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)
@@ -74,9 +77,9 @@ def train_in_folder(
     finally:
         tracker.close()
     record = json.loads((folder / "run.json").read_text())
-    path = save_hf(learner.model, loaded.tokenizer, folder / "model", record=record)
+    path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(learner.model, loaded.tokenizer, path, before, after, history, time.perf_counter() - began)
+    return Outcome(model, loaded.tokenizer, path, before, after, history, time.perf_counter() - began)
 
 
 def evaluate_only(
@@ -95,5 +98,5 @@ def _require_observations(environment: Environment, config: RunConfig) -> None:
         episode.close()
         if not tools:
             raise PalestraError(
-                "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or set it to 0"
+                "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
             )

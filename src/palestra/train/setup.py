@@ -32,7 +32,7 @@ def seed_everything(seed: int) -> None:
 
 def build_policy(model: Any, tokenizer: Any, engine: str) -> Policy[Any]:
     """The paged engine where the model allows it, plain batched sampling where not."""
-    from palestra.engine.session import UnsupportedModel
+    from palestra.engine.attention import UnsupportedModel
     from palestra.policy.local import LocalPolicy
     from palestra.policy.plain import PlainPolicy
 

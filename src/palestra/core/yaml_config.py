@@ -1,0 +1,80 @@
+"""A run's settings from one YAML file: our own sections, and those of other GRPO trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError, did_you_mean
+
+# Settings under names that users of other trainers know -> the same setting here.
+TRANSLATIONS = {
+    "model.max_new_tokens": "rollout.max_new_tokens",
+    "rl.training.per_device_train_batch_size": "train.problems_per_step",
+    "rl.training.learning_rate": "train.learning_rate",
+    "rl.training.num_train_epochs": "train.epochs",
+    "rl.training.max_steps": "train.max_steps",
+    "rl.generation.num_generations": "rollout.group_size",
+    "rl.generation.temperature": "rollout.temperature",
+    "rl.generation.top_p": "rollout.top_p",
+    "wandb.enabled": "track.report_to",
+    "wandb.project": "track.project",
+    "wandb.entity": "track.entity",
+}
+
+
+def read_yaml_config(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file, by their dotted names, ready for `RunConfig.build`."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PalestraError(f"there is no config file {path}; `palestra config > {path}` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PalestraError(f"the config file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise PalestraError(f"the config file {path} is not valid YAML: {error}") from None
+    if data is not None and not isinstance(data, dict):
+        raise PalestraError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
+    return translate(flatten(data or {}), str(path))
+
+
+def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted names; a section without content counts for nothing.
+
+    >>> flatten({"train": {"learning_rate": 2e-5}, "lora.r": 8, "echo": None})
+    {'train.learning_rate': 2e-05, 'lora.r': 8}
+    """
+    known = (*RunConfig.keys(), *TRANSLATIONS)
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{key}.")
+        elif value is not None or not any(k.startswith(f"{key}.") for k in known):
+            flat[key] = value
+    return flat
+
+
+def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
+    """Other trainers' names into ours; unknown names, and one setting given under two names, are refused."""
+    known = [*RunConfig.keys(), *TRANSLATIONS]
+    for key in flat:
+        if key not in known:
+            raise PalestraError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
+    out: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = TRANSLATIONS.get(key, key)
+        if name in out:
+            twice = " and ".join(k for k in flat if TRANSLATIONS.get(k, k) == name)
+            raise PalestraError(f"{where}: {twice} are one setting; keep one of them")
+        out[name] = _trackers(value, where) if key == "wandb.enabled" else value
+    return out
+
+
+def _trackers(enabled: Any, where: str) -> list[str]:
+    if not isinstance(enabled, bool):
+        raise PalestraError(f"{where}: wandb.enabled is {enabled!r}; expected true or false")
+    return ["wandb"] if enabled else []

@@ -1,0 +1,161 @@
+"""Plain batched sampling: left-padded, in lock step, any causal language model.
+
+The slow, simple way that needs nothing of the model but a forward with a cache. It is what models
+fall back to that the engine cannot run, and the yardstick that the engine is measured against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.engine.sampler import SamplingRow, sample
+
+
+@dataclass(eq=False, slots=True)
+class PlainSession:
+    token_ids: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    session: PlainSession
+    params: SamplingParams
+    done: asyncio.Future[Sampled]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class PlainPolicy:
+    """A Policy that computes every turn from its first token on."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, max_batch: int = 256) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._version = 0
+        self._waiting: list[_Request] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def refresh(self, version: int) -> None:
+        self._version = version
+
+    def open(self, prompt_ids: Sequence[int]) -> PlainSession:
+        if not prompt_ids:
+            raise PalestraError("the prompt is empty; give it at least one token")
+        return PlainSession(list(prompt_ids))
+
+    def fork(self, session: PlainSession, n: int) -> list[PlainSession]:
+        if n < 1:
+            raise PalestraError(f"fork into {n} sessions; use 1 or more")
+        return [PlainSession(list(session.token_ids)) for _ in range(n)]
+
+    def append(self, session: PlainSession, token_ids: Sequence[int]) -> None:
+        session.token_ids += token_ids
+
+    def close(self, session: PlainSession) -> None: ...
+
+    async def sample(self, session: PlainSession, params: SamplingParams) -> Sampled:
+        request = _Request(session, params, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        try:
+            sampled = await request.done
+        finally:
+            if request in self._waiting:
+                self._waiting.remove(request)
+        session.token_ids += sampled.token_ids
+        return sampled
+
+    async def _work(self) -> None:
+        while self._waiting:
+            for _ in range(3):  # let callers that are ready now join the batch
+                await asyncio.sleep(0)
+            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            try:
+                await asyncio.to_thread(self._run, batch)
+            except Exception as error:
+                _settle(batch, error)
+            else:
+                _settle(batch, None, self._version)
+
+    @torch.inference_mode()
+    def _run(self, batch: list[_Request]) -> None:
+        training = self._model.training
+        self._model.eval()
+        try:
+            device = next(self._model.parameters()).device
+            ids, mask = _left_pad([r.session.token_ids for r in batch], device)
+            cache = None
+            for _ in range(max(r.params.max_new_tokens for r in batch)):
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                out = self._model(
+                    ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+                cache = out.past_key_values
+                ids = self._advance(batch, out.logits[:, -1].float())
+                mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=-1)
+                if all(r.finish for r in batch):
+                    return
+        finally:
+            self._model.train(training)
+
+    def _advance(self, batch: list[_Request], logits: Tensor) -> Tensor:
+        """Sample a token for each request that goes on; give what is fed next, [B, 1]."""
+        rows = [
+            SamplingRow(r.params, len(r.session.token_ids) + len(r.ids), r.session.token_ids + r.ids) for r in batch
+        ]
+        tokens, logprobs = sample(logits, rows)
+        for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
+            if request.finish is None:
+                request.ids.append(token)
+                request.logprobs.append(logprob)
+                request.finish = self._finish(request)
+        return tokens[:, None]
+
+    def _finish(self, request: _Request) -> Finish | None:
+        params = request.params
+        if request.ids[-1] in params.stop_token_ids:
+            return "stop"
+        if params.stop and self._tokenizer is not None:
+            text = self._tokenizer.decode(request.ids)
+            if any(stop in text for stop in params.stop):
+                return "stop"
+        return "length" if len(request.ids) >= params.max_new_tokens else None
+
+
+def _settle(batch: list[_Request], error: Exception | None, version: int = 0) -> None:
+    for request in batch:
+        if request.done.done():
+            continue
+        if error is not None:
+            request.done.set_exception(error)
+        else:
+            finish = request.finish or "length"
+            request.done.set_result(Sampled(tuple(request.ids), tuple(request.logprobs), finish, version))
+
+
+def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """ids [B, T] and attention mask [B, T], padded on the left so that all rows end together."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask

@@ -1,0 +1,191 @@
+"""The agent loop, with a policy that says what the test wants."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from palestra import function_tool
+from palestra.chat.template import ChatFormat
+from palestra.core.types import Message, Problem, Rollout, Sampled, SamplingParams, Score, ToolResult
+from palestra.rollout.run import Limits, assert_same_tokens, run_rollout
+
+
+@dataclass(eq=False)
+class Spoken:
+    token_ids: list[int]
+    left: list[str]
+
+
+@dataclass
+class ScriptedPolicy:
+    """Says the given texts, turn by turn."""
+
+    tokenizer: object
+    script: list[str]
+    version: int = 3
+    closed: int = 0
+    seeds: list[int] = field(default_factory=list)
+
+    def open(self, prompt_ids: Sequence[int]) -> Spoken:
+        return Spoken(list(prompt_ids), list(self.script))
+
+    def append(self, session: Spoken, token_ids: Sequence[int]) -> None:
+        session.token_ids += token_ids
+
+    def close(self, session: Spoken) -> None:
+        self.closed += 1
+
+    async def sample(self, session: Spoken, params: SamplingParams) -> Sampled:
+        self.seeds.append(params.seed)
+        ids = self.tokenizer.encode(session.left.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]
+        finish = "length" if len(ids) > params.max_new_tokens else "stop"
+        ids = ids[: params.max_new_tokens]
+        session.token_ids += ids
+        return Sampled(tuple(ids), tuple(-0.1 for _ in ids), finish, self.version)
+
+
+@dataclass
+class Episode:
+    prompt: Sequence[Message] = (Message("system", "Use tools."), Message("user", "What is 2 + 3?"))
+    tools: Sequence[object] = ()
+    replies: list[Sequence[Message]] = field(default_factory=list)
+    broken: bool = False
+    closed: bool = False
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return self.replies.pop(0) if self.replies else ()
+
+    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
+        if self.broken:
+            raise ConnectionError("the scoring server is gone")
+        return {"right": Score(1.0, "5" in messages[-1].text)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+
+@function_tool
+def slow(a: int) -> int:
+    """Wait.
+
+    Args:
+        a: Anything.
+    """
+    time.sleep(0.3)
+    return a
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+ANSWER = "It is 5.<|im_end|>"
+
+
+def play(tokenizer, script: list[str], episode: Episode, budget: int = 400, **limits: float) -> Rollout:
+    chat = ChatFormat(tokenizer)
+    policy = ScriptedPolicy(tokenizer, script)
+    sampling = SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100)
+    prompt = chat.prompt(episode.prompt, [t.schema for t in episode.tools])
+    session = policy.open(prompt.token_ids)
+    rollout = asyncio.run(
+        run_rollout(policy, session, chat, episode, Problem("p", "q"), prompt, Limits(sampling, **limits))
+    )
+    assert policy.closed == 1
+    assert episode.closed
+    assert len(set(policy.seeds)) == len(policy.seeds)  # no two turns share their noise
+    return rollout
+
+
+def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    assert [m.role for m in rollout.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert rollout.messages[3].text == "5"
+    assert rollout.stop == "answered"
+    assert rollout.passed
+    assert {t.policy_version for t in rollout.turns if t.maker == "model"} == {3}
+
+
+def test_the_record_is_what_the_template_renders_in_one_go(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    conversation = [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]  # fmt: skip
+    whole = tiny_tokenizer.apply_chat_template(conversation, tools=[add.schema], tokenize=False)
+    spoken = tiny_tokenizer.decode([i for t in rollout.turns for i in t.token_ids])
+    assert whole.rstrip() == spoken.rstrip()
+
+
+def test_only_the_body_of_a_tool_result_is_the_environments(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    assert [tiny_tokenizer.decode(t.token_ids) for t in rollout.turns if t.maker == "environment"] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": \n</tool_call><|im_end|>', "Error"),
+        ('<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call><|im_end|>', "no tool 'sub'"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>', "b"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": "x", "b": 1}}\n</tool_call><|im_end|>', "a"),
+    ],
+)
+def test_a_bad_call_gets_an_error_that_the_model_can_read(tiny_tokenizer, call: str, reason: str) -> None:
+    rollout = play(tiny_tokenizer, [call, ANSWER], Episode(tools=[add]))
+    assert rollout.stop == "answered"
+    assert not rollout.tool_results[0].ok
+    assert rollout.messages[3].text.startswith("Error:")
+    assert reason in rollout.messages[3].text
+
+
+def test_the_token_budget_counts_all_turns(tiny_tokenizer) -> None:
+    used = len(tiny_tokenizer.encode(CALL, add_special_tokens=False))
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]), budget=used + 2)
+    assert rollout.stop == "truncated"
+    assert rollout.sampled_tokens == used + 2
+
+
+def test_tool_rounds_are_limited(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [CALL] * 5, Episode(tools=[add]), max_tool_rounds=2)
+    assert rollout.stop == "tool_limit"
+    assert len(rollout.tool_results) == 2
+
+
+def test_a_tool_that_takes_too_long_is_answered_with_an_error(tiny_tokenizer) -> None:
+    call = '<tool_call>\n{"name": "slow", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    rollout = play(tiny_tokenizer, [call, ANSWER], Episode(tools=[slow]), tool_timeout_s=0.05)
+    assert "longer than" in rollout.tool_results[0].content
+
+
+def test_an_environment_may_reply(tiny_tokenizer) -> None:
+    episode = Episode(replies=[[Message("user", "Are you sure?")]])
+    rollout = play(tiny_tokenizer, ["It is 4.<|im_end|>", ANSWER], episode)
+    assert [m.text for m in rollout.messages[-3:]] == ["It is 4.", "Are you sure?", "It is 5."]
+    assert [tiny_tokenizer.decode(t.token_ids) for t in rollout.turns if t.maker == "environment"] == ["Are you sure?"]
+
+
+def test_a_broken_environment_is_recorded_and_not_raised(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [ANSWER], Episode(broken=True))
+    assert rollout.stop == "failed"
+    assert rollout.error == "ConnectionError: the scoring server is gone"
+
+
+def test_a_session_that_holds_other_tokens_than_the_record_is_an_error() -> None:
+    assert_same_tokens([1, 2, 3], [1, 2, 3])
+    with pytest.raises(Exception, match="part at position 1"):
+        assert_same_tokens([1, 9, 3], [1, 2, 3])
