@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample
     """The samples in `parts` runs of nearly equal size, in order; fewer where there are fewer samples."""
     parts = min(parts, len(samples))
     bounds = [round(i * len(samples) / parts) for i in range(parts + 1)]
-    return [list(samples[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(samples[a:b]) for a, b in pairwise(bounds)]
 
 
 def _families(samples: Sequence[Sample], share_prefix: bool, observed: bool) -> Iterator[tuple[int, list[_Row]]]:

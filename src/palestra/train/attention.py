@@ -129,7 +129,7 @@ def _attend(
 
 
 @contextmanager
-def use_tree_attention(model: nn.Module) -> Iterator[None]:
+def use_tree_attention(model: Any) -> Iterator[None]:
     """The model attends over trees inside, and as before afterwards; backward passes must be inside too."""
     AttentionInterface.register(NAME, tree_attention)
     config = model.config

@@ -98,14 +98,14 @@ class Scorer:
         training = self.model.training
         self.model.eval()
         try:
-            probe = _probe(self.model.get_input_embeddings().weight)
+            shared, apart = _probe(self.model.get_input_embeddings().weight)
             self.way = "logits"
-            expected = self._from_logits(probe.apart)[0]
-            reasons = {}
+            expected = self._from_logits(apart)[0]
+            reasons: dict[Way, str | None] = {}
             ways: tuple[Way, ...] = ("trees", "padded")
             for way in ways:
                 self.way = way
-                reasons[way] = self._mismatch(probe.shared if way == "trees" else probe.apart, expected)
+                reasons[way] = self._mismatch(shared if way == "trees" else apart, expected)
                 if reasons[way] is None:
                     if way != "trees":
                         log.warning("the learner computes padded rows, prompts not shared: %s", reasons["trees"])
@@ -134,25 +134,19 @@ class Scorer:
         return None if worst <= allowed else f"{name} differs by {worst:.2g} from its own logits on a small check"
 
 
-class _Probe:
-    """Three siblings of unlike lengths, packed both ways; the scored tokens come in the same order."""
-
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
-        ids = [(i * 7919 + 17) % vocabulary for i in range(40)]
-        samples = [
-            Sample(tuple(ids[:9] + ids[a:b]), (False,) * 9 + (True,) * (b - a), (False,) * (9 + b - a), (0.0,) * (9 + b - a), 0.0, 0, 9)
-            for a, b in ((9, 15), (15, 24), (24, 28))
-        ]  # fmt: skip
-        self.shared, self.apart = (
-            pack(samples, max_tokens=1024, share_prefix=share)[0].to(device) for share in (True, False)
-        )
+def _probe(embeddings: Tensor) -> tuple[MicroBatch, MicroBatch]:
+    """Three siblings of unlike lengths, packed as one tree and apart; the scored tokens come in the same order."""
+    ids = [(i * 7919 + 17) % len(embeddings) for i in range(28)]
+    samples = []
+    for first, last in ((9, 15), (15, 24), (24, 28)):
+        n = last - first
+        tokens = tuple(ids[:9] + ids[first:last])
+        samples.append(Sample(tokens, (False,) * 9 + (True,) * n, (False,) * (9 + n), (0.0,) * (9 + n), 0.0, 0, 9))
+    shared, apart = (pack(samples, max_tokens=1024, share_prefix=share)[0] for share in (True, False))
+    return shared.to(embeddings.device), apart.to(embeddings.device)
 
 
-def _probe(embeddings: Tensor) -> _Probe:
-    return _Probe(len(embeddings), embeddings.device)
-
-
-def causal_lm(model: nn.Module) -> Any:
+def causal_lm(model: Any) -> Any:
     """The Hugging Face model itself, out of its adapter wrapper if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -74,7 +74,7 @@ def _load_weights(folder: Path, model: nn.Module) -> None:
         for name, tensor in tensors.items():
             if own[name].shape != tensor.shape:
                 raise PalestraError(
-                    f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, this model's has {list(own[name].shape)}; "
+                    f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, expected {list(own[name].shape)}; "
                     "resume with the model of the checkpoint"
                 )
             own[name].copy_(tensor)

@@ -8,13 +8,13 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from palestra.algo.batching import MicroBatch, pack, split_minibatches
+from palestra.algo.batching import MicroBatch
 from palestra.algo.echo import coefficient_at, world_model_loss
 from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
 from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
@@ -23,35 +23,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
 from palestra.train import learner_state
 from palestra.train.forward import Scorer, causal_lm
+from palestra.train.minibatch import Minibatch, Work, make_minibatches
 from palestra.train.optimizer import Optimizer, learning_rate_at
-
-# These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
-BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
-
-
-@dataclass(slots=True)
-class _Work:
-    """One micro-batch of a step, with what is computed once for all passes over it."""
-
-    batch: MicroBatch
-    old: Tensor | None = None  # [N] behaviour log-probabilities; None: exactly on-policy
-    reference: Tensor | None = None  # [N]
-
-
-@dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """The samples of one optimizer step and the normalisers of its loss."""
-
-    samples: list[Sample]
-    works: list[_Work]
-    advantages: Tensor  # [R]
-    trained_lengths: Tensor  # [R]
-    observed_lengths: Tensor  # [R]
-    tokens_total: float
-    trained_tokens: int
-    observed_tokens: int
-    observed_rows: int
-    longest_row: int
 
 
 class LocalLearner:
@@ -101,7 +74,13 @@ class LocalLearner:
         self._check(samples)
         learning_rate = learning_rate_at(self.steps, objective, self.total_steps)
         with self._session():
-            parts = self._prepare(samples, objective)
+            parts = make_minibatches(
+                samples,
+                objective,
+                share_prefix=objective.share_prefix and self._scorer.shares_prefix,
+                observed=self.config.echo.coefficient > 0,
+                device=self.device,
+            )
             self._fill_old_and_reference(parts, objective)
             updates = [
                 self._update(part, objective, learning_rate, record_old=objective.iterations > 1)
@@ -168,17 +147,8 @@ class LocalLearner:
         finally:
             self.model.train(training)
 
-    def _prepare(self, samples: Sequence[Sample], objective: TrainSection) -> list[_Minibatch]:
-        echo = self.config.echo.coefficient > 0
-        chunks = split_minibatches(samples, objective.minibatches)
-        share = objective.share_prefix and self._scorer.shares_prefix
-        packed = [
-            pack(c, max_tokens=objective.tokens_per_micro_batch, share_prefix=share, observed=echo) for c in chunks
-        ]
-        return _with_normalisers(chunks, packed, objective, self.device)
-
     @torch.no_grad()
-    def _fill_old_and_reference(self, parts: list[_Minibatch], objective: TrainSection) -> None:
+    def _fill_old_and_reference(self, parts: list[Minibatch], objective: TrainSection) -> None:
         """Behaviour and reference log-probabilities that the first update would change, or that need no gradient."""
         stale = any(sample.policy_version != self.version for part in parts for sample in part.samples)
         self.model.eval()
@@ -198,24 +168,24 @@ class LocalLearner:
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         if self._peft:
-            with self.model.disable_adapter():
+            with self.model.disable_adapter():  # type: ignore[operator]
                 return self._reference(batch)[0]
         with self._reference.session():
             return self._reference(batch)[0]
 
     def _update(
-        self, part: _Minibatch, objective: TrainSection, learning_rate: float, *, record_old: bool
+        self, part: Minibatch, objective: TrainSection, learning_rate: float, *, record_old: bool
     ) -> dict[str, float]:
         """One optimizer step; nothing is applied unless loss and gradient are finite."""
-        formula = _formula(objective)
         stats = TokenStats()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # policy, echo, entropy bonus
+        echo_weight = torch.tensor([1.0, self._echo_coefficient(), 1.0], device=self.device)
         token_losses: list[tuple[Tensor, Tensor]] = []
         for work in part.works:
-            terms, token_loss, work_stats = self._terms(work, part, formula, objective, record_old)
-            torch.stack(terms).sum().backward()
-            sums += torch.stack([term.detach().double() for term in terms])
-            token_losses.append((token_loss, work.batch.row[work.batch.trained]))
+            terms, token_loss, work_stats = self._terms(work, part, objective, record_old)
+            (terms * echo_weight).sum().backward()
+            sums += terms.detach()
+            token_losses.append((token_loss, work.batch.row[work.trained]))
             stats += work_stats
         norm = self._optimizer.clip(objective.max_grad_norm) if part.works else sums.new_zeros(())
         *values, grad_norm = torch.cat([sums, norm.double()[None]]).tolist()
@@ -225,22 +195,23 @@ class LocalLearner:
         if part.works:
             self._optimizer.step(learning_rate)
         policy, echo, bonus = values
-        losses = {"loss": policy + echo + bonus, "policy_loss": policy, "grad_norm": grad_norm}
+        loss = policy + self._echo_coefficient() * echo + bonus
+        losses = {"loss": loss, "policy_loss": policy, "grad_norm": grad_norm}
         if part.observed_tokens:
-            losses["echo_loss"] = echo / max(self._echo_coefficient(), 1e-30)
+            losses["echo_loss"] = echo
         return losses | stats.finish()
 
     def _terms(
-        self, work: _Work, part: _Minibatch, formula: Objective, objective: TrainSection, record_old: bool
-    ) -> tuple[list[Tensor], Tensor, TokenStats]:
-        """This micro-batch's share of the policy loss, the ECHO term and the entropy bonus."""
-        batch = work.batch
+        self, work: Work, part: Minibatch, objective: TrainSection, record_old: bool
+    ) -> tuple[Tensor, Tensor, TokenStats]:
+        """This micro-batch's share of [policy loss, cross-entropy on tool results, entropy bonus], its token losses."""
+        batch, trained = work.batch, work.trained
         steer = self.entropy_coefficient != 0.0
         logprobs, entropy = self._scorer(batch, entropy_gradient=steer)
         if record_old and work.old is None:
             work.old = logprobs.detach()
-        trained = batch.trained.nonzero().squeeze(-1)
         row = batch.row[trained]
+        formula = _formula(objective)
         token_loss, stats = policy_loss(
             formula,
             logprobs[trained],
@@ -259,13 +230,12 @@ class LocalLearner:
             tokens_total=part.tokens_total,
             max_completion_length=self.config.rollout.max_new_tokens,
         )
-        zero = logprobs.sum() * 0.0
-        terms = [(token_loss * weights.to(token_loss.dtype)).sum(), zero, zero]
+        policy = (token_loss * weights.to(token_loss.dtype)).sum()
+        echo = bonus = torch.zeros_like(policy)
         if part.observed_tokens:
-            observed = batch.observed.nonzero().squeeze(-1)
-            terms[1] = self._echo_coefficient() * world_model_loss(
-                logprobs[observed],
-                batch.row[observed],
+            echo = world_model_loss(
+                logprobs[work.observed],
+                batch.row[work.observed],
                 part.observed_lengths,
                 normalization=self.config.echo.normalization,
                 tokens_total=part.observed_tokens,
@@ -273,8 +243,8 @@ class LocalLearner:
                 max_sequence_length=part.longest_row,
             )
         if steer:
-            terms[2] = entropy_bonus(entropy[trained], self.entropy_coefficient, tokens_total=part.trained_tokens)
-        return terms, token_loss.detach(), stats
+            bonus = entropy_bonus(entropy[trained], self.entropy_coefficient, tokens_total=part.trained_tokens)
+        return torch.stack([policy, echo, bonus]), token_loss.detach(), stats
 
     def _echo_coefficient(self) -> float:
         echo = self.config.echo
@@ -288,60 +258,21 @@ class LocalLearner:
         )
 
     def _explain_not_finite(
-        self, part: _Minibatch, token_losses: list[tuple[Tensor, Tensor]], values: list[float], grad_norm: float
+        self, part: Minibatch, token_losses: list[tuple[Tensor, Tensor]], values: list[float], grad_norm: float
     ) -> str:
-        bad = {
-            part.samples[int(r)].group
-            for loss, row in token_losses
-            for r in row[~torch.isfinite(loss)].unique().tolist()
-        }
-        groups = sorted(bad or {sample.group for sample in part.samples})
-        what = (
-            f"the loss is {sum(values)}"
-            if bad or not math.isfinite(sum(values))
-            else f"the gradient norm is {grad_norm}"
-        )
+        rows = {int(r) for loss, row in token_losses for r in row[~torch.isfinite(loss)].tolist()}
+        groups = sorted({part.samples[r].group for r in rows} or {sample.group for sample in part.samples})
+        loss = sum(values)
+        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         return (
-            f"step {self.steps}, group {', '.join(map(str, groups))}: {what}, expected a finite number; the weights are "
-            "unchanged. Lower train.learning_rate, or train in float32 or bfloat16 instead of float16"
+            f"step {self.steps}, group {', '.join(map(str, groups))}: {what}, expected a finite number; "
+            "the weights are unchanged. Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
         )
 
     def _peak_memory_gib(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _with_normalisers(
-    chunks: list[list[Sample]], packed: list[list[MicroBatch]], objective: TrainSection, device: torch.device
-) -> list[_Minibatch]:
-    def count(batches: list[MicroBatch], rows: int, name: str) -> Tensor:
-        total = torch.zeros(rows, dtype=torch.int64)
-        for batch in batches:
-            total += torch.bincount(batch.row[getattr(batch, name)], minlength=rows)
-        return total
-
-    parts = []
-    trained = [count(b, len(c), "trained") for c, b in zip(chunks, packed, strict=True)]
-    batch_tokens = sum(int(t.sum()) for t in trained)
-    for chunk, batches, lengths in zip(chunks, packed, trained, strict=True):
-        observed = count(batches, len(chunk), "observed")
-        own = int(lengths.sum())
-        parts.append(
-            _Minibatch(
-                samples=chunk,
-                works=[_Work(batch.to(device)) for batch in batches],
-                advantages=torch.tensor([s.advantage for s in chunk], dtype=torch.float32).to(device),
-                trained_lengths=lengths.to(device),
-                observed_lengths=observed.to(device),
-                tokens_total=batch_tokens / len(chunks) if objective.loss in BATCH_TOKEN_LOSSES else own,
-                trained_tokens=own,
-                observed_tokens=int(observed.sum()),
-                observed_rows=int((observed > 0).sum()),
-                longest_row=max(len(s.token_ids) for s in chunk),
-            )
-        )
-    return parts
 
 
 def _formula(objective: TrainSection) -> Objective:
