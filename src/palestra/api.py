@@ -173,6 +173,7 @@ class GRPOTrainer:
     ) -> GRPOTrainingResult:
         from palestra.train.session import train_in_folder
 
+        self._watcher.started(run.path)
         loaded = self._load(config)
         with asyncio.Runner() as runner:
             outcome = train_in_folder(

@@ -28,6 +28,9 @@ from palestra.train.samples import group_advantages, has_signal, to_samples
 class Watcher:
     """What a person watching is told. This one is silent; a face overrides what it shows."""
 
+    def started(self, folder: Path) -> None:
+        """The run has its folder; whatever happens now, it can be resumed from there."""
+
     def phase(self, name: str, total: int) -> None:
         """A stretch of work begins: `total` rollouts to score or steps to train."""
 

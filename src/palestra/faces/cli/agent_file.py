@@ -1,0 +1,119 @@
+"""A user's agent file: a Python file with an `agent` and a `suite`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from palestra.agents.agent import Agent
+from palestra.agents.openai_agents import as_agent
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.evals.suite import EvalSuite
+
+DEMO = "palestra.demo"
+HELD_OUT_SHARE = 0.2
+_WANTED = "An agent file defines `agent = Agent(…)` and `suite = EvalSuite.from_records(…)`"
+
+
+@dataclass(frozen=True)
+class AgentFile:
+    """What an agent file says; `source` is how a later `--resume` finds it again."""
+
+    source: str
+    agent: Agent
+    suite: EvalSuite
+    held_out: EvalSuite | float
+    measures: Sequence[Any] | None
+    reward_weights: Sequence[float] | Mapping[str, float] | None
+    config: Mapping[str, Any]
+
+
+def load_agent_file(path: str | None) -> AgentFile:
+    """Import an agent file (none: the demo) and check what it defines."""
+    source = DEMO if path in (None, DEMO) else str(Path(str(path)).resolve())
+    module = importlib.import_module(DEMO) if source == DEMO else _import_file(Path(source), str(path))
+    suite = _required(module, "suite", source)
+    if not isinstance(suite, EvalSuite):
+        raise PalestraError(f"{source}: `suite` is a {type(suite).__name__}; expected EvalSuite.from_records(…)")
+    held_out = getattr(module, "held_out", HELD_OUT_SHARE)
+    if not isinstance(held_out, EvalSuite | float):
+        raise PalestraError(f"{source}: `held_out` is a {type(held_out).__name__}; expected an EvalSuite or a share")
+    return AgentFile(
+        source=source,
+        agent=as_agent(_required(module, "agent", source)),
+        suite=suite,
+        held_out=held_out,
+        measures=getattr(module, "measures", None),
+        reward_weights=getattr(module, "reward_weights", None),
+        config=_config(getattr(module, "config", {}), suite, held_out, source),
+    )
+
+
+def configure(file: AgentFile, *layers: Mapping[str, Any]) -> tuple[Agent, RunConfig]:
+    """The agent and the whole config: defaults, then the file's config, then each layer of dotted settings.
+
+    A model named in a layer takes the place of the agent's own.
+    """
+    named = next((layer["model.name"] for layer in reversed(layers) if "model.name" in layer), file.agent.model)
+    own = {} if named is None else {"model.name": named}
+    return replace(file.agent, model=named), RunConfig.build(file.config, *layers, own)
+
+
+def _import_file(path: Path, given: str) -> ModuleType:
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        raise PalestraError(f"there is no agent file {given}.{near} Without one, `palestra train` trains the demo")
+    name = f"palestra_agent_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PalestraError(f"{given} is not a Python file; give one that ends in .py. {_WANTED}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PalestraError(f"{given}{_line(error, path)}: {_reason(error)}") from error
+    return module
+
+
+def _line(error: Exception, path: Path) -> str:
+    """Where in the agent's own file it happened, even if the error came from code that the file called."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}"
+    own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return f", line {own[-1]}" if own else ""
+
+
+def _reason(error: Exception) -> str:
+    """Our errors speak for themselves; of others the kind is worth knowing."""
+    if isinstance(error, PalestraError):
+        return str(error)
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+
+
+def _required(module: ModuleType, name: str, source: str) -> Any:
+    if not hasattr(module, name):
+        raise PalestraError(f"{source} defines no `{name}`. {_WANTED}, and may define held_out, measures and config")
+    return getattr(module, name)
+
+
+def _config(value: Any, suite: EvalSuite, held_out: EvalSuite | float, source: str) -> Mapping[str, Any]:
+    if isinstance(value, GRPOTrainingConfig):
+        trained = suite.split(held_out)[0] if isinstance(held_out, float) else suite
+        return value.to_run_config(len(trained)).model_dump()
+    if isinstance(value, Mapping):
+        return value
+    raise PalestraError(
+        f"{source}: `config` is a {type(value).__name__}; expected a dict such as {{'train.max_steps': 50}} "
+        "or a GRPOTrainingConfig"
+    )

@@ -1,0 +1,198 @@
+"""What a person watching a run sees: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from palestra.train.loop import Watcher
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 60
+
+
+@dataclass
+class Phase:
+    """A stretch of work in progress."""
+
+    name: str
+    total: int
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    first: int | None = None  # `done` when the phase began: a resumed run does not begin at 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        if self.first is None:
+            self.first = done - 1
+        self.done = done
+        self.metrics = metrics
+
+    @property
+    def is_training(self) -> bool:
+        return self.name == "training"
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace so far; unknown before anything is done."""
+        if self.first is None or self.done <= self.first:
+            return None
+        return self.seconds / (self.done - self.first) * (self.total - self.done)
+
+    @property
+    def numbers(self) -> list[str]:
+        """The few numbers worth watching."""
+        row = self.metrics
+        out = [f"reward {row['reward_mean']:.2f}"] if "reward_mean" in row else []
+        out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
+        out += [f"{row['sample_tokens_per_second']:,.0f} tokens/s"] if "sample_tokens_per_second" in row else []
+        return out
+
+
+class Display(Watcher):
+    """A watcher that remembers the run folder and can be left by `with`."""
+
+    def __init__(self, console: Console, log_every: int) -> None:
+        self.console = console
+        self.log_every = log_every
+        self.run_dir: Path | None = None
+
+    def started(self, folder: Path) -> None:
+        self.run_dir = folder
+        self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(text, style="dim"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class PlainDisplay(Display):
+    """Lines for a log file: every `log_every` steps, and the start and end of an evaluation."""
+
+    _phase: Phase
+
+    def phase(self, name: str, total: int) -> None:
+        self._phase = Phase(name, total)
+        self._say(f"{name}: {total} {'steps' if self._phase.is_training else 'rollouts'}")
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        phase = self._phase
+        phase.advance(done, metrics)
+        if not phase.is_training:
+            if done == phase.total:
+                self._say(f"{phase.name}: done in {show_seconds(phase.seconds)}")
+        elif done % self.log_every == 0 or done == phase.total:
+            left = f"{show_seconds(phase.seconds_left or 0)} left"
+            self._say(f"step {done}/{phase.total}  " + "  ".join([*phase.numbers, left]))
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay(Display):
+    """A progress bar, the numbers of the last step and the pass rate so far as a line of little bars."""
+
+    def __init__(self, console: Console, log_every: int) -> None:
+        super().__init__(console, log_every)
+        self._phase: Phase | None = None
+        self._pass_rates: list[float] = []
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_phase()
+        self._live.stop()
+
+    def phase(self, name: str, total: int) -> None:
+        self._close_phase()
+        self._phase = Phase(name, total)
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        if self._phase is not None:
+            self._phase.advance(done, metrics)
+            if "pass_rate" in metrics:
+                self._pass_rates.append(metrics["pass_rate"])
+
+    def _close_phase(self) -> None:
+        """Leave one line behind for a phase that has ended."""
+        phase, self._phase = self._phase, None
+        if phase is not None and phase.done:
+            unit = "steps" if phase.is_training else "rollouts"
+            mark = "[green]✓[/]" if phase.done == phase.total else "[yellow]…[/]"
+            self.console.print(
+                f"{mark} {phase.name}  [dim]{phase.done} {unit} in {show_seconds(phase.seconds)}[/]", highlight=False
+            )
+
+    def _render(self) -> RenderableType:
+        phase = self._phase
+        if phase is None:
+            return Text("getting ready …", style="dim")
+        left = phase.seconds_left
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(
+            Text(phase.name, style="bold"),
+            ProgressBar(total=phase.total, completed=phase.done, width=32),
+            Text(f"{'step ' if phase.is_training else ''}{phase.done}/{phase.total}"),
+            Text(f"{show_seconds(left)} left" if left is not None else "", style="cyan"),
+        )
+        lines: list[RenderableType] = [grid]
+        if phase.numbers:
+            lines.append(Text("   ".join(phase.numbers)))
+        if phase.is_training and len(self._pass_rates) > 1:
+            lines.append(Text.assemble((sparkline(self._pass_rates, _SPARKLINE_WIDTH), "green"), ("  pass rate", "dim")))
+        return Group(*lines)
+
+
+def make_display(console: Console, log_every: int) -> Display:
+    """The live display on a terminal, plain lines elsewhere."""
+    return LiveDisplay(console, log_every) if console.is_terminal else PlainDisplay(console, log_every)
+
+
+def sparkline(shares: list[float], width: int) -> str:
+    """Numbers in 0..1 as little bars; neighbours are averaged until they fit.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=10)
+    '▁▅█'
+    """
+    count = min(width, len(shares))
+    edges = [round(i * len(shares) / count) for i in range(count + 1)]
+    means = [sum(shares[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return "".join(_BARS[min(int(m * len(_BARS)), len(_BARS) - 1)] for m in means)
+
+
+def show_seconds(seconds: float) -> str:
+    """42 s, 3 min 05 s, 2 h 10 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def show_path(path: Path) -> str:
+    """Relative to here where that is shorter, so that it can be copied from the screen."""
+    absolute = path.resolve()
+    try:
+        return str(absolute.relative_to(Path.cwd()))
+    except ValueError:
+        return str(absolute)

@@ -1,0 +1,88 @@
+"""`palestra`: the command line. Each command's code is loaded when it is called, so that help comes at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from palestra.core.errors import PalestraError, did_you_mean
+
+# name -> (the module that holds `command`, its line in `palestra --help`)
+COMMANDS = {
+    "train": ("palestra.faces.cli.train", "Train an agent and show that it got better."),
+    "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
+    "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
+    "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command only when that command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0].endswith(".py"):
+            raise click.UsageError(f"{args[0]} is a file, not a command. Did you mean 'palestra train {args[0]}'?", ctx)
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"There is no command {args[0]!r}.{did_you_mean(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"palestra {version('palestra')}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version.")
+def cli() -> None:
+    """Make tool-using language-model agents better by reinforcement learning.
+
+    \b
+    palestra train                  train the demo agent, in minutes, on a laptop
+    palestra train my_agent.py      train an agent of your own
+    palestra eval my_agent.py       score it without training
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; the exit status: 0 well, 2 bad input (with the remedy on stderr), 130 Ctrl-C."""
+    try:
+        return int(cli.main(args=list(arguments), prog_name="palestra", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.secho("Stopped.", fg="yellow", err=True)
+        return 130
+    except PalestraError as error:
+        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0"):
+            raise
+        click.secho(f"Error: {error}", fg="red", err=True)
+        return 2
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""What a run has come to, on the terminal: the before/after table, transcripts, and what to do next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from palestra.core.types import Message, Rollout, ToolCall
+from palestra.evals.report import Change, EvalReport, Rate, compare, pick_transcripts
+from palestra.faces.cli.display import show_path, show_seconds
+from palestra.result import GRPOTrainingResult
+
+_LONGEST_TEXT = 600
+_STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
+
+
+def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> None:
+    """The whole summary of a training."""
+    _print_transcripts(console, result)
+    console.print()
+    console.print(change_table(compare(result.before, result.after)))
+    _print_warnings(console, result.after)
+    _print_next(console, result, page)
+
+
+def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
+    """The table of an evaluation, and one attempt that failed."""
+    failed = next((r for r in report.rollouts if not r.passed), None)
+    if failed is not None:
+        console.print(Text("\nOne that failed", style="bold"))
+        _print_rollout(console, failed, "    ")
+    table = Table(title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left")
+    table.add_column("measure")
+    table.add_column("pass rate (95 % interval)", justify="right")
+    for measure in report.measures:
+        table.add_row(measure.name, show_rate(measure.pass_rate))
+    if len(report.measures) > 1:
+        table.add_row("all measures", show_rate(report.pass_rate), style="bold")
+    console.print()
+    console.print(table)
+    _print_warnings(console, report)
+
+
+def change_table(changes: list[Change]) -> Table:
+    """Before against after, a row a measure; a change beyond chance is marked."""
+    table = Table(title="Held-out cases, before and after (95 % intervals)", title_justify="left")
+    table.add_column("measure")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for change in changes if len(changes) > 2 else changes[:1]:  # one measure: "all measures" says nothing new
+        colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
+        verdict = "" if change.clear else " (within chance)"
+        gain = Text(f"{100 * change.gain:+.1f} points{verdict}", style=colour)
+        table.add_row(change.name, show_rate(change.before), show_rate(change.after), gain)
+    return table
+
+
+def show_rate(rate: Rate) -> str:
+    """
+    >>> show_rate(Rate.of(30, 100))
+    '30.0 % (21.9–39.6)'
+    """
+    return f"{100 * rate.rate:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
+
+
+def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
+    titles = {
+        (False, True): "failed before, passes now",
+        (False, False): "fails still",
+        (True, True): "passed before, passes now",
+        (True, False): "passed before, fails now",
+    }
+    for before, after in pick_transcripts(result.before.rollouts, result.after.rollouts):
+        console.print()
+        console.rule(Text(titles[before.passed, after.passed], style="bold"), align="left", style="dim")
+        question = next((m for m in after.messages if m.role == "user"), None)
+        if question is not None:
+            _print_message(console, question, "")
+        for label, rollout in (("before", before), ("after", after)):
+            mark = Text("✓" if rollout.passed else "✗", style="green" if rollout.passed else "red")
+            console.print(Text.assemble(("  " + label, "dim"), " ", mark))
+            _print_rollout(console, rollout, "    ")
+
+
+def _print_rollout(console: Console, rollout: Rollout, indent: str) -> None:
+    """What the model and its tools said, then each measure's reason."""
+    for message in rollout.messages:
+        if message.role not in ("system", "user"):
+            _print_message(console, message, indent)
+    for name, score in rollout.scores.items():
+        style = "green" if score.passed else "red"
+        console.print(Text(f"{indent}{name}: {score.reason or ('passed' if score.passed else 'failed')}", style=style))
+    if rollout.error:
+        console.print(Text(f"{indent}failed: {rollout.error}", style="red"))
+
+
+def _print_message(console: Console, message: Message, indent: str) -> None:
+    style = _STYLES.get(message.role, "")
+    if message.text or not message.tool_calls:
+        console.print(Text.assemble((f"{indent}{message.role}: ", "dim"), (shorten(message.text), style)))
+    for call in message.tool_calls:
+        console.print(Text.assemble((f"{indent}calls ", "dim"), (show_call(call), "blue")))
+
+
+def show_call(call: ToolCall) -> str:
+    """
+    >>> show_call(ToolCall("1", "add", {"a": 1, "b": 2}))
+    'add(a=1, b=2)'
+    """
+    if call.error:
+        return f"{call.name or '?'}: {call.error}"
+    arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
+    return f"{call.name}({arguments})"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} … ({len(text)} characters)"
+
+
+def _print_warnings(console: Console, report: EvalReport) -> None:
+    """What a good-looking table would hide."""
+    for measure in report.measures:
+        if measure.errors:
+            console.print(
+                Text(f"Measure {measure.name} raised in {measure.errors} rollouts; they count as failed.", style="yellow")
+            )
+    if report.failure_rate:
+        console.print(Text(f"{report.failure_rate:.1%} of the rollouts failed with an error.", style="yellow"))
+    if report.truncation_rate > 0.1:
+        console.print(
+            Text(
+                f"{report.truncation_rate:.0%} of the rollouts were cut off; consider a larger --rollout.max_new_tokens.",
+                style="yellow",
+            )
+        )
+
+
+def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:
+    source = str(result.run.record.get("source") or "")
+    file = f" {show_path(Path(source))}" if source.endswith(".py") else ""
+    rows = [
+        ("run folder", show_path(result.run.path)),
+        ("report", f"{show_path(page)}   open it in a browser"),
+        ("model", f"{show_path(result.model_path)}   a Hugging Face folder: weights and tokenizer"),
+        ("next", f"palestra eval{file} --model.name {show_path(result.model_path)}"),
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for label, text in rows:
+        grid.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
+    console.print()
+    console.print(Text(f"Done in {show_seconds(result.outcome.seconds)}.", style="bold green"))
+    console.print(grid)

@@ -1,0 +1,148 @@
+"""`palestra train`: train an agent, and show that it got better."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from palestra.core.errors import PalestraError
+from palestra.faces.cli import settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from palestra.agents.agent import Agent
+    from palestra.core.config import RunConfig
+    from palestra.faces.cli.agent_file import AgentFile
+    from palestra.result import GRPOTrainingResult
+
+_KEEPS_ITS_OWN = "a resumed run keeps its own settings. Leave this out, or start a new run without --resume"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, and how; `resume` is the folder of a run to go on with."""
+
+    file: AgentFile
+    agent: Agent
+    config: RunConfig
+    resume: Path | None = None
+
+
+@click.command("train", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@click.argument("agent_file", required=False)
+@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
+@click.option("--resume", metavar="RUN", help="Go on with a run that was stopped: its folder, or its name in ./runs.")
+@click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
+@settings.debug_option
+def command(
+    agent_file: str | None, config_file: Path | None, resume: str | None, as_json: bool, **parameters: Any
+) -> None:
+    """Train an agent on its suite, with its measures as the reward; then compare before and after.
+
+    AGENT_FILE is a Python file that defines `agent` and `suite`, and may define `held_out`, `measures`,
+    `reward_weights` and `config`. Without one, the demo agent is trained.
+
+    \b
+    Examples:
+      palestra train
+      palestra train my_agent.py --seed 1
+      palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
+      palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
+      palestra train --resume runs/my-agent-20260131-101500
+
+    Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
+    eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
+    file, and that over the agent file's own config.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=as_json)
+    if resume is None:
+        plan = _new(agent_file, config_file, settings.given(parameters))
+    else:
+        given = [f"--{key}" for key in settings.given(parameters)] + (["--config"] if config_file else [])
+        if given:
+            raise PalestraError(f"{', '.join(given)}: {_KEEPS_ITS_OWN}")
+        plan = _resumed(agent_file, resume)
+    result = _train(plan, console)
+    _present(result, console, as_json)
+
+
+def _new(agent_file: str | None, config_file: Path | None, given: dict[str, Any]) -> Plan:
+    from palestra.core.yaml_config import read_yaml_config
+    from palestra.faces.cli.agent_file import configure, load_agent_file
+
+    layer = read_yaml_config(config_file) if config_file else {}
+    file = load_agent_file(agent_file)
+    agent, config = configure(file, layer, given)
+    return Plan(file, agent, config)
+
+
+def _resumed(agent_file: str | None, name: str) -> Plan:
+    from palestra.faces.cli.agent_file import load_agent_file
+    from palestra.faces.cli.find_run import find_run
+
+    run = find_run(name)
+    source = agent_file or run.record.get("source")
+    if source is None:
+        raise PalestraError(
+            f"{run.path} was started from Python. Go on there with train_grpo(…, resume={str(run.path)!r}), "
+            f"or name the agent's file: palestra train my_agent.py --resume {name}"
+        )
+    file, config = load_agent_file(source), run.config
+    return Plan(file, replace(file.agent, model=config.model.name), config, run.path)
+
+
+def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
+    from palestra.api import train_grpo
+    from palestra.faces.cli.display import make_display, show_path
+
+    display = make_display(console, plan.config.track.log_every)
+    try:
+        with display:
+            return train_grpo(
+                plan.agent,
+                plan.file.suite,
+                plan.file.measures,
+                config=plan.config,
+                reward_weights=plan.file.reward_weights,
+                held_out=plan.file.held_out,
+                watcher=display,
+                source=plan.file.source,
+                resume=plan.resume,
+            )
+    except KeyboardInterrupt:
+        if display.run_dir is None:
+            raise
+        click.secho("\nStopped; every finished step is saved. Go on with:", fg="yellow", err=True)
+        click.echo(f"  palestra train --resume {show_path(display.run_dir)}", err=True)
+        raise click.exceptions.Exit(130) from None
+
+
+def _present(result: GRPOTrainingResult, console: Console, as_json: bool) -> None:
+    from palestra.faces.cli.summary import print_training
+    from palestra.faces.report import write_report
+
+    page = write_report(result)
+    print_training(console, result, page)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "held_out_before": result.before.pass_rate.rate,
+                    "held_out_after": result.after.pass_rate.rate,
+                    "seconds": round(result.outcome.seconds, 2),
+                    "run_dir": str(result.run.path),
+                    "model_path": str(result.model_path),
+                    "report": str(page),
+                }
+            )
+        )
+
+
+settings.options(command)
