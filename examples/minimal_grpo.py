@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GROUP = 8  # tries at each question: they are one another's baseline
-QUESTIONS = 8  # questions in a step
+QUESTIONS = 4  # questions in a step
 PASSES = 2  # optimizer steps on the same tries; from the second on, clipping matters
 LEARNING_RATE = 5e-4  # high, because the model is tiny; a model of billions wants about 1e-6
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # a little more room upwards keeps rare good tokens growing
-MAX_NEW_TOKENS = 48
+MAX_NEW_TOKENS = 32
 
 COLOURS = ("red", "blue", "green", "black", "white", "yellow", "brown", "pink", "grey", "golden", "silver")
 THINGS = ("lamp", "mug", "chair", "table", "desk", "clock", "pen", "book", "bag", "ball", "bowl", "plate", "hat")
@@ -123,10 +123,11 @@ def main(steps: int = 20, seed: int = 0) -> tuple[float, float]:
         ids, mask, width, texts = sample(model, tokenizer, asked)
         rewards = torch.tensor([reward(text, item) for text, item in zip(texts, asked, strict=True)])
         advantage = advantages(rewards.view(QUESTIONS, GROUP)).view(-1, 1)
-        with torch.no_grad():
-            old = logprobs(model, ids, mask, width)
+        old = None
         for _ in range(PASSES):
-            loss = grpo_loss(logprobs(model, ids, mask, width), old, advantage, mask[:, width:])
+            new = logprobs(model, ids, mask, width)
+            old = new.detach() if old is None else old  # the policy that tried is the one before the first update
+            loss = grpo_loss(new, old, advantage, mask[:, width:])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
