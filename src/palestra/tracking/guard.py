@@ -1,0 +1,57 @@
+"""A tracking service may fail; the run goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from palestra.core.types import Group
+
+log = logging.getLogger("palestra")
+
+# A service that is down may take minutes to say so, each time.
+FAILURES_IN_A_ROW = 3
+
+
+class MetricsService(Protocol):
+    """A service that takes numbers. Whole rollouts stay in rollouts.jsonl."""
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Guarded:
+    """A service as a Tracker: its first failure is a warning, and after three in a row it is left alone."""
+
+    def __init__(self, name: str, service: MetricsService) -> None:
+        self._name = name
+        self._service = service
+        self._warned = False
+        self._failures = 0
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        if self._failures < FAILURES_IN_A_ROW:
+            self._try(lambda: self._service.metrics(step, row))
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._try(self._service.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s failed (%s: %s); the run goes on, and metrics.jsonl has every number",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )

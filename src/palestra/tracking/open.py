@@ -1,0 +1,72 @@
+"""From a config to the trackers of a run, in the open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig, TrackSection
+from palestra.core.errors import PalestraError
+from palestra.tracking.base import Tracker, Trackers
+from palestra.tracking.guard import Guarded, MetricsService
+from palestra.tracking.jsonl import JsonlTracker
+
+
+def open_trackers(config: RunConfig, folder: Path, record: Mapping[str, Any], resume_after: int | None) -> Trackers:
+    """metrics.jsonl, and every service in `track.report_to`.
+
+    `record` says what the run is (agent, tools, instructions). With `resume_after`, the same run goes
+    on after that step. A service that cannot start raises here, before any training.
+    """
+    settings = {**config.model_dump(mode="json"), "run": dict(record)}
+    opened: list[Tracker] = [JsonlTracker(folder, resume_after)]
+    try:
+        for name in dict.fromkeys(config.track.report_to):
+            opened.append(Guarded(name, _start(name, folder, config.track, settings, resume_after)))
+    except BaseException:
+        Trackers(opened).close()
+        raise
+    return Trackers(opened)
+
+
+def _start(
+    name: str, folder: Path, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+) -> MetricsService:
+    try:
+        return _service(name, folder, track, settings, resume_after)
+    except ModuleNotFoundError as error:
+        raise PalestraError(
+            f"report_to {name!r} needs a package that is not installed ({error.name}); pip install 'palestra[{name}]'"
+        ) from error
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise PalestraError(
+            f"{name} could not be started ({type(error).__name__}: {error}); mend that, or leave it out of report_to"
+        ) from error
+
+
+def _service(
+    name: str, folder: Path, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+) -> MetricsService:
+    run_name = track.run_name or folder.name
+    resumed = resume_after is not None
+    match name:
+        case "wandb":
+            from palestra.tracking.wandb import WandbService
+
+            return WandbService(folder, track.project, run_name, track.entity, settings, resumed)
+        case "tensorboard":
+            from palestra.tracking.tensorboard import TensorBoardService
+
+            return TensorBoardService(folder, settings, resume_after)
+        case "mlflow":
+            from palestra.tracking.mlflow import MLflowService
+
+            return MLflowService(folder, track.project, run_name, settings, resumed)
+        case "trackio":
+            from palestra.tracking.trackio import TrackioService
+
+            return TrackioService(track.project, run_name, settings, resumed)
+    raise PalestraError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")
