@@ -1,0 +1,1 @@
+"""The rollout engine: paged KV, shared prompts, continuous batching, on the module that is trained."""

@@ -1,0 +1,256 @@
+"""The rollout engine: tokens in, tokens and logprobs out, KV kept in between.
+
+>>> engine = Engine(model)                                    # doctest: +SKIP
+>>> group = engine.fork(engine.open(prompt_ids), 8)           # the prompt is computed once
+>>> turns = engine.sample(group, SamplingParams(max_new_tokens=64))
+>>> engine.append(group[0], tool_result_ids)                  # goes on from kept KV
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
+from palestra.engine.pages import PagePool
+from palestra.engine.probe import kv_shape, text_config
+from palestra.engine.runner import CpuRunner
+from palestra.engine.scheduler import KVMemory, Scheduler
+from palestra.engine.session import Chunk, Emission, Job, Session
+from palestra.engine.stops import StopStrings
+
+GIB = 1 << 30
+
+
+class Runner(KVMemory, Protocol):
+    """Runs a step on one kind of device."""
+
+    decode_steps: int
+
+    def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
+
+
+class Engine:
+    """Samples from the very module that is trained. One thread drives it: submit, step, take results."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        kv_memory_gib: float | None = None,
+        page_size: int | None = None,
+        max_running: int = 256,
+        tokens_per_step: int = 2048,
+        max_context: int | None = None,
+        self_check: bool = True,
+    ) -> None:
+        register(ENGINE_ATTENTION, engine_attention)
+        device = next(model.parameters()).device
+        shape = kv_shape(model)
+        config = text_config(model)
+        self.model = model
+        self.version = 0
+        self.vocabulary: int = config.vocab_size
+        limits = (max_context, getattr(config, "max_position_embeddings", None))
+        self.context: int = min((limit for limit in limits if limit), default=1 << 20)
+        size = page_size or (16 if device.type == "cpu" else 64)
+        memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
+        pages = max(1, int(memory // (shape.bytes_per_token * size)))
+        self.runner: Runner = build_runner(model, shape, pages, size)
+        self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step)
+        self._stops = StopStrings(tokenizer)
+        if self_check:
+            from palestra.engine.check import check_logits
+
+            check_logits(self)
+
+    @property
+    def pool(self) -> PagePool:
+        return self.scheduler.pool
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def open(self, prompt_ids: Sequence[int]) -> Session:
+        """A session that starts with these tokens. Nothing is computed until it is sampled."""
+        ids = self._checked(prompt_ids)
+        limit = min(self.context, self.pool.pages * self.pool.page_size)
+        if not ids:
+            raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
+        if len(ids) >= limit:
+            where = "the model's context" if limit == self.context else "the engine's KV memory (kv_memory_gib)"
+            raise PalestraError(
+                f"the prompt has {len(ids)} tokens; {where} holds {limit}, a sampled one included; shorten it"
+            )
+        return Session(ids)
+
+    def fork(self, session: Session, n: int) -> list[Session]:
+        """n sessions that go on from here; the given one is closed by this."""
+        if n < 1:
+            raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
+        self._check_idle(session)
+        session.closed = True
+        session.heirs = n
+        return [Session(list(session.tokens), source=session) for _ in range(n)]
+
+    def append(self, session: Session, token_ids: Sequence[int]) -> None:
+        """Feed tokens that the model did not make; they are computed with the next sample."""
+        self._check_idle(session)
+        session.tokens += self._checked(token_ids)
+
+    def close(self, session: Session) -> None:
+        """Give the session's pages back; a turn under way ends as cancelled. Closing twice is harmless."""
+        if session.closed:
+            return
+        if session.job is not None:
+            self.cancel(session.job)
+        session.closed = True
+        self._release(session)
+
+    def submit(self, session: Session, params: SamplingParams) -> Job:
+        """Queue one turn; `step` until it has a `finish`."""
+        self._check_idle(session)
+        check_params(params, self._stops.usable)
+        job = Job(session, params, len(session.tokens), self.version)
+        if len(session.tokens) >= self.context:
+            job.finish = "length"
+        else:
+            self.scheduler.submit(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Stop a turn; what it sampled stays in the session, whose KV is kept."""
+        if job.finish is None:
+            self._end(job, "cancelled")
+
+    def step(self) -> list[Job]:
+        """One forward over everybody who can run; the turns that ended with it."""
+        chunks = self.scheduler.plan(self.runner.decode_steps)
+        if not chunks:
+            return self._unstick()
+        emissions = self.runner.step(chunks)
+        ended = [e.job for e in emissions if self._accept(e)]
+        for chunk in chunks:
+            if chunk.job.params is None and chunk.job.pending <= 0:
+                self.scheduler.withdraw(chunk.job)
+        return ended
+
+    def sample(self, sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams]) -> list[Sampled]:
+        """Sample one turn of each session and wait for all."""
+        each = [params] * len(sessions) if isinstance(params, SamplingParams) else params
+        jobs = [self.submit(session, p) for session, p in zip(sessions, each, strict=True)]
+        while any(job.finish is None for job in jobs):
+            self.step()
+        return [job.result() for job in jobs]
+
+    def weights_changed(self, version: int) -> None:
+        """The model's weights are new: every kept KV is stale and will be computed again."""
+        self.version = version
+        self.scheduler.drop_all()
+
+    def _accept(self, emission: Emission) -> bool:
+        """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
+        job = emission.job
+        if job.finish is not None or job.params is None:
+            return False
+        session, params = job.session, job.params
+        for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True):
+            session.tokens.append(token)
+            job.logprobs.append(logprob)
+            finish = self._finish_of(job, params, token)
+            if finish is not None:
+                self._end(job, finish)
+                return True
+        return False
+
+    def _finish_of(self, job: Job, params: SamplingParams, token: int) -> Finish | None:
+        if token in params.stop_token_ids:
+            return "stop"
+        if params.stop and self._stops.found(job.session.tokens[job.start :], params.stop):
+            return "stop"
+        full = len(job.logprobs) >= params.max_new_tokens or len(job.session.tokens) >= self.context
+        return "length" if full else None
+
+    def _end(self, job: Job, finish: Finish) -> None:
+        job.finish = finish
+        session = job.session
+        session.kv_len = min(session.kv_len, len(session.tokens) - 1)  # a burst may have gone past the end
+        self.scheduler.withdraw(job)
+
+    def _unstick(self) -> list[Job]:
+        """Nobody could run: the pages do not hold even one session. It ends as truncated."""
+        stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
+        if stuck is None:
+            return []
+        if stuck.params is not None:
+            self._end(stuck, "length")
+            return [stuck]
+        heirs = [job for job in self.scheduler.waiting if job.session.source is stuck.session]
+        self.scheduler.withdraw(stuck)
+        for job in heirs:
+            self._end(job, "length")
+        return heirs
+
+    def _release(self, session: Session) -> None:
+        """Pages back; the source too when its last heir is gone."""
+        self.scheduler.drop(session)
+        source, session.source = session.source, None
+        if source is not None:
+            source.heirs -= 1
+            if source.heirs == 0:
+                if source.job is not None:
+                    self.scheduler.withdraw(source.job)
+                self._release(source)
+
+    def _checked(self, token_ids: Iterable[int]) -> list[int]:
+        ids = [int(token) for token in token_ids]
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
+            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
+            raise PalestraError(
+                f"token id {wrong} is outside the model's vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
+            )
+        return ids
+
+    def _check_idle(self, session: Session) -> None:
+        if session.closed:
+            raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
+        if session.job is not None:
+            raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
+
+
+def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
+    """Refuse what cannot be sampled, in words."""
+    rules = (
+        (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
+        (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
+        (0 < params.top_p <= 1, f"top_p={params.top_p} is outside (0, 1]; 1 keeps every token"),
+        (params.top_k >= 0, f"top_k={params.top_k} is negative; 0 keeps every token"),
+        (0 <= params.min_p <= 1, f"min_p={params.min_p} is outside [0, 1]; 0 keeps every token"),
+        (params.repetition_penalty > 0, f"repetition_penalty={params.repetition_penalty} must be above 0; 1 is off"),
+        (has_tokenizer or not params.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
+        (all(params.stop), "an empty stop string would end every turn at once; leave it out"),
+    )
+    for holds, complaint in rules:
+        if not holds:
+            raise PalestraError(complaint)
+
+
+def default_kv_bytes(device: torch.device) -> float:
+    """Half of what the GPU has free; on a CPU a quarter of the machine's memory, at most 4 GiB (taken as it fills)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 0.5
+    import os
+
+    return min(4 * GIB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
+
+
+def build_runner(model: nn.Module, shape: Any, pages: int, page_size: int) -> Runner:
+    """The runner for the device that the model is on."""
+    return CpuRunner(model, shape, pages, page_size)

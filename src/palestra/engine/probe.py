@@ -1,0 +1,65 @@
+"""Can the engine run this model? Find its KV shape, refuse what is unknown, check the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch, UnsupportedModel
+from palestra.engine.lanes import KVShape
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+REMEDY = "sample with engine=plain"
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """An attention plan that computes plain causal attention and notes what each layer brings."""
+
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model inside, whatever wraps it."""
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+
+
+def kv_shape(model: Any) -> KVShape:
+    """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
+    config = text_config(model)
+    name = config.model_type
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if foreign:
+        raise UnsupportedModel(
+            f"{name} has layers of type {', '.join(foreign)}; the paged engine knows attention only; {REMEDY}"
+        )
+    probe = ShapeProbe()
+    device = next(model.parameters()).device
+    try:
+        with torch.inference_mode(), AttentionSwitch(model).use(ENGINE_ATTENTION, training=False):
+            ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+            model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, plan=probe)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{name} does not run with the paged engine ({error}); {REMEDY}") from error
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"{name} has {config.num_hidden_layers} layers and {len(probe.layers)} of them attend through the "
+            f"attention interface; the paged engine needs all; {REMEDY}"
+        )
+    shapes = set(probe.layers.values())
+    if len(shapes) > 1:
+        raise UnsupportedModel(f"{name} has layers of differing KV shapes {sorted(shapes)}; {REMEDY}")
+    heads, key_dim, value_dim = shapes.pop()
+    return KVShape(config.num_hidden_layers, heads, key_dim, value_dim, model.dtype)

@@ -1,0 +1,113 @@
+"""Logits to tokens: temperature, truncation, a seed for each sequence, the chosen token's logprob."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.core.types import SamplingParams
+from palestra.engine.session import Job
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to sample one row: its parameters, its place in the sequence, and the tokens so far."""
+
+    params: SamplingParams
+    position: int
+    tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, job: Job) -> SamplingRow:
+        assert job.params is not None
+        return cls(job.params, len(job.session.tokens), job.session.tokens)
+
+    @property
+    def truncates(self) -> bool:
+        p = self.params
+        return p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One number in (0, 1) for each (seed, position): SplitMix64, so that a row's draw depends on nothing else."""
+    with np.errstate(over="ignore"):
+        seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
+        x = _mix(seed) + np.asarray(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = _mix(x + np.uint64(0x9E3779B97F4A7C15))
+    # 22 bits: u is at most 1 - 2^-23, so u * total stays below total in float32
+    return ((x >> np.uint64(42)).astype(np.float32) + np.float32(0.5)) / np.float32(1 << 22)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+    """A token [B] and its logprob [B] for each row of logits [B, V].
+
+    The logprob is that of the distribution sampled from: after penalty, temperature and truncation.
+    Temperature 0 takes the most likely token and reports its logprob at temperature 1.
+    """
+    logits = logits.float()
+    if any(row.params.repetition_penalty != 1.0 for row in rows):
+        logits = penalised(logits, rows)
+    temperatures = [row.params.temperature for row in rows]
+    if any(t not in (0.0, 1.0) for t in temperatures):
+        logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
+    if any(row.truncates for row in rows):
+        logits = truncated(logits, rows)
+    logprobs = logits.log_softmax(-1)
+    if all(t == 0.0 for t in temperatures):
+        tokens = logits.argmax(-1)
+    else:
+        draws = uniforms([row.params.seed for row in rows], [row.position for row in rows])
+        tokens = by_inverse_cdf(logprobs, torch.from_numpy(draws).to(logits.device))
+        if 0.0 in temperatures:
+            greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
+            tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def by_inverse_cdf(logprobs: Tensor, draws: Tensor) -> Tensor:
+    """The token at which each row's cumulative probability passes its draw; never one of probability 0."""
+    cumulative = logprobs.exp().cumsum(-1)
+    threshold = draws[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logprobs.shape[1] - 1)
+
+
+def penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Divide positive logits, multiply negative ones, of tokens already in the sequence."""
+    logits = logits.clone()
+    for i, row in enumerate(rows):
+        if (penalty := row.params.repetition_penalty) != 1.0:
+            seen = torch.tensor(list(set(row.tokens)), device=logits.device)
+            score = logits[i, seen]
+            logits[i, seen] = torch.where(score > 0, score / penalty, score * penalty)
+    return logits
+
+
+def truncated(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Top-k, then top-p, then min-p; what falls out becomes minus infinity. The most likely token always stays."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    vocabulary = logits.shape[1]
+    top_k = column([float(row.params.top_k or vocabulary) for row in rows])
+    top_p = column([row.params.top_p if row.params.top_p < 1.0 else 2.0 for row in rows])  # 2: rounding cuts nothing
+    min_p = column([row.params.min_p for row in rows])
+    ordered, order = logits.sort(-1, descending=True)
+    rank = torch.arange(vocabulary, device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    out = (before >= top_p) | (probs < min_p * probs[:, :1])
+    out[:, 0] = False
+    ordered = ordered.masked_fill(out, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, order, ordered)

@@ -1,0 +1,195 @@
+"""Who runs next: continuous batching over a page pool. Knows tokens and pages, no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from palestra.engine.pages import PagePool
+from palestra.engine.session import Chunk, Job, Session
+
+
+class KVMemory(Protocol):
+    """Where KV lives. `enter` before a session's first step, `leave` after its last."""
+
+    def enter(self, session: Session) -> None: ...
+
+    def leave(self, session: Session, keep: bool) -> None: ...
+
+    def copy_page(self, source: int, target: int) -> None: ...
+
+
+class Scheduler:
+    """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out."""
+
+    def __init__(self, pool: PagePool, memory: KVMemory, max_running: int, tokens_per_step: int) -> None:
+        self.pool = pool
+        self.memory = memory
+        self.max_running = max_running
+        self.tokens_per_step = tokens_per_step
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.holders: dict[Session, None] = {}  # sessions with pages, in the order of their last use
+        self.dropped_sessions = 0
+        self._preempted: set[Job] = set()  # by the plan being made
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def submit(self, job: Job) -> None:
+        job.session.job = job
+        self.waiting.append(job)
+
+    def withdraw(self, job: Job) -> None:
+        """Take a job out, finished or not; its session keeps its KV and may go on later."""
+        if job in self.running:
+            self.running.remove(job)
+            self._park(job.session)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+        job.session.job = None
+
+    def drop(self, session: Session) -> None:
+        """Forget a session's KV; its tokens stay, so it can be computed again."""
+        self.pool.release(session.table)
+        session.table = []
+        session.kv_len = session.shared_len = 0
+        self.holders.pop(session, None)
+
+    def drop_all(self) -> None:
+        """Forget every KV (the weights changed); jobs under way are computed again."""
+        for job in self.running:
+            self.memory.leave(job.session, keep=False)
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        for session in list(self.holders):
+            self.drop(session)
+
+    def plan(self, decode_reserve: int = 1) -> list[Chunk]:
+        """The next step: jobs that sample one token first, then prompts and appends within the budget.
+
+        Every chunk's pages are taken, and `decode_reserve` tokens of room after it where there is any.
+        """
+        self._admit()
+        self._preempted.clear()
+        budget = self.tokens_per_step
+        chunks: list[Chunk] = []
+        for job in sorted(self.running, key=lambda j: j.pending > 1):
+            count = min(job.pending, budget)
+            if count <= 0 or job in self._preempted or not self._room(job, count):
+                continue
+            chunks.append(Chunk(job, count, samples=job.params is not None and count == job.pending))
+            budget -= count
+        if self._preempted:
+            chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
+        for chunk in chunks:
+            want = chunk.job.session.kv_len + chunk.count + decode_reserve - 1
+            self._extend(chunk.job.session, min(want, self._longest(chunk.job.session)))
+        return chunks
+
+    def _longest(self, session: Session) -> int:
+        """The length that its pages and the free ones allow."""
+        return (len(session.table) + self.pool.free) * self.pool.page_size
+
+    def _admit(self) -> None:
+        blocked: list[Job] = []
+        while self.waiting and len(self.running) < self.max_running:
+            job = self.waiting.popleft()
+            source = self._unfilled_source(job.session)
+            if source is not None:
+                blocked.append(job)
+                if source.job is None:
+                    self.waiting.appendleft(Job(source, None, len(source.tokens), job.policy_version))
+                    source.job = self.waiting[0]
+                continue
+            if not self._adopt(job.session) or not self._fits(job):
+                self.waiting.appendleft(job)
+                break
+            if job.pending <= 0:  # a fill whose KV is there already
+                job.session.job = None
+                continue
+            self.memory.enter(job.session)
+            self.running.append(job)
+        self.waiting.extendleft(reversed(blocked))
+
+    def _unfilled_source(self, session: Session) -> Session | None:
+        """The source that must be computed before this session can adopt it, if any."""
+        source = session.source
+        if source is None or session.kv_len > 0 or source.fill_target <= 0:
+            return None
+        return source if source.kv_len < source.fill_target else None
+
+    def _adopt(self, session: Session) -> bool:
+        """Share the source's pages; False when there is no page for the partial one."""
+        source = session.source
+        if source is None or session.kv_len > 0 or source.fill_target <= 0:
+            return True
+        if not self._free_up(1, keep=(session, source)):
+            return False
+        fork = self.pool.fork(source.table, source.fill_target)
+        if fork.copy is not None:
+            self.memory.copy_page(*fork.copy)
+        session.table = fork.table
+        session.kv_len = session.shared_len = source.fill_target
+        self._touch(session)
+        return True
+
+    def _fits(self, job: Job) -> bool:
+        """Room for the whole pending part; with nothing running, whatever there is must do."""
+        session = job.session
+        missing = self.pool.needed(session.kv_len + job.pending) - len(session.table)
+        return self._free_up(missing, keep=(session,)) or not self.running
+
+    def _room(self, job: Job, count: int) -> bool:
+        """Take the pages for `count` more tokens, preempting younger jobs if need be."""
+        session = job.session
+        missing = self.pool.needed(session.kv_len + count) - len(session.table)
+        while not self._free_up(missing, keep=(session,)):
+            victim = next((j for j in reversed(self.running) if j is not job), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        self._extend(session, session.kv_len + count)
+        return True
+
+    def _extend(self, session: Session, length: int) -> None:
+        missing = self.pool.needed(length) - len(session.table)
+        if missing > 0:
+            session.table += self.pool.take(missing)
+            self._touch(session)
+
+    def _free_up(self, pages: int, keep: Iterable[Session]) -> bool:
+        """Drop idle sessions, longest unused first, until `pages` are free."""
+        if pages <= self.pool.free:
+            return True
+        kept = set(keep)
+        idle = [s for s in self.holders if s not in kept and (s.job is None or s.lane < 0)]
+        for session in sorted(idle, key=lambda s: s.job is not None):
+            self.drop(session)
+            self.dropped_sessions += 1
+            if pages <= self.pool.free:
+                return True
+        return False
+
+    def _preempt(self, job: Job) -> None:
+        self.running.remove(job)
+        self._preempted.add(job)
+        self.memory.leave(job.session, keep=False)
+        self.drop(job.session)
+        self.dropped_sessions += 1
+        self.waiting.appendleft(job)
+
+    def _park(self, session: Session) -> None:
+        """Out of the running batch, KV kept; room that was reserved and not used goes back."""
+        self.memory.leave(session, keep=True)
+        used = self.pool.needed(session.kv_len)
+        self.pool.release(session.table[used:])
+        del session.table[used:]
+        self._touch(session)
+
+    def _touch(self, session: Session) -> None:
+        self.holders.pop(session, None)
+        if session.table:
+            self.holders[session] = None

@@ -1,0 +1,73 @@
+"""A session is a token sequence with kept KV; a job is one sampling turn of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from palestra.core.types import Finish, Sampled, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """Tokens, and how many of them have their KV in pages.
+
+    A forked session has a `source`: the sequence that it and its siblings go on from. The source is
+    computed once; each child adopts its pages. `shared_len` is how many leading tokens were adopted.
+    """
+
+    tokens: list[int]
+    source: Session | None = None
+    table: list[int] = field(default_factory=list)
+    kv_len: int = 0
+    shared_len: int = 0
+    heirs: int = 0
+    closed: bool = False
+    job: Job | None = None
+    lane: int = -1
+
+    @property
+    def fill_target(self) -> int:
+        """KV that children adopt: all but the last token, which each child feeds to sample from."""
+        return len(self.tokens) - 1
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One turn under way. `params=None` only computes KV (a shared prompt)."""
+
+    session: Session
+    params: SamplingParams | None
+    start: int
+    policy_version: int
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def pending(self) -> int:
+        """Tokens to feed before the next one can be sampled (or before the fill is done)."""
+        end = len(self.session.tokens) if self.params is not None else self.session.fill_target
+        return end - self.session.kv_len
+
+    def result(self) -> Sampled:
+        if self.finish is None:
+            raise RuntimeError("the turn is still being sampled")
+        ids = tuple(self.session.tokens[self.start : self.start + len(self.logprobs)])
+        return Sampled(ids, tuple(self.logprobs), self.finish, self.policy_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one session does in one step: feed `count` tokens from its `kv_len` on, then perhaps sample."""
+
+    job: Job
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens that a job sampled in one step, oldest first."""
+
+    job: Job
+    token_ids: list[int]
+    logprobs: list[float]

@@ -1,0 +1,84 @@
+"""The policy that samples from the module being trained, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from palestra.core.types import Sampled, SamplingParams
+from palestra.engine.engine import Engine
+from palestra.engine.session import Job, Session
+
+
+class LocalPolicy:
+    """The engine behind the Policy seam. Concurrent `sample` calls share its steps.
+
+    The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and
+    other coroutines go on while a batch is sampled, and no lock is needed.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, **engine_options: Any) -> None:
+        self.engine = Engine(model, tokenizer, **engine_options)
+        self._waiters: dict[Job, asyncio.Future[Sampled]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def open(self, prompt_ids: Sequence[int]) -> Session:
+        return self.engine.open(prompt_ids)
+
+    def fork(self, session: Session, n: int) -> list[Session]:
+        return self.engine.fork(session, n)
+
+    def append(self, session: Session, token_ids: Sequence[int]) -> None:
+        self.engine.append(session, token_ids)
+
+    def close(self, session: Session) -> None:
+        job = session.job
+        self.engine.close(session)
+        if job is not None:
+            self._deliver(job)
+
+    def refresh(self, version: int) -> None:
+        """The model has new weights; kept KV is stale."""
+        self.engine.weights_changed(version)
+
+    async def sample(self, session: Session, params: SamplingParams) -> Sampled:
+        job = self.engine.submit(session, params)
+        if job.finish is not None:
+            return job.result()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Sampled] = loop.create_future()
+        self._waiters[job] = waiter
+        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._drive())
+        try:
+            return await waiter
+        finally:
+            self._waiters.pop(job, None)
+            self.engine.cancel(job)
+
+    async def _drive(self) -> None:
+        """Step while somebody waits. A failed step fails every turn under way, not the loop."""
+        await asyncio.sleep(0)  # callers that start together are batched from the first step
+        while self._waiters:
+            try:
+                ended = self.engine.step()
+            except Exception as error:
+                for waiter in list(self._waiters.values()):
+                    if not waiter.done():
+                        waiter.set_exception(error)
+                return
+            for job in ended:
+                self._deliver(job)
+            await asyncio.sleep(0)
+
+    def _deliver(self, job: Job) -> None:
+        waiter = self._waiters.get(job)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(job.result())

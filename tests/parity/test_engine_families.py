@@ -1,0 +1,121 @@
+"""The engine's numbers beside a plain forward, for every family."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from palestra.core.types import SamplingParams
+from palestra.engine.attention import UnsupportedModel
+from palestra.engine.engine import Engine
+from palestra.engine.session import Session
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_families import FAMILIES, tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
+PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29]
+
+
+@torch.no_grad()
+def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def assert_turn_is_plain(model: Any, session: Session, turn_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+    start = len(session.tokens) - len(turn_ids)
+    logits = plain_logits(model, session.tokens)[start - 1 : -1]
+    assert turn_ids == tuple(logits.argmax(-1).tolist())
+    expected = logits.log_softmax(-1).max(-1).values
+    assert (expected - torch.tensor(logprobs)).abs().max() <= 1e-4
+
+
+def engine_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every logits row that the engine computes from here on."""
+    seen: list[torch.Tensor] = []
+    forward = engine.runner.forward  # type: ignore[attr-defined]
+
+    def recorded(*args: Any) -> torch.Tensor:
+        seen.append(forward(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(engine.runner, "forward", recorded)
+    return seen
+
+
+def rounds(engine: Engine, model: Any) -> None:
+    """Prefill, fork, three rounds of decode, two ragged appends; each turn equals the plain forward's."""
+    group = [*engine.fork(engine.open(PROMPT), 3), engine.open(PROMPT[:4])]
+    tools = [[[9, 8, 7], [11], [30, 31, 32, 33, 34, 35, 36], [50, 51]], [[70], [71, 72, 73, 74], [75], [76] * 9]]
+    for appended in [None, *tools]:
+        if appended:
+            for session, ids in zip(group, appended, strict=True):
+                engine.append(session, ids)
+        for session, turn in zip(group, engine.sample(group, GREEDY), strict=True):
+            assert_turn_is_plain(model, session, turn.token_ids, turn.logprobs)
+    for session in group:
+        engine.close(session)
+    assert engine.pool.free == engine.pool.pages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_turns_equal_the_plain_forward(family: str) -> None:
+    model = tiny_model(family)
+    rounds(Engine(model, page_size=4, kv_memory_gib=0.01), model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_plain_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01)
+    seen = engine_logits(engine, monkeypatch)
+    session = engine.open(PROMPT)
+    engine.sample([session], GREEDY)
+    engine.append(session, [4, 5, 6])
+    engine.sample([session], GREEDY)
+    plain = plain_logits(model, session.tokens)
+    first = len(PROMPT) - 1
+    at = [*range(first, first + 5), *range(first + 8, first + 13)]
+    assert (torch.cat(seen) - plain[at]).abs().max() <= 1e-4
+
+
+def test_lora_wrapped_model_equals_the_plain_forward() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_model("qwen3"),
+        peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False),
+    )
+    model.train()
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01)
+    group = engine.fork(engine.open(PROMPT), 2)
+    turns = engine.sample(group, GREEDY)
+    assert model.training, "sampling must put the training mode back"
+    model.eval()
+    for session, turn in zip(group, turns, strict=True):
+        assert_turn_is_plain(model, session, turn.token_ids, turn.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_next", {"head_dim": 32, "num_hidden_layers": 4, "num_experts": 4}),
+        ("lfm2", {"full_attn_idxs": [1]}),
+        ("falcon_h1", {}),
+        ("mamba", {}),
+    ],
+)
+def test_recurrent_and_hybrid_models_are_refused_by_name(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match=family):
+        Engine(tiny_model(family, **changes))
+
+
+def test_attention_of_the_model_is_put_back_after_sampling() -> None:
+    model = tiny_model("qwen3")
+    before = model.config._attn_implementation
+    engine = Engine(model, kv_memory_gib=0.01)
+    engine.sample([engine.open(PROMPT)], GREEDY)
+    assert model.config._attn_implementation == before

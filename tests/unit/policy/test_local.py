@@ -1,0 +1,165 @@
+"""The local policy: batched, cancellable, and out of the way of other coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Sampled, SamplingParams
+from palestra.policy.local import LocalPolicy
+
+PROMPT = [5, 9, 33, 21, 60, 2]
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def policy(model: Qwen3ForCausalLM) -> LocalPolicy:
+    return LocalPolicy(model, kv_memory_gib=0.01)
+
+
+def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:
+    steps = 0
+    step = policy.engine.runner.step
+
+    def counted(chunks):  # type: ignore[no-untyped-def]
+        nonlocal steps
+        steps += 1
+        return step(chunks)
+
+    policy.engine.runner.step = counted  # type: ignore[method-assign]
+
+    async def main() -> list[Sampled]:
+        group = policy.fork(policy.open(PROMPT), 6)
+        params = [SamplingParams(max_new_tokens=10, seed=i) for i in range(6)]
+        return await asyncio.gather(*(policy.sample(s, p) for s, p in zip(group, params, strict=True)))
+
+    turns = asyncio.run(main())
+    assert all(len(turn.token_ids) == len(turn.logprobs) == 10 for turn in turns)
+    assert len({turn.token_ids for turn in turns}) > 1
+    assert steps == 11  # the prompt once, then ten tokens of all six
+
+
+def test_other_coroutines_run_while_a_turn_is_sampled(policy: LocalPolicy) -> None:
+    async def main() -> int:
+        ticks = 0
+
+        async def tool() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tool())
+        await policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=20))
+        ticking.cancel()
+        return ticks
+
+    assert asyncio.run(main()) >= 19
+
+
+def test_cancelled_caller_frees_its_work_and_its_pages(policy: LocalPolicy) -> None:
+    async def main() -> None:
+        session = policy.open(PROMPT)
+        other = policy.open(PROMPT)
+        task = asyncio.create_task(policy.sample(session, SamplingParams(max_new_tokens=100)))
+        beside = asyncio.create_task(policy.sample(other, SamplingParams(max_new_tokens=12)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert len((await beside).token_ids) == 12
+        policy.close(session)
+        policy.close(other)
+
+    asyncio.run(main())
+    assert not policy.engine.busy
+    assert policy.engine.pool.free == policy.engine.pool.pages
+
+
+def test_closing_a_session_ends_its_turn_as_cancelled(policy: LocalPolicy) -> None:
+    async def main() -> Sampled:
+        session = policy.open(PROMPT)
+        task = asyncio.create_task(policy.sample(session, SamplingParams(max_new_tokens=100)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        policy.close(session)
+        return await task
+
+    assert asyncio.run(main()).finish == "cancelled"
+
+
+def test_policy_works_in_a_second_event_loop(policy: LocalPolicy) -> None:
+    async def main() -> Sampled:
+        session = policy.open(PROMPT)
+        turn = await policy.sample(session, SamplingParams(max_new_tokens=4, seed=3))
+        policy.close(session)
+        return turn
+
+    assert asyncio.run(main()) == asyncio.run(main())
+
+
+def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> None:
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+
+    async def turn() -> Sampled:
+        return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
+
+    session = policy.open(PROMPT)
+    assert asyncio.run(turn()).policy_version == 0
+    kept = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    try:
+        policy.refresh(7)
+        assert session.kv_len == 0
+        got = asyncio.run(turn())
+        ids = torch.tensor([session.tokens])
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits[0, -4:-1].argmax(-1)
+        assert got.policy_version == policy.version == 7
+        assert got.token_ids == tuple(expected.tolist())
+    finally:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(kept)
+
+
+def test_a_failing_step_fails_the_turn_and_not_the_next_one(policy: LocalPolicy) -> None:
+    step = policy.engine.runner.step
+
+    def broken(chunks):  # type: ignore[no-untyped-def]
+        raise RuntimeError("no")
+
+    async def main() -> None:
+        session = policy.open(PROMPT)
+        policy.engine.runner.step = broken  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no"):
+            await policy.sample(session, SamplingParams(max_new_tokens=4))
+        policy.engine.runner.step = step  # type: ignore[method-assign]
+        assert len((await policy.sample(session, SamplingParams(max_new_tokens=4))).token_ids) == 4
+
+    asyncio.run(main())
+
+
+def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) -> None:
+    with pytest.raises(PalestraError, match="max_new_tokens=0"):
+        asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
