@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from palestra.chat.messages import to_dict
@@ -21,7 +22,7 @@ _END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-_QUESTION, _ANSWER = "PALESTRAQUESTION", "PALESTRAANSWER"
+_SYSTEM, _QUESTION, _ANSWER = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER"
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,19 @@ class ChatFormat:
             for i, reply in enumerate(replies)
             if reply.role == "tool"
         )
-        # some templates refuse several calls or leave out the text beside calls: then a plain answer must do
-        for tool_calls in (calls, ()) if calls else ((),):
-            opening = [Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
+        refusal = _not_append_only("it leaves out what the user or the assistant said")
+        # some templates refuse a system message or several calls, or leave out the text beside calls
+        for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
+            opening = [*system, Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
             try:
                 before = self._render(opening)
                 after = self._render([*opening, *replies], add_generation_prompt=True)
-            except PalestraError:
-                if not tool_calls:
-                    raise
+            except PalestraError as error:
+                refusal = error
                 continue
-            if _ANSWER in before and _ANSWER in after:
+            if all(said in text for said in (_QUESTION, _ANSWER) for text in (before, after)):
                 return self._difference(before, after)
-        raise _not_append_only("it leaves out what the assistant said")
+        raise refusal
 
     def _difference(self, before: str, after: str) -> tuple[str, str]:
         # Only what follows the answer has to agree: a template may dress the last answer differently
@@ -214,8 +215,8 @@ _BODY_FORMS: tuple[Callable[[str], str], ...] = (
     str.strip,
     str.lstrip,
     str.rstrip,
-    json.dumps,
-    lambda body: json.dumps(body, ensure_ascii=False),
+    lambda body: json.dumps(body)[1:-1],
+    lambda body: json.dumps(body, ensure_ascii=False)[1:-1],
 )
 
 
