@@ -29,7 +29,9 @@ class Rate:
         share, z2 = passed / n, _Z95**2
         middle = (share + z2 / (2 * n)) / (1 + z2 / n)
         reach = _Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-        return cls(n, passed, share, max(0.0, middle - reach), min(1.0, middle + reach))
+        low = 0.0 if passed == 0 else middle - reach  # exact where rounding would say 1e-17
+        high = 1.0 if passed == n else middle + reach
+        return cls(n, passed, share, low, high)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.chat.messages import as_messages
 from palestra.core.errors import PalestraError
-from palestra.core.types import Problem
+from palestra.core.types import Message, Problem
 from palestra.evals.measures import as_measures
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class EvalSuite:
         cases = [
             Problem(
                 id=f"{name}-{index}",
-                input=_read(input_fn or _default_input, record, index, "input_fn"),
-                expect=expect_fn(record) if expect_fn else record.get("expect"),
+                input=_as_input(_apply(input_fn or _default_input, record, index, "input_fn"), index),
+                expect=_apply(expect_fn or _default_expect, record, index, "expect_fn"),
                 row=record,
             )
             for index, record in enumerate(records)
@@ -149,27 +150,35 @@ def _default_input(record: Record) -> Any:
     return record["input"]
 
 
-def _read(input_fn: InputFn, record: Record, index: int, what: str) -> Any:
+def _default_expect(record: Record) -> Any:
+    return record.get("expect")
+
+
+def _apply(fn: Callable[[Record], Any], record: Record, index: int, what: str) -> Any:
     if not isinstance(record, Mapping):
         raise PalestraError(
             f"record {index} is of type {type(record).__name__}; expected a dict such as {{'input': …}}"
         )
     try:
-        value = input_fn(record)
+        return fn(record)
     except KeyError as error:
         raise PalestraError(
             f"record {index} has no {error}; its keys are {', '.join(map(str, record))}. "
             f"Pass {what}=lambda record: record['…'] with the right one."
         ) from None
+
+
+def _as_input(value: Any, index: int) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and value:
         return as_messages(value)
-    raise PalestraError(f"{what} gave {value!r} for record {index}; expected a text or a list of messages")
+    raise PalestraError(f"input_fn gave {value!r} for record {index}; expected a text or a list of messages")
 
 
-def _lines(path: str | Path) -> list[str]:
+def _lines(path: str | Path) -> Iterable[str]:
+    """The lines as JSON and CSV know them: str.splitlines would also split at U+2028 inside of a text."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines(keepends=True)
+        return io.StringIO(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise PalestraError(f"there is no file {path}") from None

@@ -1,0 +1,129 @@
+import asyncio
+import time
+
+import pytest
+
+from palestra.agents.agent import Agent
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message
+from palestra.envs.base import Environment
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.measures import measure
+from palestra.evals.suite import EvalSuite
+
+
+@measure
+def suite_env_right(ctx):
+    return ctx.expect in ctx.final_assistant_message.text
+
+
+def brief(ctx):
+    return len(ctx.final_assistant_message.text) < 10
+
+
+def broken(ctx):
+    raise ValueError("oh")
+
+
+def price(item: str) -> float:
+    """Look a price up."""
+    return 2.0
+
+
+SUITE = EvalSuite.from_records([{"input": f"{i}?", "expect": str(i)} for i in range(4)], measures=[suite_env_right])
+AGENT = Agent("clerk", "palestra/tiny", "Be brief.", [price])
+
+
+def test_an_episode_opens_with_instructions_and_question():
+    environment: Environment = SuiteEnvironment(AGENT, SUITE)
+    episode = environment.open(environment.problems("train")[2])
+    assert list(episode.prompt) == [Message("system", "Be brief."), Message("user", "2?")]
+    assert [tool.name for tool in episode.tools] == ["price"]
+    assert asyncio.run(episode.reply(episode.prompt)) == ()
+    episode.close()
+
+
+def test_without_instructions_there_is_no_system_message():
+    environment = SuiteEnvironment(Agent("clerk"), SUITE)
+    assert [m.role for m in environment.open(SUITE.cases[0]).prompt] == ["user"]
+
+
+def test_given_messages_are_kept():
+    suite = EvalSuite.from_records(
+        [{"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], measures=[brief]
+    )
+    prompt = SuiteEnvironment(AGENT, suite).open(suite.cases[0]).prompt
+    assert [m.role for m in prompt] == ["system", "user", "assistant"]
+
+
+def test_scores_come_from_every_measure_and_a_broken_one_scores_zero():
+    environment = SuiteEnvironment(AGENT, SUITE, measures=["suite_env_right", brief, broken])
+    episode = environment.open(SUITE.cases[3])
+    scores = asyncio.run(episode.score([*episode.prompt, Message("assistant", "3")], []))
+    assert [(name, s.value, s.error) for name, s in scores.items()] == [
+        ("suite_env_right", 1.0, False),
+        ("brief", 1.0, False),
+        ("broken", 0.0, True),
+    ]
+
+
+def test_measures_run_at_once():
+    def slow(name):
+        def fn(ctx):
+            time.sleep(0.3)
+            return True
+
+        fn.__name__ = name
+        return fn
+
+    episode = SuiteEnvironment(AGENT, SUITE, measures=[slow(f"slow_{i}") for i in range(10)]).open(SUITE.cases[0])
+    started = time.perf_counter()
+    asyncio.run(episode.score([], []))
+    assert time.perf_counter() - started < 2.0
+
+
+def test_the_held_out_problems_are_those_of_the_held_out_suite():
+    train, held_out = SUITE.split(0.5)
+    environment = SuiteEnvironment(AGENT, train, held_out)
+    assert list(environment.problems("held_out")) == list(held_out)
+    assert list(SuiteEnvironment(AGENT, SUITE).problems("held_out")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"suite_env_right": 0.5, "brief": 0.5}),
+        ([2, 1], {"suite_env_right": 2.0, "brief": 1.0}),
+        ({"brief": 1}, {"suite_env_right": 0.0, "brief": 1.0}),
+    ],
+    ids=str,
+)
+def test_weights_may_be_left_out_listed_or_named(given, expected):
+    environment = SuiteEnvironment(AGENT, SUITE, measures=[suite_env_right, brief], reward_weights=given)
+    assert environment.reward_weights == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([1.0], "1 values for 2 measures"),
+        ({"breif": 1.0}, "Did you mean 'brief'"),
+        ([0, 0], "at least one that is not 0"),
+        ([float("nan"), 1], "finite"),
+    ],
+    ids=str,
+)
+def test_wrong_weights_are_refused(given, words):
+    with pytest.raises(PalestraError, match=words):
+        SuiteEnvironment(AGENT, SUITE, measures=[suite_env_right, brief], reward_weights=given)
+
+
+def test_no_measures_are_refused_with_the_remedy():
+    suite = EvalSuite.from_records([{"input": "x"}])
+    with pytest.raises(PalestraError, match=r"(?s)no measures.*@measure"):
+        SuiteEnvironment(AGENT, suite)
+
+
+def test_callable_instructions_are_refused():
+    with pytest.raises(PalestraError, match="Pass a string"):
+        SuiteEnvironment(Agent("clerk", instructions=lambda c, a: "x"), SUITE)
