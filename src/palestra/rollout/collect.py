@@ -39,10 +39,14 @@ class Collector:
         """One group for each problem, all running together. The same `seed_key` gives the same rollouts."""
         tasks = [asyncio.create_task(self._group(p, group_size, seed_key, on_rollout)) for p in problems]
         try:
-            return list(await asyncio.gather(*tasks))
+            groups = list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+        errors = [r.error for group in groups for r in group.rollouts]
+        if None not in errors:
+            raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
+        return groups
 
     async def _group(self, problem: Problem, size: int, seed_key: str, on_rollout: Callable[[Rollout], None]) -> Group:
         episodes = [self.environment.open(problem) for _ in range(size)]

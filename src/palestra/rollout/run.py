@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from palestra.chat.template import ChatFormat
-from palestra.core.errors import RolloutError
+from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.policy.base import Policy
 from palestra.tools.run import run_calls
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ async def run_rollout(
 ) -> Rollout:
     """Play `episode` to its end from a session that holds `prompt`, and score it.
 
-    Whatever the environment or a tool does wrong is recorded on the rollout; it never raises.
+    What the environment or a tool does wrong is recorded on the rollout, as is a conversation that
+    the policy refuses (too long, say). A broken policy or record is a crash, and raises.
     """
     began = time.perf_counter()
     attempt = _Attempt([prompt], list(episode.prompt))
@@ -63,11 +65,9 @@ async def run_rollout(
     scores = {}
     try:
         stop = await _converse(policy, session, chat, episode, attempt, limits)
-        scores = dict(await episode.score(attempt.messages, attempt.tool_results))
-    except asyncio.CancelledError:
-        raise
-    except Exception as failure:
-        stop, error = "failed", f"{type(failure).__name__}: {failure}"
+        scores = dict(await _from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
+    except PalestraError as failure:
+        stop, error = "failed", str(failure)
     finally:
         policy.close(session)
         episode.close()
@@ -111,13 +111,21 @@ async def _converse(
             attempt.tool_results += results
             replies: Sequence[Message] = [_tool_message(result) for result in results]
         else:
-            replies = await episode.reply(attempt.messages)
+            replies = await _from_outside("the environment's reply", episode.reply(attempt.messages))
         if not replies:
             return "answered"
         attempt.messages += replies
         fed = chat.continuation(replies)
         attempt.turns += fed
         policy.append(session, [i for turn in fed for i in turn.token_ids])
+
+
+async def _from_outside(boundary: str, call: Awaitable[T]) -> T:
+    """Name an error by the boundary that it crossed."""
+    try:
+        return await call
+    except Exception as error:
+        raise RolloutError(f"{boundary} raised {type(error).__name__}: {error}") from error
 
 
 def _tool_message(result: ToolResult) -> Message:
@@ -130,7 +138,7 @@ def assert_same_tokens(held: Sequence[int], recorded: Sequence[int]) -> None:
         at = next(
             (i for i, (a, b) in enumerate(zip(held, recorded, strict=False)) if a != b), min(len(held), len(recorded))
         )
-        raise RolloutError(
+        raise RuntimeError(
             f"the session holds {len(held)} tokens, the record {len(recorded)}; they part at position {at}: "
             "tokens must be trained exactly as sampled"
         )

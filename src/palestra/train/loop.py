@@ -105,9 +105,6 @@ class Training:
             problems = draw(self.problems, self.state.cursor + drawn, missing, self.config.seed)
             drawn += missing
             groups += await self.collector.collect(problems, self.config.rollout.group_size, f"{key}/{attempt}")
-        failures = [r.error for g in groups for r in g.rollouts if r.error is not None]
-        if len(failures) == sum(len(g.rollouts) for g in groups):
-            raise PalestraError(f"every rollout failed; the first error was {failures[0]}")
         return Harvest(groups, drawn, time.perf_counter() - began)
 
     def _learn(self, harvest: Harvest) -> dict[str, float]:

@@ -182,7 +182,7 @@ def test_an_environment_may_reply(tiny_tokenizer) -> None:
 def test_a_broken_environment_is_recorded_and_not_raised(tiny_tokenizer) -> None:
     rollout = play(tiny_tokenizer, [ANSWER], Episode(broken=True))
     assert rollout.stop == "failed"
-    assert rollout.error == "ConnectionError: the scoring server is gone"
+    assert rollout.error == "scoring raised ConnectionError: the scoring server is gone"
 
 
 def test_a_session_that_holds_other_tokens_than_the_record_is_an_error() -> None:
