@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotYetError
+from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
@@ -22,7 +22,6 @@ from palestra.train.loop import Watcher
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
 
-T = TypeVar("T")
 Config = GRPOTrainingConfig | RunConfig | Mapping[str, Any] | None
 
 
@@ -201,26 +200,3 @@ def evaluate(
             return evaluate_only(trainer._load(trainer.config), environment, trainer.config, runner, trainer._watcher)
 
     return outside_event_loop(score)
-
-
-def outside_event_loop(work: Callable[[], T]) -> T:
-    """Run blocking work that has an event loop of its own, also when called from a notebook's running loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    box: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            box.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="palestra-train")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return box[0]

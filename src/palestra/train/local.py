@@ -39,7 +39,13 @@ class LocalLearner:
     """
 
     def __init__(
-        self, model: nn.Module, *, config: RunConfig, pad_token_id: int = 0, total_steps: int | None = None
+        self,
+        model: nn.Module,
+        *,
+        config: RunConfig,
+        pad_token_id: int = 0,
+        total_steps: int | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -59,7 +65,7 @@ class LocalLearner:
         if config.train.beta > 0:
             frozen = model if self._peft else copy.deepcopy(model).requires_grad_(False).eval()
             self._reference = Scorer(frozen, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
-        self._optimizer = Optimizer(model, config.train, master_weights=config.model.master_weights)
+        self._optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
 
     @property
     def device(self) -> torch.device:

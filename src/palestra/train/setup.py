@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from palestra.chat.template import ChatFormat
-from palestra.core.config import RunConfig
+from palestra.core.config import RolloutSection, RunConfig
 from palestra.core.errors import NotYetError
 from palestra.core.types import SamplingParams
 from palestra.envs.base import Environment
@@ -47,6 +47,23 @@ def build_policy(model: Any, tokenizer: Any, engine: str) -> Policy[Any]:
         return PlainPolicy(model, tokenizer)
 
 
+def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How a turn is sampled in training; settings that bias the importance ratio are warned of."""
+    if options.top_p < 1 or options.top_k or options.min_p or options.repetition_penalty != 1:
+        log.warning(
+            "top_p, top_k, min_p or repetition_penalty during training bias the importance ratio; prefer the defaults"
+        )
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_token_ids=stop_token_ids,
+    )
+
+
 def build_collectors(
     environment: Environment,
     policy: Policy[Any],
@@ -58,19 +75,7 @@ def build_collectors(
     options = config.rollout
     if options.max_staleness:
         raise NotYetError("rollout.max_staleness > 0 (asynchronous training) is not built yet; leave it at 0")
-    if options.top_p < 1 or options.top_k or options.min_p or options.repetition_penalty != 1:
-        log.warning(
-            "top_p, top_k, min_p or repetition_penalty during training bias the importance ratio; prefer the defaults"
-        )
-    sampling = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop_token_ids=chat.stop_token_ids,
-    )
+    sampling = sampling_params(options, chat.stop_token_ids)
     limits = Limits(sampling, options.max_tool_rounds, options.tool_timeout_s)
     calm = replace(
         limits, sampling=replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
