@@ -17,8 +17,8 @@ _END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
-    "<|end|>",
     "<end_of_turn>",
+    "<|call|>",
     "<|endoftext|>",
     "<|end_of_text|>",
 )
@@ -51,11 +51,19 @@ class ChatFormat:
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
         self._scaffolds: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+        self._shows_tools = False  # not known yet
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """The opening of a conversation, up to where the assistant begins to speak."""
         text = self._render(messages, tools, add_generation_prompt=True)
+        if tools and not self._shows_tools:
+            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True)
+            if not self._shows_tools:
+                raise PalestraError(
+                    "the chat template does not show tools to the model. Use a model whose template does "
+                    "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
+                )
         pieces = [_Piece(text, False)]
         if any(self._has_special(message.text) for message in messages):
             blank = [replace(m, text=_mark(i)) for i, m in enumerate(messages)]
@@ -137,9 +145,12 @@ class ChatFormat:
         if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
             raise _not_append_only("a later message changes the beginning of the conversation")
         old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
-        if not new.startswith(old):
-            raise _not_append_only("a later message changes the end of the assistant's message")
-        stops = self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+        stops: list[str] = self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+        if not new.startswith(old):  # Phi-3 closes a finished conversation with one more token
+            shorter = (old.removesuffix(stop) for stop in stops if old.endswith(stop))
+            old = next((text for text in shorter if new.startswith(text) and any(stop in text for stop in stops)), "")
+            if not old:
+                raise _not_append_only("a later message changes the end of the assistant's message")
         ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
         if ends:
             end, stop = max(ends)
@@ -158,7 +169,7 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(message.role for message in messages)
             raise PalestraError(f"the chat template refuses messages with the roles {roles}: {error}") from None
         return text

@@ -1,5 +1,6 @@
 """The chat format against small tokenizers made here, with templates in the manner of well-known models."""
 
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -235,6 +236,43 @@ def test_a_template_that_drops_tool_results_is_refused():
     )
     with pytest.raises(PalestraError, match="leaves out a message"):
         ChatFormat(make_tokenizer(template)).continuation([tool("4")])
+
+
+def test_a_template_that_does_not_show_tools_is_refused_when_there_are_any():
+    chat = ChatFormat(make_tokenizer(LLAMA3))
+    assert chat.prompt([Message("user", "x")], [])
+    with pytest.raises(PalestraError, match="does not show tools"):
+        chat.prompt([Message("user", "x")], [{"type": "function", "function": {"name": "price"}}])
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "takes_tools"),
+    [
+        ("qwen2_5", "<|im_end|>", True),
+        ("qwen3", "<|im_end|>", True),
+        ("qwen3_instruct_2507", "<|im_end|>", True),
+        ("llama3_1", "<|eot_id|>", True),
+        ("gemma", "<end_of_turn>", False),
+        ("phi3", "<|end|>", False),
+    ],
+)
+def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools):
+    trl = importlib.util.find_spec("trl")
+    folder = Path(trl.origin).parent / "chat_templates" if trl and trl.origin else Path("nowhere")
+    if not (folder / f"{name}.jinja").exists():
+        pytest.skip("TRL, which carries these templates, is not installed")
+    tokenizer = make_tokenizer((folder / f"{name}.jinja").read_text(), eos="<|endoftext|>")
+    tokenizer.add_special_tokens({"bos_token": "<|head|>", "additional_special_tokens": [end]})
+    chat = ChatFormat(tokenizer)
+    assert tokenizer.convert_tokens_to_ids(end) in chat.stop_token_ids
+    for replies in [[Message("user", "tea")], [tool("tea")], [tool("tea", 0), tool("tea", 1)]]:
+        if replies[0].role == "tool" and not takes_tools:
+            with pytest.raises(PalestraError, match="chat template"):
+                chat.continuation(replies)
+        else:
+            turns = chat.continuation(replies)
+            assert environment_texts(tokenizer, turns) == ["tea"] * len(replies)
+            assert tokenizer.decode(ids_of(turns)).count(end) == (1 if name.startswith("qwen") else len(replies))
 
 
 def test_no_chat_template_is_a_clear_error():
