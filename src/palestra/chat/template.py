@@ -77,6 +77,8 @@ class ChatFormat:
 
         The bodies of the replies are `environment` turns, everything around them `template` turns.
         """
+        # the model makes up the names of its calls, and some templates write them into the scaffold
+        replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
         stop, scaffold = self._scaffold(replies)
         text = self._delta(replies)[1]
         pieces = _pieces(text, scaffold, [reply.text for reply in replies])
@@ -114,6 +116,8 @@ class ChatFormat:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
         key = tuple((reply.role, reply.name, reply.tool_call_id) for reply in replies)
         if key not in self._scaffolds:
+            if len(self._scaffolds) >= 256:
+                self._scaffolds.clear()  # names that the model makes up must not fill the memory
             stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)])
             self._scaffolds[key] = (stop, _split_at_marks(text, len(replies)))
         return self._scaffolds[key]
