@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**29}
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +104,23 @@ def _chunk_tokens(weight: Tensor) -> int:
 
 
 def _final(logits: Tensor, rule: LogitRule) -> Tensor:
-    """[n, V] float32 logits as they are sampled from."""
+    """[n, V] float32 logits as they are sampled from; may overwrite the raw ones."""
     z = logits.float()
     if rule.softcap is not None:
-        z = torch.tanh(z * (rule.multiplier / rule.softcap)) * (rule.softcap / rule.temperature)
-    elif rule.multiplier != rule.temperature:
-        z = z * (rule.multiplier / rule.temperature)
-    return z
+        return z.mul_(rule.multiplier / rule.softcap).tanh_().mul_(rule.softcap / rule.temperature)
+    return z if rule.multiplier == rule.temperature else z.mul_(rule.multiplier / rule.temperature)
 
 
 def _statistics(logits: Tensor, target: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
     """[n] log-probability of the target, log-sum-exp, and entropy."""
     z = _final(logits, rule)
     top = z.amax(-1, keepdim=True)
-    shifted = z - top
-    weights = shifted.exp()
+    z.sub_(top)
+    weights = z.exp()
     total = weights.sum(-1)
     log_total = total.log()
-    chosen = shifted.gather(-1, target[:, None]).squeeze(-1)
-    entropy = log_total - (weights * shifted).sum(-1) / total
+    chosen = z.gather(-1, target[:, None]).squeeze(-1)
+    entropy = log_total - weights.mul_(z).sum(-1) / total
     return chosen - log_total, log_total + top.squeeze(-1), entropy
 
 
@@ -136,18 +134,21 @@ def _logit_gradient(
     rule: LogitRule,
 ) -> Tensor:
     """[n, V] gradient of the raw logits, in their dtype."""
-    z = _final(logits, rule)
-    log_p = z - logsumexp[:, None]
-    p = log_p.exp()
-    gradient = -p * grad_logprobs[:, None]
-    if entropy is not None and grad_entropy is not None:
-        gradient = gradient - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
-    gradient = gradient.scatter_add(-1, target[:, None], grad_logprobs[:, None])
     scale = rule.multiplier / rule.temperature
+    z = _final(logits, rule)
+    slope = None
     if rule.softcap is not None:
-        bend = z * (rule.temperature / rule.softcap)  # the tanh itself
-        gradient = gradient * (1 - bend * bend)
-    return (gradient * scale).to(logits.dtype)
+        slope = 1 - (z * (rule.temperature / rule.softcap)).square_()  # of tanh
+    log_p = z.sub_(logsumexp[:, None])
+    if entropy is not None and grad_entropy is not None:
+        spread = (log_p + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+        gradient = spread.mul_(log_p.exp_()).mul_(-scale)
+    else:
+        gradient = log_p.exp_().mul_((grad_logprobs * -scale)[:, None])
+    gradient.scatter_add_(-1, target[:, None], (grad_logprobs * scale)[:, None])
+    if slope is not None:
+        gradient.mul_(slope)
+    return gradient.to(logits.dtype)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -1,0 +1,139 @@
+"""The learner's step beside the plain computation: padded rows, whole logits, the same loss and optimizer.
+
+python benchmarks/learner.py            on this CPU: CPU seconds of one step
+python benchmarks/learner.py --gpu      on a CUDA GPU: milliseconds, TFLOP/s by 6·N·tokens, peak memory
+python benchmarks/learner.py --gpu --tiny    the same script with a tiny shape, on whatever is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from palestra.algo.losses import Objective, policy_loss, token_weights
+from palestra.core.config import RunConfig
+from palestra.core.types import Sample
+from palestra.train.local import LocalLearner
+
+SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
+    "tiny": (128, 4, 4, 2, 32, 384, 4096),
+    "small": (384, 6, 6, 2, 64, 1024, 16384),
+    "0.6B": (1024, 28, 16, 8, 128, 3072, 151936),
+}
+
+
+def build(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
+    hidden, layers, heads, kv_heads, head_dim, feed_forward, vocabulary = SHAPES[shape]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=feed_forward,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def make_samples(groups: int, siblings: int, prompt: int, completion: int, vocabulary: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
+
+    samples = []
+    for group in range(groups):
+        shared = tokens(prompt)
+        for sibling in range(siblings):
+            size = prompt + completion
+            trained = (False,) * prompt + (True,) * completion
+            logprobs = (0.0,) * prompt + (-8.0,) * completion
+            advantage = (sibling - (siblings - 1) / 2) / siblings or 0.5
+            ids = tuple(shared + tokens(completion))
+            samples.append(Sample(ids, trained, (False,) * size, logprobs, advantage, group, prompt))
+    return samples
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> Tensor:
+    """One GRPO step as it is usually written: every row whole, [B, T, V] logits, masks."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([s.token_ids for s in samples], device=device)
+    mask = torch.tensor([s.trained for s in samples], device=device)[:, 1:]
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    row = mask.nonzero()[:, 0]
+    lengths = mask.sum(1)
+    advantages = torch.tensor([s.advantage for s in samples], device=device)
+    token_loss, _ = policy_loss(Objective(), logprobs[mask], None, row, advantages)
+    weights = token_weights(
+        "dapo", row, lengths, rows_total=len(ids), tokens_total=float(mask.sum()), max_completion_length=1024
+    )
+    (token_loss * weights).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def learner_for(
+    model: nn.Module, tokens_per_micro_batch: int, share_prefix: bool = True
+) -> tuple[LocalLearner, RunConfig]:
+    config = RunConfig.build(
+        {
+            "train": {"tokens_per_micro_batch": tokens_per_micro_batch, "share_prefix": share_prefix},
+            "rollout": {"temperature": 1.0},
+        }
+    )
+    return LocalLearner(model, config=config), config
+
+
+def on_cpu(repeats: int) -> None:
+    torch.set_num_threads(1)
+    print("| model | rows | plain CPU-s | learner CPU-s | times less |\n| --- | --- | --- | --- | --- |")
+    for shape in ("tiny", "small"):
+        samples = make_samples(1, 8, 300, 60, SHAPES[shape][-1])
+        model, twin = build(shape, torch.float32, "cpu"), build(shape, torch.float32, "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        learner, config = learner_for(twin, 16384)
+
+        def timed(work: Callable[[], object]) -> float:
+            started = time.process_time()
+            work()
+            return time.process_time() - started
+
+        def plain(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> object:
+            return plain_step(model, optimizer, samples)  # noqa: B023
+
+        def ours(learner: LocalLearner = learner, config: RunConfig = config) -> object:
+            return learner.step(samples, config.train)  # noqa: B023
+
+        norms = float(plain()), ours()["grad_norm"]  # type: ignore[index, arg-type]
+        assert abs(norms[0] / norms[1] - 1) < 1e-3, f"not the same gradient: {norms}"
+        times = [(timed(plain), timed(ours)) for _ in range(repeats)]
+        a, b = (statistics.median(column) for column in zip(*times, strict=True))
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        print(f"| {shape}, {millions:.1f} M | 8 x (300 + 60) | {a:.3f} | {b:.3f} | {a / b:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    on_cpu(arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
