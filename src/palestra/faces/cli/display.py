@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,13 +160,21 @@ class LiveDisplay(Display):
         if phase.numbers:
             lines.append(Text("   ".join(phase.numbers)))
         if phase.is_training and len(self._pass_rates) > 1:
-            lines.append(Text.assemble((sparkline(self._pass_rates, _SPARKLINE_WIDTH), "green"), ("  pass rate", "dim")))
+            lines.append(
+                Text.assemble((sparkline(self._pass_rates, _SPARKLINE_WIDTH), "green"), ("  pass rate", "dim"))
+            )
         return Group(*lines)
 
 
 def make_display(console: Console, log_every: int) -> Display:
     """The live display on a terminal, plain lines elsewhere."""
     return LiveDisplay(console, log_every) if console.is_terminal else PlainDisplay(console, log_every)
+
+
+def quieten_libraries(model: str) -> None:
+    """No progress bars but ours; a model from the hub keeps them, for they show its download."""
+    if model.startswith("palestra/") or Path(model).expanduser().exists():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def sparkline(shares: list[float], width: int) -> str:
@@ -175,7 +185,7 @@ def sparkline(shares: list[float], width: int) -> str:
     """
     count = min(width, len(shares))
     edges = [round(i * len(shares) / count) for i in range(count + 1)]
-    means = [sum(shares[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(shares[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(_BARS[min(int(m * len(_BARS)), len(_BARS) - 1)] for m in means)
 
 

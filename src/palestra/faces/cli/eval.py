@@ -34,7 +34,7 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
     from palestra.core.yaml_config import read_yaml_config
     from palestra.evals.suite import EvalSuite
     from palestra.faces.cli.agent_file import configure, load_agent_file
-    from palestra.faces.cli.display import make_display
+    from palestra.faces.cli.display import make_display, quieten_libraries
     from palestra.faces.cli.summary import print_evaluation
 
     console = Console(stderr=as_json)
@@ -42,6 +42,7 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
     file = load_agent_file(agent_file)
     agent, config = configure(file, layer, settings.given(parameters))
     suite = file.held_out if isinstance(file.held_out, EvalSuite) else file.suite
+    quieten_libraries(config.model.name)
     with make_display(console, config.track.log_every) as display:
         report = evaluate(agent, suite, file.measures, config=config, watcher=display)
     print_evaluation(console, agent.name, report)

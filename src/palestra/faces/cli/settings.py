@@ -34,7 +34,7 @@ def _fields(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
 
 def options(command: click.Command) -> click.Command:
     """Add an option for every setting. Those of the sections are hidden from --help, which would drown in them."""
-    for key, info in fields().items():
+    for key in fields():
         names = [f"--{key}", _parameter(key)]
         command.params.append(click.Option(names, metavar="VALUE", hidden="." in key, help=_HELP.get(key)))
     return command
@@ -43,13 +43,11 @@ def options(command: click.Command) -> click.Command:
 def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Of a command's parameters, the settings that were given, by their dotted names."""
     return {
-        key: read(key, info, text)
-        for key, info in fields().items()
-        if (text := parameters.get(_parameter(key))) is not None
+        key: read(info, text) for key, info in fields().items() if (text := parameters.get(_parameter(key))) is not None
     }
 
 
-def read(key: str, info: FieldInfo, text: str) -> Any:
+def read(info: FieldInfo, text: str) -> Any:
     """A setting's text as the config takes it: `none` for what may be absent, commas between the parts of a list."""
     parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
     is_list = any(typing.get_origin(part) is list for part in parts)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -32,8 +33,10 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
     failed = next((r for r in report.rollouts if not r.passed), None)
     if failed is not None:
         console.print(Text("\nOne that failed", style="bold"))
-        _print_rollout(console, failed, "    ")
-    table = Table(title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left")
+        _print_rollout(console, failed, 2)
+    table = Table(
+        title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left"
+    )
     table.add_column("measure")
     table.add_column("pass rate (95 % interval)", justify="right")
     for measure in report.measures:
@@ -49,12 +52,12 @@ def change_table(changes: list[Change]) -> Table:
     """Before against after, a row a measure; a change beyond chance is marked."""
     table = Table(title="Held-out cases, before and after (95 % intervals)", title_justify="left")
     table.add_column("measure")
-    for heading in ("before", "after", "change"):
+    for heading in ("before", "after", "points"):
         table.add_column(heading, justify="right")
     for change in changes if len(changes) > 2 else changes[:1]:  # one measure: "all measures" says nothing new
         colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
         verdict = "" if change.clear else " (within chance)"
-        gain = Text(f"{100 * change.gain:+.1f} points{verdict}", style=colour)
+        gain = Text(f"{100 * change.gain:+.1f}{verdict}", style=colour)
         table.add_row(change.name, show_rate(change.before), show_rate(change.after), gain)
     return table
 
@@ -79,31 +82,35 @@ def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
         console.rule(Text(titles[before.passed, after.passed], style="bold"), align="left", style="dim")
         question = next((m for m in after.messages if m.role == "user"), None)
         if question is not None:
-            _print_message(console, question, "")
+            _print_message(console, question, 0)
         for label, rollout in (("before", before), ("after", after)):
             mark = Text("✓" if rollout.passed else "✗", style="green" if rollout.passed else "red")
             console.print(Text.assemble(("  " + label, "dim"), " ", mark))
-            _print_rollout(console, rollout, "    ")
+            _print_rollout(console, rollout, 4)
 
 
-def _print_rollout(console: Console, rollout: Rollout, indent: str) -> None:
+def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
     """What the model and its tools said, then each measure's reason."""
     for message in rollout.messages:
         if message.role not in ("system", "user"):
             _print_message(console, message, indent)
     for name, score in rollout.scores.items():
-        style = "green" if score.passed else "red"
-        console.print(Text(f"{indent}{name}: {score.reason or ('passed' if score.passed else 'failed')}", style=style))
+        reason = score.reason or ("passed" if score.passed else "failed")
+        _print_text(console, Text(f"{name}: {reason}", style="green" if score.passed else "red"), indent)
     if rollout.error:
-        console.print(Text(f"{indent}failed: {rollout.error}", style="red"))
+        _print_text(console, Text(f"failed: {rollout.error}", style="red"), indent)
 
 
-def _print_message(console: Console, message: Message, indent: str) -> None:
+def _print_message(console: Console, message: Message, indent: int) -> None:
     style = _STYLES.get(message.role, "")
     if message.text or not message.tool_calls:
-        console.print(Text.assemble((f"{indent}{message.role}: ", "dim"), (shorten(message.text), style)))
+        _print_text(console, Text.assemble((f"{message.role}: ", "dim"), (shorten(message.text), style)), indent)
     for call in message.tool_calls:
-        console.print(Text.assemble((f"{indent}calls ", "dim"), (show_call(call), "blue")))
+        _print_text(console, Text.assemble(("calls ", "dim"), (show_call(call), "blue")), indent)
+
+
+def _print_text(console: Console, text: Text, indent: int) -> None:
+    console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
 
 def show_call(call: ToolCall) -> str:
@@ -112,7 +119,7 @@ def show_call(call: ToolCall) -> str:
     'add(a=1, b=2)'
     """
     if call.error:
-        return f"{call.name or '?'}: {call.error}"
+        return f"{call.name or 'a tool'}, in a form that cannot be read"
     arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
     return f"{call.name}({arguments})"
 
@@ -123,20 +130,17 @@ def shorten(text: str) -> str:
 
 def _print_warnings(console: Console, report: EvalReport) -> None:
     """What a good-looking table would hide."""
-    for measure in report.measures:
-        if measure.errors:
-            console.print(
-                Text(f"Measure {measure.name} raised in {measure.errors} rollouts; they count as failed.", style="yellow")
-            )
+    lines = [
+        f"Measure {m.name} raised in {m.errors} rollouts; they count as failed." for m in report.measures if m.errors
+    ]
     if report.failure_rate:
-        console.print(Text(f"{report.failure_rate:.1%} of the rollouts failed with an error.", style="yellow"))
+        lines.append(f"{report.failure_rate:.1%} of the rollouts failed with an error; rollouts.jsonl has the reasons.")
     if report.truncation_rate > 0.1:
-        console.print(
-            Text(
-                f"{report.truncation_rate:.0%} of the rollouts were cut off; consider a larger --rollout.max_new_tokens.",
-                style="yellow",
-            )
+        lines.append(
+            f"{report.truncation_rate:.0%} of the rollouts were cut off; try a larger --rollout.max_new_tokens."
         )
+    for line in lines:
+        console.print(Text(line, style="yellow"))
 
 
 def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:
@@ -144,13 +148,13 @@ def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> Non
     file = f" {show_path(Path(source))}" if source.endswith(".py") else ""
     rows = [
         ("run folder", show_path(result.run.path)),
-        ("report", f"{show_path(page)}   open it in a browser"),
-        ("model", f"{show_path(result.model_path)}   a Hugging Face folder: weights and tokenizer"),
-        ("next", f"palestra eval{file} --model.name {show_path(result.model_path)}"),
+        ("report", show_path(page)),
+        ("model", show_path(result.model_path)),
+        ("score it", f"palestra eval{file} --model.name {show_path(result.model_path)}"),
     ]
-    grid = Table.grid(padding=(0, 2))
-    for label, text in rows:
-        grid.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
     console.print()
-    console.print(Text(f"Done in {show_seconds(result.outcome.seconds)}.", style="bold green"))
-    console.print(grid)
+    console.print(
+        Text(f"Done in {show_seconds(result.outcome.seconds)}. Open the report in a browser.", style="bold green")
+    )
+    for label, text in rows:  # on lines of their own, whole, to be copied
+        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)

@@ -100,8 +100,9 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
 
 def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
     from palestra.api import train_grpo
-    from palestra.faces.cli.display import make_display, show_path
+    from palestra.faces.cli.display import make_display, quieten_libraries, show_path
 
+    quieten_libraries(plan.config.model.name)
     display = make_display(console, plan.config.track.log_every)
     try:
         with display:

@@ -1,0 +1,200 @@
+"""The command line without training: help, options, files, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from palestra.core.config import RunConfig
+
+
+def test_help_names_every_command(cli):
+    answer = cli("--help")
+    assert answer.code == 0
+    for command in ("train", "eval", "config", "version"):
+        assert f"\n  {command} " in answer.out
+
+
+def test_train_help_teaches_by_example(cli):
+    answer = cli("train", "--help")
+    assert answer.code == 0
+    assert "palestra train my_agent.py --train.learning_rate 2e-5" in answer.out.replace("\n    ", "")
+    assert "config --keys" in " ".join(answer.out.split())
+    assert "--seed" in answer.out
+
+
+def test_version_is_the_packages(cli):
+    from importlib.metadata import version
+
+    assert cli("--version").out.strip() == f"palestra {version('palestra')}"
+    assert cli("version").out.startswith(f"palestra {version('palestra')}\n")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "config"])
+def test_unknown_option_is_refused_with_the_one_that_was_meant(cli, command):
+    answer = cli(command, "--train.lerning_rate", "1e-4")
+    assert answer.code == 2
+    assert "--train.lerning_rate" in answer.err
+    assert "Did you mean" in answer.err
+    assert "--train.learning_rate" in answer.err
+
+
+def test_unknown_command_is_refused_with_the_one_that_was_meant(cli):
+    answer = cli("trian")
+    assert answer.code == 2
+    assert "Did you mean 'train'?" in answer.err
+
+
+def test_file_without_command_is_sent_to_train(cli):
+    answer = cli("my_agent.py")
+    assert answer.code == 2
+    assert "palestra train my_agent.py" in answer.err
+
+
+def test_every_setting_is_listed_with_its_default(cli):
+    listing = cli("config", "--keys").out
+    for key in list(RunConfig.keys()):
+        assert f"  {key} = " in listing
+    assert "train.learning_rate = 1e-05" in listing
+    assert "dr_grpo" in listing
+
+
+def test_printed_config_reads_back_as_itself(cli):
+    first = cli("config", "--lora.r", "8").out
+    Path("run.yaml").write_text(first)
+    assert cli("config", "--config", "run.yaml").out == first
+
+
+def test_command_line_wins_over_yaml_and_yaml_over_the_agent_file(cli, agent_file):
+    path = agent_file(more='config |= {"train.learning_rate": 1e-3, "lora": {"r": 1}, "seed": 1}')
+    Path("run.yaml").write_text("lora: {r: 2}\nseed: 2\n")
+    config = yaml.safe_load(cli("config", str(path), "--config", "run.yaml", "--seed", "3").out)
+    assert (config["train"]["learning_rate"], config["lora"]["r"], config["seed"]) == (1e-3, 2, 3)
+    assert config["train"]["epsilon"] == RunConfig().train.epsilon
+
+
+def test_flat_config_of_the_python_api_is_accepted_in_an_agent_file(cli, agent_file):
+    path = agent_file(more="from palestra import GRPOTrainingConfig\nconfig = GRPOTrainingConfig(num_generations=6)")
+    assert yaml.safe_load(cli("config", str(path)).out)["rollout"]["group_size"] == 6
+
+
+def test_model_on_the_command_line_takes_the_place_of_the_agents(cli, agent_file):
+    path = str(agent_file())
+    assert yaml.safe_load(cli("config", path).out)["model"]["name"] == "palestra/tiny"
+    assert yaml.safe_load(cli("config", path, "--model.name", "other/one").out)["model"]["name"] == "other/one"
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("train.max_steps", "none", None),
+        ("train.max_steps", "12", 12),
+        ("train.learning_rate", "2e-5", 2e-5),
+        ("train.importance_correction", "none", "none"),
+        ("model.gradient_checkpointing", "true", True),
+        ("lora.target_modules", "q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("lora.target_modules", "none", None),
+        ("track.report_to", "none", []),
+        ("track.report_to", "wandb,tensorboard", ["wandb", "tensorboard"]),
+    ],
+)
+def test_options_are_read_by_their_type(cli, option, text, value):
+    config = yaml.safe_load(cli("config", f"--{option}", text).out)
+    section, key = option.split(".")
+    assert config[section][key] == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--train.learning_rate", "fast"), ("train.learning_rate", "valid number", "'fast'")),
+        (("--train.loss", "ppo"), ("train.loss", "'grpo'", "'ppo'")),
+        (("--rollout.group_size", "1"), ("group_size", "use 2 or more")),
+        (("--seed", "-1"), ("seed", "greater than or equal to 0")),
+    ],
+)
+def test_wrong_value_is_refused_with_what_was_expected(cli, arguments, words):
+    answer = cli("config", *arguments)
+    assert answer.code == 2
+    assert all(word in answer.err for word in words), answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_yaml_of_other_trainers_is_translated(cli):
+    Path("run.yaml").write_text(
+        """
+        model: {name: palestra/tiny, max_new_tokens: 99}
+        rl:
+          training: {per_device_train_batch_size: 3, learning_rate: 2e-5, num_train_epochs: 2, max_steps: 7}
+          generation: {num_generations: 5, temperature: 0.9, top_p: 0.95}
+        wandb: {enabled: true, project: shop, entity: me}
+        """
+    )
+    config = RunConfig.build(yaml.safe_load(cli("config", "--config", "run.yaml").out))
+    assert (config.train.problems_per_step, config.train.learning_rate) == (3, 2e-5)
+    assert (config.train.epochs, config.train.max_steps) == (2, 7)
+    assert (config.rollout.group_size, config.rollout.temperature, config.rollout.top_p) == (5, 0.9, 0.95)
+    assert config.rollout.max_new_tokens == 99
+    assert (config.track.report_to, config.track.project, config.track.entity) == (["wandb"], "shop", "me")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {lerning_rate: 1}", ("run.yaml", "'train.lerning_rate'", "Did you mean 'train.learning_rate'?")),
+        ("rl: {training: {max_step: 1}}", ("'rl.training.max_step'", "Did you mean 'rl.training.max_steps'?")),
+        ("train: {max_steps: 1}\nrl: {training: {max_steps: 2}}", ("train.max_steps and rl.training.max_steps",)),
+        ("wandb: {enabled: maybe}", ("wandb.enabled", "true or false")),
+        ("train: [1", ("run.yaml", "not valid YAML")),
+        ("- 1", ("run.yaml", "list", "expected sections")),
+        ("train: 5", ("'train'",)),
+    ],
+)
+def test_wrong_yaml_is_refused(cli, text, words):
+    Path("run.yaml").write_text(text)
+    answer = cli("config", "--config", "run.yaml")
+    assert answer.code == 2
+    assert all(word in answer.err for word in words), answer.err
+
+
+def test_empty_yaml_sections_change_nothing(cli):
+    Path("run.yaml").write_text("train:\nrl:\n  training:\n")
+    assert cli("config", "--config", "run.yaml").out == cli("config").out
+
+
+def test_missing_yaml_is_named(cli):
+    answer = cli("train", "--config", "nope.yaml")
+    assert answer.code == 2
+    assert "nope.yaml" in answer.err
+
+
+def test_missing_run_is_answered_with_the_recent_ones(cli):
+    for name in ("clerk-1", "clerk-2"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "run.json").write_text("{}")
+    answer = cli("train", "--resume", "clerk-3")
+    assert answer.code == 2
+    assert "runs/clerk-1" in answer.err
+    assert "runs/clerk-2" in answer.err
+
+
+def test_resuming_where_no_run_is_says_how_to_start_one(cli):
+    answer = cli("train", "--resume", "runs/none")
+    assert answer.code == 2
+    assert "`palestra train` starts one" in answer.err
+
+
+def test_resuming_with_new_settings_is_refused(cli):
+    answer = cli("train", "--resume", "runs/none", "--train.learning_rate", "1", "--seed", "2")
+    assert answer.code == 2
+    assert "--seed, --train.learning_rate" in answer.err
+    assert "keeps its own settings" in answer.err
+
+
+def test_debug_shows_the_traceback(cli, monkeypatch):
+    from palestra.core.errors import PalestraError
+
+    with pytest.raises(PalestraError):
+        cli("train", "nope.py", "--debug")

@@ -1,0 +1,75 @@
+"""What a person watching sees."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from palestra.faces.cli.display import LiveDisplay, Phase, PlainDisplay, make_display, show_seconds, sparkline
+
+ROW = {"reward_mean": 0.5, "pass_rate": 0.25, "sample_tokens_per_second": 1234.0}
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+
+
+def test_terminal_gets_the_live_display_and_a_file_plain_lines():
+    assert isinstance(make_display(console(terminal=True), 1), LiveDisplay)
+    assert isinstance(make_display(console(terminal=False), 1), PlainDisplay)
+
+
+def test_plain_display_keeps_to_log_every_and_always_says_the_last_step():
+    out = console(terminal=False)
+    display = PlainDisplay(out, log_every=3)
+    display.phase("training", 7)
+    for step in range(1, 8):
+        display.advance(step, ROW)
+    lines = out.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["3/7", "6/7", "7/7"]
+    assert "reward 0.50" in lines[1]
+    assert "pass rate  25%" in lines[1]
+    assert "1,234 tokens/s" in lines[1]
+
+
+def test_plain_display_says_start_and_end_of_an_evaluation_only():
+    out = console(terminal=False)
+    display = PlainDisplay(out, log_every=1)
+    display.phase("scoring before", 50)
+    for done in range(1, 51):
+        display.advance(done, {})
+    assert len(out.file.getvalue().splitlines()) == 2
+
+
+def test_live_display_shows_the_numbers_and_leaves_a_line_for_each_phase():
+    out = console(terminal=True)
+    with LiveDisplay(out, log_every=1) as display:
+        display.phase("scoring before", 1)
+        display.advance(1, {})
+        display.phase("training", 2)
+        display.advance(1, ROW)
+        display.advance(2, ROW | {"pass_rate": 1.0})
+        display._live.refresh()
+    text = out.file.getvalue()
+    for words in ("✓ scoring before", "step 2/2", "pass rate 100%", "1,234 tokens/s", "▃█", "✓ training"):
+        assert words in text, words
+
+
+def test_time_left_of_a_resumed_run_counts_only_what_this_run_did():
+    phase = Phase("training", total=100)
+    assert phase.seconds_left is None
+    phase.began -= 2.0
+    phase.advance(91, {})
+    assert phase.seconds_left == pytest.approx(18.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (65, "1 min 05 s"), (7800, "2 h 10 min")])
+def test_seconds_read_well(seconds, text):
+    assert show_seconds(seconds) == text
+
+
+def test_sparkline_averages_down_to_its_width():
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=10) == "▁▁▁▁▁█████"
+    assert len(sparkline([0.3] * 7, width=60)) == 7

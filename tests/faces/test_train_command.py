@@ -1,0 +1,93 @@
+"""`palestra train` and `palestra eval`, for real, with the embedded model and very few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+
+
+def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
+    answer = cli("train", str(agent_file()), "--json", "--seed", "3")
+    assert answer.code == 0, answer.err
+    assert len(answer.out.splitlines()) == 1
+    summary = json.loads(answer.out)
+    assert 0 <= summary["held_out_before"] <= 1
+    assert 0 <= summary["held_out_after"] <= 1
+    assert summary["seconds"] > 0
+    run = Path(summary["run_dir"])
+    for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.json", "report.html", "model"):
+        assert (run / name).exists(), name
+    report = json.loads((run / "report.json").read_text())
+    assert report["seed"] == 3
+    assert report["after"]["pass_rate"]["rate"] == summary["held_out_after"]
+    assert len(report["metrics"]) == 1
+
+
+def test_summary_shows_the_table_the_talk_and_where_things_are(cli, agent_file):
+    answer = cli("train", str(agent_file()))
+    assert answer.code == 0, answer.err
+    for words in ("run folder runs/clerk-", "step 1/1", "Held-out cases", "right_price", "user: What does a"):
+        assert words in answer.out
+    assert "report.html" in answer.out
+    assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.out
+
+
+def test_trained_model_can_be_scored(cli, agent_file):
+    path = str(agent_file())
+    run = json.loads(cli("train", path, "--json").out)["run_dir"]
+    answer = cli("eval", path, "--model.name", f"{run}/model", "--json")
+    assert answer.code == 0, answer.err
+    scores = json.loads(answer.out.splitlines()[-1])
+    assert scores["cases"] == 5
+    assert 0 <= scores["interval"][0] <= scores["pass_rate"] <= scores["interval"][1] <= 1
+    assert scores["measures"]["right_price"] == scores["pass_rate"]
+
+
+def test_measure_that_raises_is_recorded_and_training_goes_on(cli, agent_file):
+    path = agent_file(("    return str(ctx.expect)", "    raise ValueError('the scales are broken')\n    return str"))
+    answer = cli("train", str(path), "--train.max_steps", "2")
+    assert answer.code == 0, answer.err
+    assert "right_price raised" in answer.out
+    (run,) = Path("runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["measure_errors"] == row["rollouts"] for row in rows)
+    rollout = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["reward"] == 0
+    assert "the scales are broken" in rollout["scores"]["right_price"]["reason"]
+
+
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(agent_file, tmp_path):
+    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.4)\n    return str(ctx.expect)")
+    path = agent_file(slow)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        [*PALESTRA, "train", str(path), "--train.max_steps", "6", "--eval.cases", "1"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("step 2/6"):
+            first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert "Traceback" not in err
+    command = shlex.split(next(line for line in err.splitlines() if "--resume" in line))
+    assert command[:3] == ["palestra", "train", "--resume"]
+
+    second = subprocess.run(
+        [*PALESTRA, *command[1:], "--json"], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert second.returncode == 0, second.stderr
+    run = tmp_path / json.loads(second.stdout.splitlines()[-1])["run_dir"]
+    assert run.name == Path(command[3]).name
+    assert "going on from step" in second.stderr
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]

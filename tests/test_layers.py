@@ -1,0 +1,209 @@
+"""Who may import whom: the rules of docs/design.md, kept by walking every import of the package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "palestra"
+
+# room -> the rooms it may import. Read upwards: each line uses only lines above it, so there are no circles.
+MAY_IMPORT = {
+    "core": "",
+    "chat": "core",
+    "tools": "core",
+    "algo": "core",
+    "engine": "core",
+    "models": "core",
+    "tracking": "core",
+    "runs": "core",
+    "export": "core models",
+    "agents": "core tools",
+    "evals": "core chat",
+    "envs": "core chat tools agents evals",
+    "policy": "core engine",
+    "rollout": "core chat tools evals envs policy",
+    "train": "core chat algo engine models tracking export evals envs policy rollout",
+    "result": "core chat tools agents evals runs export rollout train",
+    "api": "core agents evals envs models rollout runs train result",
+    "__init__": "tools agents evals api",
+    "demo": "__init__",
+    "faces": "core agents evals runs train result api __init__",
+}
+
+# Doors that lead upwards, opened only when they are used: (file, module).
+UPWARDS = {
+    ("evals/suite.py", "palestra.api"),  # suite.evaluate(agent) is the short name of api.evaluate
+    ("result.py", "palestra.api"),  # result.generate() runs its event loop as the API does
+}
+
+# library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
+HEAVY = {
+    "torch": "algo engine models policy train",
+    "transformers": "engine models policy train",
+    "peft": "train",
+    "safetensors": "export models train",
+    "numpy": "algo engine policy train",
+    "triton": "engine",
+    "trl": "",
+    "datasets": "",
+    "pyarrow": "",
+}
+
+# What only single files may import at module level: they are loaded when their tracker is asked for.
+TRACKERS = {
+    "wandb": "tracking/wandb.py",
+    "mlflow": "tracking/mlflow.py",
+    "trackio": "tracking/trackio.py",
+    "tensorboard": "tracking/tensorboard.py",
+}
+
+FACES_ONLY = ("click", "rich")
+
+
+class Import(NamedTuple):
+    file: str  # below src/palestra
+    line: int
+    module: str
+    at_load: bool  # runs when the file is imported, not when a function is called or types are checked
+
+    @property
+    def room(self) -> str:
+        return _room(self.file)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    file = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_load = {id(node) for node in _run_at_load(tree.body)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute here"
+            assert node.module is not None
+            base = [node.module]
+            modules = [f"palestra.{a.name}" for a in node.names] if node.module == "palestra" else base
+        else:
+            continue
+        for module in modules:
+            yield Import(file, node.lineno, module, id(node) in at_load)
+
+
+def _run_at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from _run_at_load(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            for field in ("body", "orelse", "finalbody"):
+                yield from _run_at_load(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _run_at_load(handler.body)
+
+
+def _room(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def _target(module: str) -> str:
+    """The room that a palestra module lies in; public names of `palestra` itself count as `__init__`."""
+    name = module.split(".")[1]
+    return name if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() else "__init__"
+
+
+ALL = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+OURS = [found for found in ALL if found.module.startswith("palestra.")]
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {_room(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
+    assert rooms <= set(MAY_IMPORT), f"no rule for {sorted(rooms - set(MAY_IMPORT))}; add it to MAY_IMPORT"
+
+
+def test_the_rules_point_one_way() -> None:
+    seen: set[str] = set()
+    for room, below in MAY_IMPORT.items():
+        assert set(below.split()) <= seen, f"{room} may import {below}, of which some stand below it in the table"
+        seen.add(room)
+
+
+def test_rooms_import_only_the_rooms_below_them() -> None:
+    wrong = [
+        found
+        for found in OURS
+        if _target(found.module) != found.room
+        and _target(found.module) not in MAY_IMPORT[found.room].split()
+        and not ((found.file, found.module) in UPWARDS and not found.at_load)
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_every_exception_is_still_needed() -> None:
+    assert {(found.file, found.module) for found in OURS} >= UPWARDS
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_heavy_libraries_stay_in_their_rooms(library: str) -> None:
+    wrong = [f for f in _loading(library) if f.room not in HEAVY[library].split() and f.file not in TRACKERS.values()]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("library", TRACKERS)
+def test_tracking_libraries_stay_in_their_file(library: str) -> None:
+    wrong = [found for found in _loading(library) if found.file != TRACKERS[library]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("library", FACES_ONLY)
+def test_only_faces_talk_to_the_terminal(library: str) -> None:
+    wrong = [found for found in ALL if found.module.split(".")[0] == library and found.room != "faces"]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_algo_knows_no_config() -> None:
+    wrong = [f for f in OURS if f.room == "algo" and "config" in f.module]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
+    known = {found.module for found in OURS if found.file == "train/loop.py"}
+    assert "palestra.train.learner" in known
+    assert not known & {"palestra.train.local", "palestra.policy.local", "palestra.policy.plain"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import palestra", "from palestra.faces.cli.main import run; assert run(['--help']) == 0"],
+    ids=["import palestra", "palestra --help"],
+)
+def test_starts_in_half_a_second_and_without_torch(code: str) -> None:
+    check = f"import sys; {code}; assert not {{'torch', 'transformers', 'pydantic'}} & set(sys.modules)"
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - began)
+        if seconds[-1] < 0.5:
+            return
+    pytest.fail(f"took {min(seconds):.2f} s at best of {len(seconds)}; expected under 0.5 s")
+
+
+def test_agent_files_are_read_without_torch() -> None:
+    """A mistake in a user's file is told at once, before anything heavy is loaded."""
+    code = "import sys, palestra.faces.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _loading(library: str) -> list[Import]:
+    return [found for found in ALL if found.module.split(".")[0] == library and found.at_load]
