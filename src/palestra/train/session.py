@@ -18,8 +18,7 @@ from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf
 from palestra.models.loading import LoadedModel
 from palestra.rollout.collect import RewardFunction
-from palestra.tracking.base import Trackers
-from palestra.tracking.jsonl import JsonlTracker
+from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.local import LocalLearner
 from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
@@ -65,7 +64,8 @@ def train_in_folder(
     chat = ChatFormat(loaded.tokenizer)
     policy = build_policy(model, loaded.tokenizer, config.model.engine)
     collector, scorer = build_collectors(environment, policy, chat, config, reward_functions)
-    tracker = Trackers([JsonlTracker(folder, resume_after=state.step if resumed else None)])
+    record = json.loads((folder / "run.json").read_text())
+    tracker = open_trackers(config, folder, record, resume_after=state.step if resumed else None)
     training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)
     try:
         before = training.evaluate("scoring before")
@@ -76,7 +76,6 @@ def train_in_folder(
         after = training.evaluate("scoring after")
     finally:
         tracker.close()
-    record = json.loads((folder / "run.json").read_text())
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Outcome(model, loaded.tokenizer, path, before, after, history, time.perf_counter() - began)
