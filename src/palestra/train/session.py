@@ -13,6 +13,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf
@@ -57,11 +58,11 @@ def train_in_folder(
     if start is not None:
         state = read_checkpoint(start)
         watcher.note(f"going on from step {state.step}")
-    _require_observations(environment, config)
+    chat = ChatFormat(loaded.tokenizer)
+    _check_tools(environment, chat, config)
     steps = total_steps(config, len(environment.problems("train")))
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = LocalLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0, total_steps=steps)
-    chat = ChatFormat(loaded.tokenizer)
     policy = build_policy(model, loaded.tokenizer, config.model.engine)
     collector, scorer = build_collectors(environment, policy, chat, config, reward_functions)
     record = json.loads((folder / "run.json").read_text())
@@ -90,12 +91,14 @@ def evaluate_only(
     return run_evaluation(scorer, environment.problems("held_out"), config, runner, watcher, "scoring")
 
 
-def _require_observations(environment: Environment, config: RunConfig) -> None:
-    if config.echo.coefficient > 0:
-        episode = environment.open(environment.problems("train")[0])
-        tools = list(episode.tools)
-        episode.close()
-        if not tools:
-            raise PalestraError(
-                "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
-            )
+def _check_tools(environment: Environment, chat: ChatFormat, config: RunConfig) -> None:
+    """Find out now, not in every rollout, whether tools can be used as asked."""
+    episode = environment.open(environment.problems("train")[0])
+    tools = list(episode.tools)
+    episode.close()
+    if tools:
+        chat.continuation([Message("tool", "result", tool_call_id="call_0", name=tools[0].name)])
+    elif config.echo.coefficient > 0:
+        raise PalestraError(
+            "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
+        )
