@@ -1,0 +1,210 @@
+"""GRPO by hand, on a random model and on the embedded one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from palestra.core.config import LoraSection, RunConfig
+from palestra.core.errors import PalestraError
+from palestra.train import StepTrainer
+from palestra.train.lora import add_lora
+
+ROWS = [("Say something.", "e"), ("Count to three.", "e"), ("Who are you?", "e")]
+
+
+# Enough siblings and steps for the reward to rise with any seed tried.
+LEARN = {"train": {"max_steps": 15, "learning_rate": 1e-2}, "rollout": {"group_size": 16}}
+
+
+def share_of_letter(output: str, expected_answer: str) -> float:
+    return output.count(expected_answer) / max(len(output), 1)
+
+
+def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    base = {
+        "output_dir": str(folder),
+        "track": {"run_name": "run"},
+        # A random model seldom ends by itself.
+        "train": {"learning_rate": 5e-3, "max_steps": 2, "problems_per_step": 2, "mask_truncated": False},
+        "rollout": {"group_size": 8, "max_new_tokens": 8, "temperature": 1.0},
+    }
+    return RunConfig.build(base, sections)
+
+
+@pytest.fixture
+def random_model(tiny: Any) -> Any:
+    """The embedded model's shape with fresh weights: it says anything, so every reward has variance."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny.model.config)
+
+
+@pytest.fixture
+def trainer(random_model: Any, tiny: Any, tmp_path: Path) -> StepTrainer:
+    return StepTrainer(random_model, tiny.tokenizer, share_of_letter, settings(tmp_path))
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_the_reward_rises_when_all_weights_train(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    config = RunConfig.build(settings(tmp_path).model_dump(), LEARN)
+    history = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config).train(ROWS)
+    rewards = [row["reward_mean"] for row in history]
+    assert mean(rewards[-3:]) > 2 * mean(rewards[:3])
+
+
+def test_the_reward_rises_when_only_an_adapter_trains(tiny: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = add_lora(tiny.model, LoraSection(r=8))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    lively = {"train.beta": 0.01, "rollout.max_new_tokens": 12, "rollout.temperature": 1.2}
+    config = RunConfig.build(settings(tmp_path).model_dump(), LEARN, lively)
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "e"} for text in ("Hello!", "What is 12 + 30?")]
+    trainer = StepTrainer(model, tiny.tokenizer, share_of_letter, config)
+    history = trainer.train(rows)
+    rewards = [row["reward_mean"] for row in history]
+    assert mean(rewards[-3:]) > 1.5 * mean(rewards[:3])
+    assert history[-1]["kl_reference"] > 0
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert (trainer.folder / "final" / "adapter_model.safetensors").is_file()
+    assert not (trainer.folder / "final" / "model.safetensors").exists()
+
+
+def test_tokens_are_trained_as_they_were_sampled(trainer: StepTrainer) -> None:
+    first = trainer.train_step("Say something.", "e")
+    second = trainer.train_step("Say something.", "e")
+    for metrics in (first, second):
+        assert metrics["kl_sampler"] < 1e-8
+        assert metrics["ratio_mean"] == pytest.approx(1.0)
+        assert metrics["tokens_trained"] == metrics["sampled_tokens"]
+
+
+def test_a_group_shares_its_prompt_and_differs_in_its_answers(trainer: StepTrainer) -> None:
+    outputs = trainer.generate_group_outputs("Say something.")
+    assert len({o.prompt_ids for o in outputs}) == 1
+    assert len({o.sampled.token_ids for o in outputs}) == len(outputs) == 8
+    assert [o.text for o in trainer.generate_group_outputs("Say something.")] == [o.text for o in outputs]
+
+
+def test_advantages_are_deviations_in_units_of_the_groups_spread(trainer: StepTrainer) -> None:
+    assert trainer.calculate_advantages([0.0, 1.0]) == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+    assert trainer.calculate_advantages([3.0, 3.0, 3.0]) == [0.0, 0.0, 0.0]
+
+
+def test_equal_rewards_change_nothing(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    before = [p.clone() for p in random_model.parameters()]
+    metrics = StepTrainer(random_model, tiny.tokenizer, lambda o, e: 1.0, settings(tmp_path)).train_step("Hi", None)
+    assert metrics["loss"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, random_model.parameters(), strict=True))
+
+
+def test_every_step_reports_what_the_trainer_promises(trainer: StepTrainer) -> None:
+    metrics = trainer.train_step("Say something.", "e")
+    names = [f"{what}_{how}" for what in ("reward", "advantage") for how in ("mean", "max", "min")]
+    assert {"loss", "step", "epoch", *names} <= metrics.keys()
+
+
+def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    config = settings(tmp_path, train={"max_steps": 3}, checkpoint={"every": 2})
+    trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config)
+    history = trainer.train(ROWS)
+    assert [row["step"] for row in history] == [1, 2, 3]
+    assert [row["epoch"] for row in history] == pytest.approx([2 / 3, 4 / 3, 2.0])
+    assert sorted(p.name for p in trainer.folder.iterdir()) == ["checkpoint-2", "final", "metrics.jsonl"]
+    saved = json.loads((trainer.folder / "checkpoint-2" / "training_config.json").read_text())
+    assert saved.pop("timestamp")
+    assert saved == {
+        "learning_rate": 5e-3,
+        "batch_size": 2,
+        "num_epochs": 1,
+        "max_steps": 3,
+        "num_generations": 8,
+        "step": 2,
+    }
+    again = AutoModelForCausalLM.from_pretrained(trainer.folder / "final")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), random_model.parameters(), strict=True))
+    lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in history]
+
+
+def test_the_users_optimizer_and_scheduler_do_the_stepping(
+    trainer: StepTrainer, random_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD(random_model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)
+    before = [p.clone() for p in random_model.parameters()]
+    history = trainer.train(ROWS, optimizer, scheduler)
+    assert [row["learning_rate"] for row in history] == pytest.approx([0.5, 0.05])
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, random_model.parameters(), strict=True)]).norm()
+    # SGD moves by the learning rate times the clipped gradient, whose norm is at most 1; Adam would move further.
+    assert 0 < moved <= 0.55 + 1e-4
+
+
+def test_an_optimizer_of_another_model_is_refused(trainer: StepTrainer) -> None:
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(PalestraError, match="no trainable weight of this model"):
+        trainer.train(ROWS, other)
+
+
+def test_a_reward_object_is_asked_for_its_combined_reward(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    class Judge:
+        def calculate_combined_reward(self, output: str, expected_answer: str) -> float:
+            return 2.0 + share_of_letter(output, expected_answer)
+
+    metrics = StepTrainer(random_model, tiny.tokenizer, Judge(), settings(tmp_path)).train_step("Hi", "e")
+    assert metrics["reward_min"] >= 2.0
+
+
+@pytest.mark.parametrize(("value", "complaint"), [(float("nan"), "finite"), ("good", "expected a number")])
+def test_a_reward_that_is_no_finite_number_is_refused(
+    value: Any, complaint: str, random_model: Any, tiny: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(PalestraError, match=complaint):
+        StepTrainer(random_model, tiny.tokenizer, lambda o, e: value, settings(tmp_path)).train_step("Hi", "e")
+
+
+@pytest.mark.parametrize("rows", [[], [{"question": "2 + 2"}], ["2 + 2"], [{"prompt": "", "answer": "4"}]])
+def test_a_dataset_without_prompts_is_refused(rows: list[Any], trainer: StepTrainer) -> None:
+    with pytest.raises(PalestraError, match="prompt"):
+        trainer.train(rows)
+
+
+def test_answers_that_were_all_cut_off_are_warned_of(
+    random_model: Any, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, train={"mask_truncated": True}, rollout={"max_new_tokens": 2})
+    StepTrainer(random_model, tiny.tokenizer, share_of_letter, config).train_step("Say something.", "e")
+    assert "cut off at max_new_tokens=2" in caplog.text
+
+
+def test_a_step_works_inside_a_running_event_loop(trainer: StepTrainer) -> None:
+    async def notebook_cell() -> dict[str, float]:
+        return trainer.train_step("Say something.", "e")
+
+    assert asyncio.run(notebook_cell())["step"] == 1
+
+
+def test_one_yaml_file_gives_the_whole_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"""
+output_dir: {tmp_path}
+model: {{name: palestra/tiny, max_new_tokens: 6}}
+rl:
+  training: {{per_device_train_batch_size: 1, learning_rate: 1.0e-3, num_train_epochs: 2, max_steps: 1}}
+  generation: {{num_generations: 3, temperature: 0.9, top_p: 1.0}}
+wandb: {{enabled: false, project: gym, entity: me}}
+"""
+    )
+    trainer = StepTrainer.from_yaml(path, share_of_letter)
+    assert len(trainer.generate_group_outputs([{"role": "user", "content": "Hi"}])) == 3
+    assert trainer.config.rollout.max_new_tokens == 6
+    assert len(trainer.train(ROWS)) == 1
