@@ -115,6 +115,16 @@ class LoraSection(Section):
     target_modules: list[str] | None = Field(None, description="default: all linear layers")
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
 
+    def peft_arguments(self) -> dict[str, Any]:
+        """This section as the arguments of peft's LoraConfig."""
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules or "all-linear",
+            "task_type": "CAUSAL_LM",
+        }
+
 
 class EchoSection(Section):
     """ECHO: also learn to predict what the tools answer."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import RunConfig, explain
 from palestra.core.errors import NotYetError, PalestraError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from trl import GRPOConfig
+
+log = logging.getLogger("palestra")
 
 # Fields that carry over as they are: name here -> dotted name in RunConfig.
 _SAME = {
@@ -30,6 +37,30 @@ _SAME = {
     "seed": "seed",
     "output_dir": "output_dir",
     "logging_steps": "track.log_every",
+}
+
+# Fields that TRL's GRPOConfig has too: name here -> name there.
+_TRL = {
+    "num_train_epochs": "num_train_epochs",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "learning_rate": "learning_rate",
+    "max_grad_norm": "max_grad_norm",
+    "num_generations": "num_generations",
+    "max_completion_length": "max_completion_length",
+    "temperature": "temperature",
+    "mask_truncated_completions": "mask_truncated_completions",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "max_tool_calling_iterations": "max_tool_calling_iterations",
+    "use_vllm": "use_vllm",
+    "vllm_mode": "vllm_mode",
+    "vllm_gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_tensor_parallel_size": "vllm_tensor_parallel_size",
+    "seed": "seed",
+    "output_dir": "output_dir",
+    "save_strategy": "save_strategy",
+    "save_steps": "save_steps",
+    "logging_steps": "logging_steps",
 }
 
 
@@ -88,7 +119,7 @@ class GRPOTrainingConfig(BaseModel):
         batch = self.per_device_batch_size * self.gradient_accumulation_steps
         layer: dict[str, Any] = {
             "train": {"problems_per_step": batch},
-            "lora": {"r": self.lora_r if self.use_lora or self.load_in_4bit else 0},
+            "lora": {"r": self._lora_rank()},
             # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
             "model": {"dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto"},
             "checkpoint": {"every": self._save_every(batch, problems)},
@@ -101,6 +132,47 @@ class GRPOTrainingConfig(BaseModel):
                 target = target.setdefault(part, {})
             target[key] = getattr(self, name)
         return RunConfig.build(layer)
+
+    def to_trl_config(self) -> GRPOConfig:
+        """The same training as TRL's GRPOConfig, with this trainer's objective where TRL's defaults differ."""
+        try:
+            import torch
+            from trl import GRPOConfig
+        except ModuleNotFoundError as error:
+            raise PalestraError(f"to_trl_config needs {error.name}; pip install 'palestra[trl]'") from error
+        if self.world_model_coeff > 0:
+            log.warning("TRL has no ECHO: world_model_coeff=%g is left out", self.world_model_coeff)
+        if self.load_in_4bit:
+            log.warning("TRL takes a 4-bit model, not a setting: load it so yourself and pass it to its trainer")
+        cuda = torch.cuda.is_available()
+        usual = "bfloat16" if cuda else "float32"
+        dtype = self.torch_dtype if "torch_dtype" in self.model_fields_set and self.torch_dtype != "auto" else usual
+        return GRPOConfig(
+            **{theirs: getattr(self, ours) for ours, theirs in _TRL.items()},
+            per_device_train_batch_size=self.per_device_batch_size * self.num_generations,  # TRL counts completions
+            max_steps=-1 if self.max_steps is None else self.max_steps,
+            bf16=cuda and dtype == "bfloat16",
+            fp16=cuda and dtype == "float16",
+            model_init_kwargs={"dtype": dtype},
+            report_to=self._trackers() or "none",
+            loss_type="dapo",
+            epsilon_high=0.28,
+            lr_scheduler_type="constant",
+        )
+
+    def build_peft_config(self) -> LoraConfig | None:
+        """peft's LoraConfig; None when LoRA is off."""
+        if self._lora_rank() == 0:
+            return None
+        try:
+            from peft import LoraConfig
+        except ModuleNotFoundError as error:
+            raise PalestraError("build_peft_config needs peft; pip install 'palestra[lora]'") from error
+        plain = self.model_copy(update={"use_vllm": False})  # whoever samples, the adapter is the same
+        return LoraConfig(**plain.to_run_config().lora.peft_arguments())
+
+    def _lora_rank(self) -> int:
+        return self.lora_r if self.use_lora or self.load_in_4bit else 0
 
     def _save_every(self, batch: int, problems: int | None) -> int:
         match self.save_strategy:

@@ -21,13 +21,7 @@ def build_peft_config(lora: LoraSection) -> LoraConfig:
         raise PalestraError(f"lora.r={lora.r} makes no adapter; use 1 or more")
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
+    return LoraConfig(**lora.peft_arguments())
 
 
 def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
