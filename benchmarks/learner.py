@@ -65,21 +65,25 @@ def make_samples(groups: int, siblings: int, prompt: int, completion: int, vocab
     return samples
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> Tensor:
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[Sample], rows_at_once: int = 1024
+) -> Tensor:
     """One GRPO step as it is usually written: every row whole, [B, T, V] logits, masks."""
     device = next(model.parameters()).device
-    ids = torch.tensor([s.token_ids for s in samples], device=device)
-    mask = torch.tensor([s.trained for s in samples], device=device)[:, 1:]
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    row = mask.nonzero()[:, 0]
-    lengths = mask.sum(1)
-    advantages = torch.tensor([s.advantage for s in samples], device=device)
-    token_loss, _ = policy_loss(Objective(), logprobs[mask], None, row, advantages)
-    weights = token_weights(
-        "dapo", row, lengths, rows_total=len(ids), tokens_total=float(mask.sum()), max_completion_length=1024
-    )
-    (token_loss * weights).sum().backward()
+    tokens_total = float(sum(sum(s.trained) for s in samples))
+    for first in range(0, len(samples), rows_at_once):
+        part = samples[first : first + rows_at_once]
+        ids = torch.tensor([s.token_ids for s in part], device=device)
+        mask = torch.tensor([s.trained for s in part], device=device)[:, 1:]
+        advantages = torch.tensor([s.advantage for s in part], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        row = mask.nonzero()[:, 0]
+        token_loss, _ = policy_loss(Objective(), logprobs[mask], None, row, advantages)
+        weights = token_weights(
+            "dapo", row, mask.sum(1), rows_total=len(samples), tokens_total=tokens_total, max_completion_length=1024
+        )
+        (token_loss * weights).sum().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -126,13 +130,99 @@ def on_cpu(repeats: int) -> None:
         print(f"| {shape}, {millions:.1f} M | 8 x (300 + 60) | {a:.3f} | {b:.3f} | {a / b:.2f} |", flush=True)
 
 
+def on_gpu(tiny: bool, repeats: int) -> None:
+    """Whole steps, optimizer included; every variant starts from the same weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape, dtype = ("tiny", torch.float32) if tiny else ("0.6B", torch.bfloat16)
+    rows, length, groups, siblings, prompt, completion = (4, 32, 2, 3, 24, 8) if tiny else (32, 512, 8, 8, 512, 128)
+    vocabulary = SHAPES[shape][-1]
+    lone = make_samples(rows, 1, 1, length - 1, vocabulary)
+    shared = make_samples(groups, siblings, prompt, completion, vocabulary)
+    name = f"{rows} x {length}"
+    group_name = f"{groups} x {siblings} x ({prompt} + {completion})"
+    print("| rows | way | micro-batch tokens | ms | TFLOP/s | peak GiB | gradient norm | warm-up s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    measure_gpu(
+        name, "plain, whole logits", rows * length, plain_for(shape, dtype, device, lone, rows * length), repeats
+    )
+    for micro in (rows * length, rows * length // 2):
+        measure_gpu(name, "learner", micro, learner_step_for(shape, dtype, device, lone, micro), repeats)
+    quarter = groups * siblings * (prompt + completion) // 4
+    measure_gpu(group_name, "plain, whole logits", quarter, plain_for(shape, dtype, device, shared, quarter), repeats)
+    for share in (False, True):
+        way = "learner, prompt shared" if share else "learner, prompt repeated"
+        measure_gpu(group_name, way, quarter, learner_step_for(shape, dtype, device, shared, quarter, share), repeats)
+
+
+Step = Callable[[], float]
+
+
+def plain_for(
+    shape: str, dtype: torch.dtype, device: str, samples: list[Sample], micro: int
+) -> Callable[[], tuple[Step, nn.Module, list[Sample]]]:
+    def start() -> tuple[Step, nn.Module, list[Sample]]:
+        model = build(shape, dtype, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        rows = max(1, micro // len(samples[0].token_ids))
+        return lambda: float(plain_step(model, optimizer, samples, rows)), model, samples
+
+    return start
+
+
+def learner_step_for(
+    shape: str, dtype: torch.dtype, device: str, samples: list[Sample], micro: int, share: bool = True
+) -> Callable[[], tuple[Step, nn.Module, list[Sample]]]:
+    def start() -> tuple[Step, nn.Module, list[Sample]]:
+        model = build(shape, dtype, device)
+        learner, config = learner_for(model, micro, share)
+        return lambda: learner.step(samples, config.train)["grad_norm"], model, samples
+
+    return start
+
+
+def measure_gpu(
+    rows: str, way: str, micro: int, start: Callable[[], tuple[Step, nn.Module, list[Sample]]], repeats: int
+) -> None:
+    """One line of the table: median wall time of a step, after two warm-up steps."""
+    cuda = torch.cuda.is_available()
+    step, model, samples = start()
+    started = time.perf_counter()
+    norm = step()
+    step()
+    warm = time.perf_counter() - started
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times)
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = 6 * parameters * sum(len(s.token_ids) for s in samples) / seconds / 1e12
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    print(
+        f"| {rows} | {way} | {micro} | {seconds * 1e3:.0f} | {flops:.0f} | {peak:.1f} | {norm:.4f} | {warm:.0f} |",
+        flush=True,
+    )
+    del step, model
+    if cuda:
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    on_cpu(arguments.repeats)
+    if arguments.gpu:
+        on_gpu(arguments.tiny, arguments.repeats)
+    else:
+        on_cpu(arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
+from palestra.train.flash_trees import Bounds, flash_fits, flash_trees
 
 NAME = "palestra_trees"
 
@@ -26,6 +27,7 @@ class Layout:
     def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
         self.trees = trees
         self.device = device
+        self.bounds = Bounds(trees, device)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -70,9 +72,19 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of every packed token to its own tree path. Attention dropout is not applied."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    parts = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, sliding_window, extra)]
-    return torch.cat(parts)[None], None  # [1, T, H, D]
+    windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
+    if softcap is None and s_aux is None and not windowed and flash_fits(q, v):
+        out = flash_trees(q, k, v, layout.bounds, q.shape[-1] ** -0.5 if scaling is None else scaling)
+    else:
+        extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        out = masked_trees(q, k, v, layout, sliding_window, extra)
+    return out[None], None  # [1, T, H, D]
+
+
+@torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
+def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]) -> Tensor:
+    """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
+    return torch.cat([out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)])
 
 
 def _attend_tree(

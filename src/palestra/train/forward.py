@@ -8,8 +8,9 @@ more to their logits than the head knows). A self-check on a few tokens picks th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,12 +32,20 @@ RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
 class Scorer:
     """Log-probabilities of chosen tokens under one causal language model."""
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0, compile_layers: bool | None = None
+    ) -> None:
+        """`compile_layers`: None compiles on a CUDA GPU only."""
         self.model = causal_lm(model)
         self.pad_token_id = pad_token_id
         self.rule = logit_rule(self.model, temperature)
         self.way: Way = "trees"
+        self._layouts: dict[int, Layout] = {}
+        self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
         self.way = self._choose_way()
+        on_gpu = self.model.device.type == "cuda"
+        if self.way == "trees" and (on_gpu if compile_layers is None else compile_layers):
+            self._compiled = [(layer, partial(_run_compiled, layer)) for layer in _layers(self.model)]
 
     @property
     def shares_prefix(self) -> bool:
@@ -47,7 +56,14 @@ class Scorer:
     def session(self) -> Iterator[None]:
         """Forward and backward passes happen inside; the model is as it was afterwards."""
         with use_tree_attention(self.model) if self.way == "trees" else nullcontext():
-            yield
+            for layer, call in self._compiled:
+                layer._compiled_call_impl = call  # type: ignore[assignment]
+            try:
+                yield
+            finally:
+                self._layouts.clear()
+                for layer, _ in self._compiled:
+                    layer._compiled_call_impl = None
 
     def __call__(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens."""
@@ -64,13 +80,20 @@ class Scorer:
             entropy_gradient=entropy_gradient,
         )
 
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Copy what the micro-batches of a session need to the device, so that no pass waits for it later."""
+        if self.way == "trees":
+            self._layouts.update({id(batch): Layout(batch.trees, batch.token_ids.device) for batch in batches})
+
     def _packed_hidden(self, batch: MicroBatch) -> Tensor:
         """[T, H] in packed order."""
+        if id(batch) not in self._layouts:
+            self.prepare([batch])
         out = self.model.base_model(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            layout=Layout(batch.trees, batch.token_ids.device),
+            layout=self._layouts[id(batch)],
         )
         return out.last_hidden_state[0]
 
@@ -144,6 +167,17 @@ def _probe(embeddings: Tensor) -> tuple[MicroBatch, MicroBatch]:
         samples.append(Sample(tokens, (False,) * 9 + (True,) * n, (False,) * (9 + n), (0.0,) * (9 + n), 0.0, 0, 9))
     shared, apart = (pack(samples, max_tokens=1024, share_prefix=share)[0] for share in (True, False))
     return shared.to(embeddings.device), apart.to(embeddings.device)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder's layers: all of one make, so that one compiled program serves them all."""
+    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
+    return list(max(stacks, key=len)) if stacks else []
+
+
+@torch.compile
+def _run_compiled(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)
 
 
 def causal_lm(model: Any) -> Any:

@@ -6,7 +6,9 @@ them again instead of keeping them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LogitRule:
     """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature."""
 
@@ -54,9 +56,9 @@ class _Score(torch.autograd.Function):
         rule: LogitRule,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        size = _chunk_tokens(weight)
+        size, (statistics, _) = _chunk_tokens(weight), _kernels(weight.device.type)
         parts = [
-            _statistics(F.linear(h, weight, bias), y, rule)
+            statistics(F.linear(h, weight, bias), y, rule)
             for h, y in zip(hidden.split(size), target.split(size), strict=True)
         ]
         empty = hidden.new_empty(0, dtype=torch.float32)
@@ -73,21 +75,21 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, logsumexp, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
-        rule, size = ctx.rule, _chunk_tokens(weight)
+        size, (_, logit_gradient) = _chunk_tokens(weight), _kernels(weight.device.type)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             logits = F.linear(hidden[part], weight, bias)
-            gradient = _logit_gradient(
+            gradient = logit_gradient(
                 logits,
                 target[part],
                 logsumexp[part],
                 grad_logprobs[part],
                 entropy[part] if ctx.entropy_gradient else None,
                 grad_entropy[part] if ctx.entropy_gradient else None,
-                rule,
+                ctx.rule,
             )
             torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -100,7 +102,15 @@ class _Score(torch.autograd.Function):
 
 
 def _chunk_tokens(weight: Tensor) -> int:
-    return max(64, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight))
+    return max(128, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight) // 128 * 128)
+
+
+@cache
+def _kernels(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two elementwise passes over a chunk of logits: fused by the compiler on a GPU."""
+    if device != "cuda":
+        return _statistics, _logit_gradient
+    return torch.compile(_statistics, dynamic=True), torch.compile(_logit_gradient, dynamic=True)
 
 
 def _final(logits: Tensor, rule: LogitRule) -> Tensor:
@@ -152,8 +162,10 @@ def _logit_gradient(
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """total [V, H] float32 += gradientᵀ @ hidden."""
+    """total [V, H] float32 += gradientᵀ @ hidden, added up in float32."""
     if gradient.dtype == torch.float32:
         total.addmm_(gradient.T, hidden)
+    elif gradient.is_cuda:
+        torch.addmm(total, gradient.T, hidden, out_dtype=torch.float32, out=total)
     else:
         total += gradient.T @ hidden

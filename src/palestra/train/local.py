@@ -87,6 +87,7 @@ class LocalLearner:
                 observed=self.config.echo.coefficient > 0,
                 device=self.device,
             )
+            self._scorer.prepare([work.batch for part in parts for work in part.works])
             self._fill_old_and_reference(parts, objective)
             updates = [
                 self._update(part, objective, learning_rate, record_old=objective.iterations > 1)

@@ -1,0 +1,242 @@
+"""Tree attention by two flash-attention calls: each token to its own run, and completions to their prompt.
+
+Both halves are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
+backward pass gives each half the merged output and log-sum-exp, which makes its gradients exact, so
+neither a mask nor a second copy of the prompt's keys ever exists. On a CPU the halves are computed
+by the plain formula: the oracle of the GPU kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from palestra.algo.batching import Tree
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+_alive: WeakValueDictionary[int, Bounds] = WeakValueDictionary()
+_handles = count()
+
+
+class Bounds:
+    """Index tensors of the two halves.
+
+    Compiled layers know them only by `handle`, so that no layout makes them compile again; whoever
+    runs a forward and backward pass must keep the object. `own` bounds every prompt and every
+    completion, `shared` the completions and the prompt of each tree that has both, whose tokens lie
+    at `completions` and `prompts`; each goes (query bounds, key bounds, longest of each, causal).
+    """
+
+    def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
+        shared = [tree for tree in trees if tree.prompt_length and tree.completion_lengths]
+        runs = [n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths) if n]
+        prompts = [tree.prompt_length for tree in shared]
+        completions = [sum(tree.completion_lengths) for tree in shared]
+        self.longest_row = max(
+            (tree.prompt_length + max(tree.completion_lengths, default=0) for tree in trees), default=0
+        )
+        self.prompts = _places((tree.start, n) for tree, n in zip(shared, prompts, strict=True)).to(device)
+        self.completions = _places(
+            (tree.start + tree.prompt_length, n) for tree, n in zip(shared, completions, strict=True)
+        ).to(device)
+        bounds, longest = _bounds(runs).to(device), max(runs, default=1)
+        self.own = (bounds, bounds, longest, longest, True)
+        self.shared = (
+            _bounds(completions).to(device),
+            _bounds(prompts).to(device),
+            max(completions, default=1),
+            max(prompts, default=1),
+            False,
+        )
+        number = next(_handles)
+        self.handle = torch.tensor(number)
+        _alive[number] = self
+
+
+def flash_fits(query: Tensor, value: Tensor) -> bool:
+    """Whether the GPU kernels take these heads."""
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] == size
+
+
+def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -> Tensor:
+    """[T, H, D] attention of packed tokens over their tree paths; q [T, H, D], k and v [T, K, D]."""
+    return torch.ops.palestra.tree_attention(q, k, v, bounds.handle, scale)[0]
+
+
+@torch.library.custom_op("palestra::tree_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """([T, H, D] output, [H, T] log-sum-exp) over both halves."""
+    bounds = _alive[int(handle)]
+    out, lse = _half(q, k, v, *bounds.own, scale)
+    completions, prompts = bounds.completions, bounds.prompts
+    if len(completions):
+        half, half_lse = _half(q[completions], k[prompts], v[prompts], *bounds.shared, scale)
+        own_lse = lse[:, completions]
+        both_lse = torch.logaddexp(own_lse, half_lse)
+        own_share, half_share = ((x - both_lse).exp().T[:, :, None] for x in (own_lse, half_lse))
+        out[completions] = (out[completions] * own_share + half * half_share).to(out.dtype)
+        lse[:, completions] = both_lse
+    return out, lse
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("palestra::tree_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds = _alive[int(handle)]
+    completions, prompts = bounds.completions, bounds.prompts
+    dq, dk, dv = _half_backward(grad, q, k, v, out, lse, *bounds.own, scale)
+    if len(completions):
+        half_dq, half_dk, half_dv = _half_backward(
+            grad[completions],
+            q[completions],
+            k[prompts],
+            v[prompts],
+            out[completions],
+            lse[:, completions].contiguous(),
+            *bounds.shared,
+            scale,
+        )
+        dq[completions] += half_dq
+        dk[prompts] += half_dk
+        dv[prompts] += half_dv
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, handle, out, lse = ctx.saved_tensors
+    grads = torch.ops.palestra.tree_attention_backward(grad.contiguous(), q, k, v, out, lse, handle, ctx.scale)
+    return *grads, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _half(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bounds: Tensor,
+    k_bounds: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """([n, H, D] output, [H, n] log-sum-exp) of segments of queries over segments of keys."""
+    if q.is_cuda:
+        found = torch.ops.aten._flash_attention_forward(
+            q, k, v, q_bounds, k_bounds, max_q, max_k, 0.0, causal, False, scale=scale
+        )
+        return found[0], found[1]
+    out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    for queries, keys in _segments(q_bounds, k_bounds):
+        scores = _scores(q[queries], k[keys], causal, scale)
+        lse[:, queries] = scores.logsumexp(-1)
+        weights = (scores - lse[:, queries, None]).exp()
+        out[queries] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
+    return out, lse
+
+
+def _half_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_bounds: Tensor,
+    k_bounds: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.is_cuda:
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
+        )
+        return dq, dk, dv
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for queries, keys in _segments(q_bounds, k_bounds):
+        g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]
+        weights = (_scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()
+        inner = (g * out[queries].transpose(0, 1)).sum(-1, keepdim=True)
+        d_scores = weights * (g @ _heads(v[keys], heads).transpose(1, 2) - inner) * scale
+        dq[queries] = (d_scores @ _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
+        dk[keys] = _group_sum(d_scores.transpose(1, 2) @ q[queries].transpose(0, 1).float(), k)
+        dv[keys] = _group_sum(weights.transpose(1, 2) @ g, v)
+    return dq, dk, dv
+
+
+def _segments(q_bounds: Tensor, k_bounds: Tensor) -> Iterator[tuple[slice, slice]]:
+    q, k = q_bounds.tolist(), k_bounds.tolist()
+    for i in range(len(q) - 1):
+        yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[n, K, D] -> [H, n, D] float32, each key-value head repeated for its queries' heads."""
+    return x.transpose(0, 1).float().repeat_interleave(heads // x.shape[1], 0)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q.transpose(0, 1).float() @ _heads(k, q.shape[1]).transpose(1, 2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def _group_sum(gradient: Tensor, like: Tensor) -> Tensor:
+    """[H, n, D] -> [n, K, D]: the heads that share a key-value head, added."""
+    return gradient.unflatten(0, (like.shape[1], -1)).sum(1).transpose(0, 1).to(like.dtype)
+
+
+def _bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _places(runs: Iterable[tuple[int, int]]) -> Tensor:
+    parts = [torch.arange(start, start + n) for start, n in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
