@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from palestra.algo.advantage import advantages as normalise
 from palestra.chat.messages import as_messages
@@ -42,6 +38,7 @@ from palestra.train.step_inputs import (
     reward_function,
     stop_token_ids,
 )
+from palestra.train.step_progress import progress_bar
 
 log = logging.getLogger("palestra")
 
@@ -150,17 +147,14 @@ class StepTrainer:
         history: list[dict[str, float]] = []
         trackers = open_trackers(self.config, self.folder, {"agent": "step trainer"}, first or None)
         try:
-            with _progress() as progress:
-                bar = progress.add_task("training", total=last - first, loss=math.nan, reward=math.nan, epoch=0.0)
+            with progress_bar(last - first) as advance:
                 while self.step < last:
                     start = (self.step - first) * batch
                     self.epoch = (start + batch) / len(problems)
                     metrics = self.train_batch(draw(problems, start, batch, self.config.seed))
                     trackers.metrics(self.step, {k: v for k, v in metrics.items() if k != "step"})
                     history.append(metrics)
-                    progress.update(
-                        bar, advance=1, loss=metrics["loss"], reward=metrics["reward_mean"], epoch=self.epoch
-                    )
+                    advance(metrics)
                     if every and self.step % every == 0:
                         self.save_checkpoint(f"checkpoint-{self.step}")
         finally:
@@ -249,14 +243,3 @@ class StepTrainer:
                 self.config.rollout.max_new_tokens,
             )
         return metrics
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  reward {task.fields[reward]:.3f}  epoch {task.fields[epoch]:.2f}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
