@@ -33,9 +33,9 @@ MAY_IMPORT = {
     "train": "core chat algo engine models tracking export evals envs policy rollout",
     "result": "core chat tools agents evals runs export rollout train",
     "api": "core agents evals envs models rollout runs train result",
-    "__init__": "tools agents evals api",
+    "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core agents evals runs train result api __init__",
+    "faces": "core agents evals envs runs train result api __init__",
 }
 
 # Doors that lead upwards, opened only when they are used: (file, module).

@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # as type checkers know it, without the cost of importing
 if TYPE_CHECKING:
     from palestra.agents.agent import Agent
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
+    from palestra.envs.env import Env, EnvConfig
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
     from palestra.evals.suite import EvalSuite
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent",
+    "Env",
+    "EnvConfig",
     "EvalSuite",
     "GRPOTrainer",
     "GRPOTrainingConfig",
@@ -31,6 +34,8 @@ __all__ = [
 
 _HOMES = {
     "Agent": "palestra.agents.agent",
+    "Env": "palestra.envs.env",
+    "EnvConfig": "palestra.envs.env",
     "EvalSuite": "palestra.evals.suite",
     "GRPOTrainer": "palestra.api",
     "GRPOTrainingConfig": "palestra.api",

@@ -12,6 +12,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotYetError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.envs.base import Environment
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite
@@ -151,12 +152,21 @@ class GRPOTrainer:
             self._weights,
             measures_required=not self._reward_functions,
         )
+        return self.train_on(environment, resume=resume)
+
+    def train_on(
+        self, environment: Environment, *, record: Mapping[str, Any] | None = None, resume: Path | str | None = None
+    ) -> GRPOTrainingResult:
+        """The same on any environment: it gives problems, tools and scores, the agent only its model and name.
+
+        `record` is more to be written down in the run folder's run.json.
+        """
         if resume is not None:
             run = RunFolder.open(Path(resume))
             config = run.config
         else:
-            config = self._resolve(len(train_suite))
-            run = RunFolder.create(Path(config.output_dir), self._name, config, self._record())
+            config = self._resolve(len(environment.problems("train")))
+            run = RunFolder.create(Path(config.output_dir), self._name, config, self._record() | dict(record or {}))
         return outside_event_loop(lambda: self._run(environment, config, run, resumed=resume is not None))
 
     def _record(self) -> dict[str, Any]:
@@ -167,9 +177,7 @@ class GRPOTrainer:
             "tools": [tool.schema for tool in self.agent.tools],
         }
 
-    def _run(
-        self, environment: SuiteEnvironment, config: RunConfig, run: RunFolder, resumed: bool
-    ) -> GRPOTrainingResult:
+    def _run(self, environment: Environment, config: RunConfig, run: RunFolder, resumed: bool) -> GRPOTrainingResult:
         from palestra.train.session import train_in_folder
 
         self._watcher.started(run.path)

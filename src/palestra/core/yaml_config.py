@@ -26,6 +26,11 @@ TRANSLATIONS = {
 
 def read_yaml_config(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, by their dotted names, ready for `RunConfig.build`."""
+    return translate(flatten(load_yaml(path)), str(path))
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file as they are."""
     import yaml
 
     try:
@@ -38,7 +43,7 @@ def read_yaml_config(path: Path) -> dict[str, Any]:
         raise PalestraError(f"the config file {path} is not valid YAML: {error}") from None
     if data is not None and not isinstance(data, dict):
         raise PalestraError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
-    return translate(flatten(data or {}), str(path))
+    return data or {}
 
 
 def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -130,10 +130,11 @@ async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Scor
         return _failed(f"measure {m.name} {error}")
     except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
         return _failed(f"measure {m.name} raised {type(error).__name__}: {error}".removesuffix(": "))
-    return _as_score(m, value)
+    return as_score(m, value)
 
 
-def _as_score(m: Measure, value: Any) -> Score:
+def as_score(m: Measure, value: Any) -> Score:
+    """What a measure returned, as a score; nonsense scores 0 with the error recorded."""
     if isinstance(value, Score):
         good = isinstance(value.value, (int, float)) and 0.0 <= value.value <= 1.0
         return value if good else _failed(f"measure {m.name} gave a score of {value.value!r}; expected 0 to 1")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.import_file import import_file
 from palestra.evals.suite import EvalSuite
 
 DEMO = "palestra.demo"
@@ -72,33 +70,7 @@ def _import_file(path: Path, given: str) -> ModuleType:
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
         raise PalestraError(f"there is no agent file {given}.{near} Without one, `palestra train` trains the demo")
-    name = f"palestra_agent_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise PalestraError(f"{given} is not a Python file; give one that ends in .py. {_WANTED}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise PalestraError(f"{given}{_line(error, path)}: {_reason(error)}") from error
-    return module
-
-
-def _line(error: Exception, path: Path) -> str:
-    """Where in the agent's own file it happened, even if the error came from code that the file called."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f", line {error.lineno}"
-    own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return f", line {own[-1]}" if own else ""
-
-
-def _reason(error: Exception) -> str:
-    """Our errors speak for themselves; of others the kind is worth knowing."""
-    if isinstance(error, PalestraError):
-        return str(error)
-    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return import_file(path, given, _WANTED)
 
 
 def _required(module: ModuleType, name: str, source: str) -> Any:

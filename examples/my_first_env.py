@@ -1,0 +1,38 @@
+"""A first environment: how much of what is in stock?
+
+palestra train --env examples/my_first_env.py
+"""
+
+import re
+
+from palestra import Env
+
+STOCK = {
+    f"{colour} {thing}": 11 + 7 * i % 83
+    for i, (colour, thing) in enumerate(
+        (c, t) for c in ("red", "blue", "green", "black") for t in ("cup", "hat", "bag")
+    )
+}
+
+
+class Stock(Env):
+    """Look up what is in stock, and add."""
+
+    instructions = "Use the tools to answer."
+    run_settings = {"train.learning_rate": 1e-3, "train.max_steps": 20, "train.problems_per_step": 8}
+
+    def make_problem(self, rng):
+        one, other = rng.sample(sorted(STOCK), 2)
+        return f"How many {one}s and {other}s are there together?", STOCK[one] + STOCK[other]
+
+    def stock(self, item: str) -> int:
+        """Look up the stock of an item."""
+        return STOCK[item.removesuffix("s")]
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def score(self, answer):
+        numbers = re.findall(r"\d+", answer)
+        return bool(numbers) and int(numbers[-1]) == self.problem.expect

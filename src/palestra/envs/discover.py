@@ -1,0 +1,184 @@
+"""Which environments there are: found by reading source code, so that nobody's code runs for a listing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.envs.env import default_name
+from palestra.envs.source import ClassSource, FileSource, full_name, read_source
+
+BASES = {"palestra.Env": "palestra", "palestra.envs.env.Env": "palestra", "atroposlib.envs.base.BaseEnv": "atropos"}
+LIBRARY = Path(__file__).with_name("library")
+ENTRY_POINTS = "palestra.environments"
+PATH_VARIABLE = "PALESTRA_ENV_PATH"
+MAX_FILES = 5000
+
+Origin = Literal["built-in", "configured", "installed"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """An environment, as its source describes it. `dialect` says whose base class it has."""
+
+    name: str
+    class_name: str
+    file_path: Path
+    description: str
+    origin: Origin
+    dialect: str = "palestra"
+    config_class: str | None = None
+    preset: Mapping[str, Any] = field(default_factory=dict)  # config values that its name stands for
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """All environments, and the files that could not be read, with the reason."""
+
+    environments: tuple[Found, ...]
+    errors: Mapping[Path, str]
+
+    def named(self, name: str) -> Found:
+        """The one environment of this name."""
+        found = [env for env in self.environments if env.name == name]
+        if not found:
+            names = [env.name for env in self.environments]
+            raise PalestraError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
+        if len(found) > 1:
+            files = " and ".join(str(env.file_path) for env in found)
+            raise PalestraError(f"{len(found)} environments are named {name!r}; give the file instead: {files}")
+        return found[0]
+
+
+def discover(paths: Iterable[Path | str] = ()) -> Discovery:
+    """The built-in environments, those below `paths`, PALESTRA_ENV_PATH and ./environments, and installed ones."""
+    folders = [LIBRARY, *configured_paths(paths)]
+    sources = [read_source(path) for folder in folders for path in python_files(folder)]
+    classes = _Classes(sources)
+    found: list[Found] = []
+    for source in sources:
+        origin: Origin = "built-in" if source.path.is_relative_to(LIBRARY) else "configured"
+        if not source.path.name.startswith("_"):
+            found += classes.environments(source, origin)
+    from palestra.envs.reasoning_gym_tasks import expand
+
+    errors = {source.path: source.error for source in sources if source.error}
+    for source, class_name in _installed(errors):
+        more = _Classes([*sources, source]).environments(source, "installed")
+        found += [env for env in more if env.class_name == class_name]
+    return Discovery(tuple(expand(found)), errors)
+
+
+def in_file(path: Path) -> list[Found]:
+    """The environments of one file; its neighbours are read too, for the bases that it may have there."""
+    source = read_source(path)
+    if source.error:
+        raise PalestraError(f"{path}: {source.error}")
+    neighbours = [read_source(p) for folder in (LIBRARY, path.parent) for p in python_files(folder) if p != path]
+    return _Classes([source, *neighbours]).environments(source, "configured")
+
+
+def configured_paths(paths: Iterable[Path | str] = ()) -> list[Path]:
+    variable = [part for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
+    given = [Path(path).resolve() for path in (*paths, *variable, "environments")]
+    return list(dict.fromkeys(path for path in given if path.exists()))
+
+
+def python_files(path: Path) -> Iterator[Path]:
+    """The file itself, or all Python files below a folder; hidden folders and virtual environments are left out."""
+    if path.is_file():
+        yield path
+        return
+    count = 0
+    for folder, names, files in os.walk(path):
+        names[:] = sorted(n for n in names if not n.startswith((".", "__")) and n not in ("venv", "node_modules"))
+        for name in sorted(files):
+            if name.endswith(".py") and count < MAX_FILES:
+                count += 1
+                yield Path(folder, name)
+
+
+class _Classes:
+    """The classes of many files, and which of them lead to an environment base."""
+
+    def __init__(self, sources: Sequence[FileSource]) -> None:
+        self._by_module: dict[str, list[FileSource]] = {}
+        for source in sources:
+            parts = source.path.resolve().with_suffix("").parts[1:]
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            for start in range(len(parts)):
+                self._by_module.setdefault(".".join(parts[start:]), []).append(source)
+        self._extended = {base for s in sources for c in s.classes.values() for base in self._ends(s, c)}
+
+    def environments(self, source: FileSource, origin: Origin) -> list[Found]:
+        """The environments that a file defines. A class without a name that others extend is their base, no more."""
+        found = []
+        for cls in source.classes.values():
+            dialect = self._dialect(source, cls, frozenset())
+            is_base = "name" not in cls.constants and (source.path, cls.name) in self._extended
+            if dialect and not cls.name.startswith("_") and not is_base:
+                line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), "")
+                name = cls.constants.get("name") or default_name(cls.name)
+                config = cls.constants.get("env_config_cls")
+                found.append(Found(name, cls.name, source.path, line, origin, dialect, config))
+        return found
+
+    def _dialect(self, source: FileSource, cls: ClassSource, seen: frozenset[tuple[Path, str]]) -> str | None:
+        if (source.path, cls.name) in seen:  # a circle
+            return None
+        for base in cls.bases:
+            if base in BASES:
+                return BASES[base]
+            for home, parent in self._find(source, base):
+                if dialect := self._dialect(home, parent, seen | {(source.path, cls.name)}):
+                    return dialect
+        return None
+
+    def _ends(self, source: FileSource, cls: ClassSource) -> list[tuple[Path, str]]:
+        return [(home.path, parent.name) for base in cls.bases for home, parent in self._find(source, base)]
+
+    def _find(self, source: FileSource, base: str, depth: int = 0) -> list[tuple[FileSource, ClassSource]]:
+        """Where a base may be defined: here, in the module that its name says, or in one that re-exports it."""
+        module, _, name = base.rpartition(".")
+        homes = [source] if not module else self._by_module.get(module, [])
+        found = [(home, home.classes[name]) for home in homes if name in home.classes]
+        if found or depth > 5:
+            return found
+        for home in homes:
+            further = [f"{star}.{name}" for star in home.star_imports]
+            further += [full_name(name, home.imports)] if name in home.imports else []
+            found += [pair for other in further if other != base for pair in self._find(home, other, depth + 1)]
+        return found
+
+
+def _installed(errors: dict[Path, str]) -> Iterator[tuple[FileSource, str]]:
+    """The files and classes that installed packages announce, found without importing them."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        path = _module_file(entry.module)
+        if path is None:
+            errors[Path(entry.value)] = f"the installed environment {entry.name!r} has no source file"
+            continue
+        source = read_source(path)
+        if source.error:
+            errors[path] = source.error
+        yield source, entry.attr
+
+
+def _module_file(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        for tail in (Path(*rest).with_suffix(".py"), Path(*rest, "__init__.py")):
+            if Path(folder, tail).is_file():
+                return Path(folder, tail)
+    return None

@@ -1,0 +1,130 @@
+"""Env: the class that an environment of your own subclasses. Problems, tools, a score, and that is all."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from palestra.core.config import Section
+from palestra.core.types import Message, Problem, Rollout, ToolResult
+from palestra.envs.base import Split
+from palestra.envs.problems import Drawn, Stream
+
+
+class EnvConfig(Section):
+    """What every environment can be told; subclass it for more: `--env.train_size 200`."""
+
+    seed: int = Field(0, ge=0, description="the same seed gives the same problems")
+    train_size: int = Field(1000, ge=1, description="problems to train on, where the environment makes them")
+    held_out_size: int = Field(100, ge=1, description="problems kept aside for evaluation")
+    held_out_share: float = Field(0.2, gt=0, lt=1, description="share of all possible problems that are held out")
+
+
+class Env:
+    """An environment. The object is made once; every attempt gets a shallow copy of it, so that what an
+    attempt sets on `self` stays its own, while what `setup` loaded is shared and must not be changed.
+
+        class Sums(Env):
+            \"\"\"Add two numbers.\"\"\"
+
+            def make_problem(self, rng):
+                a, b = rng.randint(1, 99), rng.randint(1, 99)
+                return f"What is {a} + {b}?", a + b          # what the user says, what is expected
+
+            def add(self, a: int, b: int) -> int:            # a public method is a tool
+                \"\"\"Add two numbers.\"\"\"
+                return a + b
+
+            def score(self, answer):
+                return answer.strip(" .").endswith(str(self.problem.expect))
+
+    Whatever a method raises is recorded on its attempt, and the run goes on.
+    """
+
+    name: ClassVar[str] = ""  # default: the class's name, in small letters
+    instructions: str = ""  # the system message
+    env_config_cls: ClassVar[type[BaseModel]] = EnvConfig
+    reward_weights: Mapping[str, float] = {}  # where `score` gives several: how they add up; 1 each unless named
+    pass_threshold: float = 1.0  # a score of at least this counts as passed
+    run_settings: ClassVar[Mapping[str, Any]] = {}  # settings of a training that suit it: {"train.learning_rate": 1e-3}
+
+    problem: Problem  # during an attempt: what is being solved,
+    messages: Sequence[Message] = ()  # what was said so far,
+    tool_results: Sequence[ToolResult] = ()  # and, when it is scored, what the tools answered
+
+    def __init__(self, config: Any = None) -> None:
+        self.config: Any = self.config_init() if config is None else config
+        self._stream: Stream | None = None
+
+    @classmethod
+    def config_init(cls) -> Any:
+        """The config that this environment starts from; the command line changes single fields of it."""
+        return cls.env_config_cls()
+
+    def setup(self) -> None:
+        """Load what all attempts share. Called once, before the first problem."""
+
+    def make_problem(self, rng: random.Random) -> Any:
+        """One problem: a question, a pair (question, expected), a dict with `input` and `expect`, or a Problem."""
+        raise NotImplementedError(f"{type(self).__name__} needs make_problem(self, rng), or problems(self, split)")
+
+    def problems(self, split: Split) -> Iterable[Any]:
+        """The problems of a split: a list, or an iterator, which may be endless. By default `make_problem` draws them,
+        or `get_next_item()` hands them out one after the other, and a share of all that there can be is held out."""
+        size = self.config.train_size if split == "train" else self.config.held_out_size
+        share = self.config.held_out_share
+        next_item = getattr(self, "get_next_item", None)
+        if next_item is not None:
+            self._stream = self._stream or Stream(next_item, share)
+            return self._stream.take(split, size)
+        return Drawn(self.make_problem, split, size, share, self.config.seed)
+
+    def start(self) -> None:
+        """Begin an attempt at `self.problem`, on its own copy of the environment."""
+
+    def tools(self) -> Sequence[Any]:
+        """The tools of an attempt: by default all public methods that the subclass adds."""
+        return [getattr(self, name) for name in tool_methods(type(self))]
+
+    def step(self, answer: str) -> str | None:
+        """What the world says to an answer without tool calls; None ends the attempt."""
+        return None
+
+    def score(self, answer: str) -> Any:
+        """How good the attempt was: a bool, a number in 0..1, pass_reason(…), fail_reason(…), or a dict of several."""
+        raise NotImplementedError(f"{type(self).__name__} needs score(self, answer)")
+
+    def close(self) -> None:
+        """End an attempt: give back what `start` took."""
+
+    def evaluate(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+        """More numbers about the held-out attempts than their pass rate."""
+        return {}
+
+
+def env_name(cls: type[Env]) -> str:
+    """The name of an environment: its own `name`, or its class's."""
+    return str(cls.__dict__.get("name") or default_name(cls.__name__))
+
+
+def default_name(class_name: str) -> str:
+    """
+    >>> default_name("GuessTheNumberEnv")
+    'guess-the-number'
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", class_name).lower()
+    return words.removesuffix("-environment").removesuffix("-env")
+
+
+def tool_methods(cls: type[Env]) -> list[str]:
+    """The public methods that a subclass of Env adds, in the order of their definition."""
+    names: dict[str, None] = {}
+    for parent in reversed(cls.__mro__):
+        if issubclass(parent, Env) and parent is not Env:
+            names |= {name: None for name, member in parent.__dict__.items() if inspect.isfunction(member)}
+    return [n for n in names if not n.startswith("_") and n != "get_next_item" and not hasattr(Env, n)]

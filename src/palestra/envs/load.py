@@ -1,0 +1,83 @@
+"""An environment by its name or its file, ready to run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from palestra.core.config import explain
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.import_file import import_file
+from palestra.envs.discover import LIBRARY, Found, discover, in_file
+from palestra.envs.env import Env
+from palestra.envs.running import RunningEnv
+
+_WANTED = "An environment file defines a subclass of palestra.Env"
+
+
+def find_env(name_or_file: str) -> Found:
+    """`calculator`, `my_env.py`, or `my_env.py:Class` where a file has several."""
+    file, _, class_name = name_or_file.partition(":")
+    if not file.endswith(".py"):
+        return discover().named(name_or_file)
+    path = Path(file).resolve()
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        raise PalestraError(f"there is no environment file {file}.{near}")
+    found = [env for env in in_file(path) if class_name in ("", env.class_name)]
+    if not found:
+        raise PalestraError(f"{file} defines no environment{class_name and f' {class_name}'}. {_WANTED}")
+    if len(found) > 1:
+        choices = ", ".join(f"{file}:{env.class_name}" for env in found)
+        raise PalestraError(f"{file} defines several environments; name one: {choices}")
+    return found[0]
+
+
+def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> RunningEnv:
+    """Find, import, configure and set up an environment. `settings` are fields of its config, as text or values."""
+    found = find_env(name_or_file)
+    cls = env_class(found)
+    config = configure(cls, {**found.preset, **(settings or {})})
+    return RunningEnv(cls(config))
+
+
+def env_class(found: Found) -> type[Env]:
+    """Import the class. Built-in ones are modules of Palestra, all others files of their own."""
+    if found.dialect != "palestra":
+        raise PalestraError(
+            f"{found.file_path} is written for {found.dialect}; run it as a service of its own: "
+            f"palestra env run-{found.dialect} {found.file_path}"
+        )
+    if found.file_path.is_relative_to(LIBRARY):
+        module = importlib.import_module(f"palestra.envs.library.{found.file_path.stem}")
+    else:
+        module = import_file(found.file_path, str(found.file_path), _WANTED)
+    cls = getattr(module, found.class_name, None)
+    if not isinstance(cls, type) or not issubclass(cls, Env):
+        raise PalestraError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
+    return cls
+
+
+def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
+    """The environment's own config with single fields changed; a wrong name or value is told with the fields."""
+    try:
+        config = cls.config_init()
+    except Exception as error:
+        raise PalestraError(f"{cls.__name__}.config_init raised {type(error).__name__}: {error}") from error
+    if not isinstance(config, BaseModel):
+        kind = type(config).__name__
+        raise PalestraError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")
+    fields = list(type(config).model_fields)
+    for name in settings:
+        if name not in fields:
+            raise PalestraError(
+                f"unknown setting 'env.{name}'.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
+            )
+    try:
+        return type(config).model_validate({**config.model_dump(), **settings})
+    except ValidationError as error:
+        raise PalestraError(explain(error, fields)) from None

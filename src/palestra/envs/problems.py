@@ -1,0 +1,150 @@
+"""The problems of an environment as sequences: drawn on demand, handed out one by one, or listed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+from palestra.chat.messages import as_messages
+from palestra.core.errors import PalestraError
+from palestra.core.types import Problem
+from palestra.envs.base import Split
+
+_MOST_DRAWS = 500  # for one problem, before a split counts as empty
+
+
+def as_problem(item: Any, problem_id: str) -> Problem:
+    """A question, a pair, a dict with `input` and `expect`, or a Problem, as a Problem with an id.
+
+    >>> as_problem(("What is 1 + 1?", 2), "p0")
+    Problem(id='p0', input='What is 1 + 1?', expect=2, row={})
+    """
+    match item:
+        case Problem():
+            return item if item.id else replace(item, id=problem_id)
+        case str():
+            return Problem(problem_id, item)
+        case (str() as text, expect):
+            return Problem(problem_id, text, expect)
+        case Mapping() if "input" in item:
+            said = item["input"] if isinstance(item["input"], str) else as_messages(item["input"])
+            return Problem(str(item.get("id", problem_id)), said, item.get("expect"), dict(item))
+        case _:
+            raise PalestraError(
+                f"a problem is {item!r}; expected a question, a pair (question, expected), a dict with "
+                "`input` and `expect`, or a Problem"
+            )
+
+
+def is_held_out(problem: Problem, share: float) -> bool:
+    """Whether a problem belongs to the held-out share; it depends on the problem alone, so splits never overlap."""
+    key = repr((problem.input, problem.expect)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big") < share * 2**48
+
+
+class NoProblem(PalestraError):
+    """A split has no problem to give."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """`size` problems of a split, each from a random generator of its own."""
+
+    make: Callable[[random.Random], Any]
+    split: Split
+    size: int
+    share: float
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self[i] for i in range(self.size))
+
+    def __getitem__(self, index: int) -> Problem:
+        rng = random.Random(f"{self.seed}/{self.split}/{index}")
+        for _ in range(_MOST_DRAWS):
+            problem = as_problem(self.make(rng), f"{self.split}-{index}")
+            if is_held_out(problem, self.share) == (self.split == "held_out"):
+                return problem
+        raise NoProblem(
+            f"make_problem gave no problem for the {self.split} split in {_MOST_DRAWS} draws: it makes too few "
+            "different ones. Make more, or set held_out_share"
+        )
+
+
+@dataclass
+class Stream:
+    """Problems handed out one after the other until None, dealt out to the splits."""
+
+    next_item: Callable[[], Any]
+    share: float
+    dealt: dict[Split, list[Problem]] = field(default_factory=lambda: {"train": [], "held_out": []})
+    ended: bool = False
+
+    def take(self, split: Split, size: int) -> list[Problem]:
+        """Up to `size` problems of a split; what comes for the other one meanwhile is kept for it."""
+        most = len(self.dealt[split]) + _MOST_DRAWS * size
+        while len(self.dealt[split]) < size and sum(map(len, self.dealt.values())) < most and not self.ended:
+            item = self.next_item()
+            if item is None:
+                self.ended = True
+            else:
+                problem = as_problem(item, f"item-{sum(map(len, self.dealt.values()))}")
+                self.dealt["held_out" if is_held_out(problem, self.share) else "train"].append(problem)
+        return self.dealt[split][:size]
+
+
+@dataclass
+class ProblemList(Sequence[Problem]):
+    """Problems by index, made when they are asked for. One that cannot be made is a Problem too, and `broken`
+    has the reason under its id: it fails its own attempts, not the run."""
+
+    items: Any
+    split: Split
+    broken: dict[str, str] = field(default_factory=dict)
+    _made: dict[int, Problem] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        if at not in self._made:
+            self._made[at] = self._make(at)
+        return self._made[at]
+
+    def _make(self, index: int) -> Problem:
+        problem_id = f"{self.split}-{index}"
+        try:
+            return as_problem(self.items[index], problem_id)
+        except (Exception, SystemExit) as error:
+            self.broken[problem_id] = f"making problem {problem_id} raised {type(error).__name__}: {error}"
+            return Problem(problem_id, "(this problem could not be made)")
+
+
+def problem_list(items: Any, split: Split, limit: int) -> ProblemList:
+    """What an environment gave as its problems: indexable things stay lazy, iterators are cut at `limit`."""
+    if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
+        items = list(itertools.islice(items, limit))
+    if isinstance(items, Drawn):
+        try:
+            items[0]
+        except NoProblem:
+            if split == "train":
+                raise
+            items = []  # too few different problems to hold any out: the training ones are scored instead
+        except (Exception, SystemExit):  # fails its own attempts
+            pass
+    return ProblemList(items, split)

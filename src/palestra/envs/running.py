@@ -1,0 +1,119 @@
+"""A subclass of Env at work: the Environment that the rollout loop drives. What its methods raise fails one attempt."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from palestra.chat.messages import as_messages
+from palestra.chat.toolcalls import strip_thinking
+from palestra.core.calls import call_with_limit
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import Message, Problem, Score, ToolResult
+from palestra.envs.base import Split
+from palestra.envs.env import Env, env_name, tool_methods
+from palestra.envs.problems import ProblemList, problem_list
+from palestra.evals.measures import Measure, as_score
+from palestra.tools.tool import Tool, as_tool, tools_by_name
+
+STEP_TIMEOUT_S = 300.0
+log = logging.getLogger("palestra")
+
+
+@dataclass(frozen=True)
+class EnvEpisode:
+    """One attempt, on a copy of the environment that is its own."""
+
+    env: Env
+    prompt: Sequence[Message]
+    tools: Sequence[Tool]
+    error: str | None = None  # it could not begin: the attempt fails as soon as the model has spoken
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        said = await self._call("step", messages)
+        return () if said is None else as_messages(said)
+
+    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
+        self.env.tool_results = tuple(tool_results)
+        verdict = await self._call("score", messages)
+        verdicts = verdict if isinstance(verdict, Mapping) else {"score": verdict}
+        threshold = self.env.pass_threshold
+        return {name: as_score(Measure(name, self.env.score, threshold), value) for name, value in verdicts.items()}
+
+    def close(self) -> None:
+        try:
+            self.env.close()
+        except (Exception, SystemExit) as error:
+            log.warning("%s.close raised %s: %s", type(self.env).__name__, type(error).__name__, error)
+
+    async def _call(self, method: str, messages: Sequence[Message]) -> Any:
+        if self.error:
+            raise RolloutError(self.error)
+        self.env.messages = tuple(messages)
+        answer = next((m.text for m in reversed(messages) if m.role == "assistant"), "")
+        try:
+            return await call_with_limit(getattr(self.env, method), strip_thinking(answer), timeout_s=STEP_TIMEOUT_S)
+        except SystemExit as error:  # what a user's method does must not end the run
+            raise RolloutError(f"{method} asked to exit with {error.code}") from None
+
+
+class RunningEnv:
+    """An Env that is set up and hands out problems and attempts."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self.name = env_name(type(env))
+        for method in tool_methods(type(env)):
+            as_tool(getattr(env, method))  # a tool without docstring or type hints is told now, not in every attempt
+        self._outside("setup", env.setup)
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return self.env.reward_weights
+
+    @cached_property
+    def _problems(self) -> dict[Split, ProblemList]:
+        sizes: dict[Split, int] = {
+            "held_out": getattr(self.env.config, "held_out_size", 100),
+            "train": getattr(self.env.config, "train_size", 1000),
+        }
+        return {
+            split: self._outside("problems", lambda split=split, n=n: problem_list(self.env.problems(split), split, n))
+            for split, n in sizes.items()
+        }
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        found = self._problems[split]
+        if split == "train" and not found:
+            raise PalestraError(f"the environment {self.name} gave no problems to train on")
+        return found
+
+    def open(self, problem: Problem) -> EnvEpisode:
+        env, prompt = self.env, list(as_messages(problem.input))
+        tools: Sequence[Tool] = ()
+        error = next((p.broken[problem.id] for p in self._problems.values() if problem.id in p.broken), None)
+        try:
+            env = copy.copy(self.env)
+            env.problem, env.messages, env.tool_results = problem, (), ()
+            if error is None:
+                env.start()
+                tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
+            if env.instructions:
+                prompt.insert(0, Message("system", env.instructions))
+        except (Exception, SystemExit) as failure:
+            error = f"beginning an attempt raised {type(failure).__name__}: {failure}"
+        return EnvEpisode(env, prompt, tools, error)
+
+    def _outside(self, method: str, call: Any) -> Any:
+        """What is called once, before any attempt: without it there is nothing to run."""
+        try:
+            return call()
+        except PalestraError:
+            raise
+        except (Exception, SystemExit) as error:
+            where = f"{type(self.env).__name__}.{method}"
+            raise PalestraError(f"{where} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,193 @@
+"""Environments are found by reading, never by running."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.envs.config_fields import config_fields
+from palestra.envs.discover import discover, in_file
+from palestra.envs.load import find_env, load_env
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, text: str) -> Path:
+        path = tmp_path / "environments" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return make
+
+
+def configured() -> list:
+    return [env for env in discover().environments if env.origin == "configured"]
+
+
+def test_a_subclass_is_found_with_its_name_config_and_first_line(write):
+    path = write(
+        "sums.py",
+        '''
+        raise SystemExit("nobody may run this for a listing")
+        from palestra import Env
+
+        class Sums(Env):
+            """
+            Add numbers.
+
+            At length.
+            """
+            name = "my-sums"
+            env_config_cls = SumsConfig
+
+        class Unrelated:
+            pass
+        ''',
+    )
+    (env,) = configured()
+    assert (env.name, env.class_name, env.file_path, env.description, env.config_class) == (
+        "my-sums", "Sums", path, "Add numbers.", "SumsConfig",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import palestra\nclass A(palestra.Env): ...",
+        "import palestra as p\nclass A(p.Env): ...",
+        "from palestra.envs.env import Env as E\nclass A(E): ...",
+        "from palestra import envs\nimport palestra.envs.env\nclass A(palestra.envs.env.Env): ...",
+        "from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv): ...",
+        "from palestra import Env\nclass _B(Env): ...\nclass A(_B): ...",
+        "from palestra import Env\ntry:\n    class A(Env): ...\nexcept ValueError: ...",
+        "from _common import Base\nclass A(Base): ...",
+        "from ._common import Base\nclass A(Base): ...",
+        "from . import _common\nclass A(_common.Base[int]): ...",
+        "from _common import *\nclass A(Base): ...",
+        "from _again import Base\nclass A(Base): ...",
+        "from palestra.envs.library.calculator import Calculator\nclass A(Calculator): ...",
+    ],
+)
+def test_bases_are_followed_through_imports_and_files(write, text):
+    write("_common.py", "from palestra import Env\nclass Base(Env): ...\nclass Hidden(Env): ...")
+    write("_again.py", "from _common import Base")
+    write("a.py", text)
+    assert [env.class_name for env in configured()] == ["A"]
+
+
+def test_atropos_environments_are_told_apart(write):
+    path = write("a.py", "from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv): ...")
+    assert configured()[0].dialect == "atropos"
+    with pytest.raises(PalestraError, match="written for atropos"):
+        load_env(str(path))
+
+
+def test_a_class_that_only_others_extend_is_no_environment(write):
+    write("base.py", "from palestra import Env\nclass Base(Env): ...")
+    write("two.py", "from base import Base\nclass One(Base): ...\nclass Two(Base): ...")
+    assert [env.name for env in configured()] == ["one", "two"]
+
+
+def test_classes_that_extend_each_other_are_no_environments(write):
+    write("a.py", "from b import B\nclass A(B): ...")
+    write("b.py", "from a import A\nclass B(A): ...")
+    assert configured() == []
+
+
+def test_files_that_cannot_be_read_are_reported_and_the_rest_listed(write):
+    broken = write("broken.py", "class A(Env:")
+    binary = write("binary.py", "")
+    binary.write_bytes(b"\x00\xff")
+    write("good.py", "from palestra import Env\nclass Good(Env): ...")
+    found = discover()
+    assert "good" in [env.name for env in found.environments]
+    assert set(found.errors) == {broken, binary}
+    assert "line 1" in found.errors[broken]
+
+
+def test_an_installed_package_announces_its_environments(write, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "their_package"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "deep" / "__init__.py").touch()
+    (package / "deep" / "game.py").write_text("from palestra import Env\nclass Game(Env): ...\nclass Other(Env): ...")
+    info = tmp_path / "site" / "their_package-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[palestra.environments]\ngame = their_package.deep.game:Game\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert [env.name for env in discover().environments if env.origin == "installed"] == ["game"]
+
+
+def test_configured_folders_come_from_the_variable_too(write, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "x.py").write_text("from palestra import Env\nclass X(Env): ...")
+    monkeypatch.setenv("PALESTRA_ENV_PATH", str(other))
+    assert [env.name for env in configured()] == ["x"]
+
+
+FIELDS = '''
+from palestra import Env, EnvConfig
+import os
+print("noise on stdout")
+
+class Config(EnvConfig):
+    """More."""
+    level: int = 1
+    note: str = ""
+
+class Levels(Env):
+    env_config_cls = Config
+
+    @classmethod
+    def config_init(cls):
+        return Config(level=7, note=os.environ.get("MY_SECRET", "nothing"))
+'''
+
+
+def test_config_fields_have_the_environments_own_values_and_never_our_secrets(write, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "sesame")
+    (env,) = in_file(write("levels.py", FIELDS))
+    fields = {row["name"]: row for row in config_fields(env)}
+    assert fields["level"] == {"name": "level", "type": "int", "default": 7, "description": ""}
+    assert fields["note"]["default"] == "nothing"
+    assert fields["train_size"]["default"] == 1000
+
+
+def test_a_config_that_hangs_or_raises_is_told(write):
+    (hanging,) = in_file(write("slow.py", FIELDS.replace("import os", "import os, time; time.sleep(60)")))
+    with pytest.raises(PalestraError, match=r"took longer than 0\.5 s"):
+        config_fields(hanging, timeout_s=0.5)
+    (raising,) = in_file(write("bad.py", FIELDS.replace("level=7", "level='high'")))
+    with pytest.raises(PalestraError, match="cannot be read"):
+        config_fields(raising)
+
+
+def test_an_environment_is_loaded_by_file_class_or_name(write):
+    path = write(
+        "levels.py", FIELDS + "\nclass More(Levels):\n    name = 'more'\n    def score(self, a): return True\n"
+    )
+    path.write_text(path.read_text().replace("class Levels(Env):", "class Levels(Env):\n    name = 'levels'"))
+    with pytest.raises(PalestraError, match="several environments; name one"):
+        find_env(str(path))
+    assert load_env(f"{path}:More", {"level": "3"}).env.config.level == 3
+    assert load_env("more").name == "more"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("calculater", {}, "Did you mean 'calculator'"),
+        ("nowhere.py", {}, "no environment file nowhere.py"),
+        ("calculator", {"levle": 1}, "unknown setting 'env.levle'"),
+        ("calculator", {"train_size": "many"}, "train_size"),
+    ],
+)
+def test_mistakes_are_told_with_their_remedy(name, settings, words):
+    with pytest.raises(PalestraError, match=words):
+        load_env(name, settings)
