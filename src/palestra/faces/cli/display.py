@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,12 +168,6 @@ class LiveDisplay(Display):
 def make_display(console: Console, log_every: int) -> Display:
     """The live display on a terminal, plain lines elsewhere."""
     return LiveDisplay(console, log_every) if console.is_terminal else PlainDisplay(console, log_every)
-
-
-def quieten_libraries(model: str) -> None:
-    """No progress bars but ours; a model from the hub keeps them, for they show its download."""
-    if model.startswith("palestra/") or Path(model).expanduser().exists():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def sparkline(shares: list[float], width: int) -> str:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from palestra.faces.cli import settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from palestra.agents.agent import Agent
+    from palestra.core.config import RunConfig
+    from palestra.evals.report import EvalReport
+    from palestra.evals.suite import EvalSuite
 
 
 @click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
@@ -30,22 +39,15 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
     """
     from rich.console import Console
 
-    from palestra.api import evaluate
     from palestra.core.yaml_config import read_yaml_config
     from palestra.evals.suite import EvalSuite
     from palestra.faces.cli.agent_file import configure, load_agent_file
-    from palestra.faces.cli.display import make_display, quieten_libraries
-    from palestra.faces.cli.summary import print_evaluation
 
-    console = Console(stderr=as_json)
     layer = read_yaml_config(config_file) if config_file else {}
     file = load_agent_file(agent_file)
     agent, config = configure(file, layer, settings.given(parameters))
     suite = file.held_out if isinstance(file.held_out, EvalSuite) else file.suite
-    quieten_libraries(config.model.name)
-    with make_display(console, config.track.log_every) as display:
-        report = evaluate(agent, suite, file.measures, config=config, watcher=display)
-    print_evaluation(console, agent.name, report)
+    report = _score(agent, suite, file.measures, config, Console(stderr=as_json))
     if as_json:
         summary = {
             "pass_rate": report.pass_rate.rate,
@@ -55,6 +57,22 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
             "seconds": round(report.seconds, 2),
         }
         click.echo(json.dumps(summary))
+
+
+def _score(
+    agent: Agent, suite: EvalSuite, measures: Sequence[Any] | None, config: RunConfig, console: Console
+) -> EvalReport:
+    from palestra.faces.cli.libraries import load_libraries
+
+    load_libraries(console, config.model.name)
+    from palestra.api import evaluate
+    from palestra.faces.cli.display import make_display
+    from palestra.faces.cli.summary import print_evaluation
+
+    with make_display(console, config.track.log_every) as display:
+        report = evaluate(agent, suite, measures, config=config, watcher=display)
+    print_evaluation(console, agent.name, report)
+    return report
 
 
 settings.options(command)

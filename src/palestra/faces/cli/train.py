@@ -99,10 +99,12 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
 
 
 def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
-    from palestra.api import train_grpo
-    from palestra.faces.cli.display import make_display, quieten_libraries, show_path
+    from palestra.faces.cli.libraries import load_libraries
 
-    quieten_libraries(plan.config.model.name)
+    load_libraries(console, plan.config.model.name)
+    from palestra.api import train_grpo
+    from palestra.faces.cli.display import make_display, show_path
+
     display = make_display(console, plan.config.track.log_every)
     try:
         with display:
