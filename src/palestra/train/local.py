@@ -62,8 +62,10 @@ class LocalLearner:
             _checkpoint_layers(model)
         self._scorer = Scorer(model, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
         self._reference: Scorer | None = None
-        if config.train.beta > 0:
-            frozen = model if self._peft else copy.deepcopy(model).requires_grad_(False).eval()
+        if config.train.beta > 0 and self._peft:
+            self._reference = self._scorer  # the same weights, with the adapter switched off
+        elif config.train.beta > 0:
+            frozen = copy.deepcopy(model).requires_grad_(False).eval()
             self._reference = Scorer(frozen, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
         self._optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
 
