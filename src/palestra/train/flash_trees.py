@@ -89,7 +89,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> t
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("palestra::tree_attention_backward", mutates_args=())
@@ -134,7 +134,7 @@ def _(
     handle: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,8 +167,8 @@ def _half(
         found = torch.ops.aten._flash_attention_forward(
             q, k, v, q_bounds, k_bounds, max_q, max_k, 0.0, causal, False, scale=scale
         )
-        return found[0], found[1]
-    out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        return found[0].contiguous(), found[1]
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     for queries, keys in _segments(q_bounds, k_bounds):
         scores = _scores(q[queries], k[keys], causal, scale)
         lse[:, queries] = scores.logsumexp(-1)
@@ -196,8 +196,8 @@ def _half_backward(
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
         )
-        return dq, dk, dv
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     for queries, keys in _segments(q_bounds, k_bounds):
         g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]
         weights = (_scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()

@@ -166,6 +166,6 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if gradient.dtype == torch.float32:
         total.addmm_(gradient.T, hidden)
     elif gradient.is_cuda:
-        torch.addmm(total, gradient.T, hidden, out_dtype=torch.float32, out=total)
+        torch.addmm(total, gradient.T, hidden, torch.float32, out=total)
     else:
         total += gradient.T @ hidden
