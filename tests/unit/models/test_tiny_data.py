@@ -1,0 +1,94 @@
+"""The data that palestra/tiny is made from: well-formed, repeatable, and without the demo's held-out cases."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra import demo
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def make_tiny() -> Any:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import make_tiny
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return make_tiny
+
+
+@pytest.fixture(scope="module")
+def sample(make_tiny: Any) -> list[Any]:
+    return list(itertools.islice(make_tiny.dialogues(1), 3000))
+
+
+def test_no_held_out_item_price_or_question_is_in_the_data(sample: list[Any]) -> None:
+    text = "\n".join(json.dumps([d.messages, d.tools]) for d in sample)
+    words = set(text.replace('"', " ").replace(".", " ").split())
+    for item, price in demo.CATALOGUE.items():
+        if demo.is_held_out_item(*item.split()):
+            assert item not in text
+            assert str(price) not in words
+    assert not any(case.input in text for case in demo.held_out)
+
+
+def test_each_word_of_a_held_out_item_is_known_from_other_items(sample: list[Any]) -> None:
+    text = json.dumps([d.messages for d in sample])
+    assert all(word in text for word in [*demo.ADJECTIVES, *demo.NOUNS])
+
+
+def test_the_same_seed_gives_the_same_dialogues(make_tiny: Any) -> None:
+    first, again, other = (list(itertools.islice(make_tiny.dialogues(seed), 50)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_tool_calls_fit_the_schemas_in_their_prompt(sample: list[Any]) -> None:
+    for dialogue in sample:
+        schemas = {t["function"]["name"]: t["function"]["parameters"] for t in dialogue.tools}
+        for message in dialogue.messages:
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                assert list(function["arguments"]) == schemas[function["name"]]["required"]
+
+
+def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
+    from palestra.models.loading import load_model
+
+    tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
+    asked, said_next = "<|im_start|>user\nassistant\n<|im_end|>\n", "<|im_start|>assistant\nHi.<|im_end|>\n"
+    text = asked + said_next + asked
+    (row,) = make_tiny.encode([text], tokenizer)
+    said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
+    assert tokenizer.decode(said) == "Hi.<|im_end|>"
+
+
+def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> None:
+    rng = random.Random(0)
+    rows = [make_tiny.Row([i] * rng.randint(1, 400), []) for i in range(200)]
+    batches = make_tiny.batches(rows, rng)
+    assert sorted(row.ids[0] for batch in batches for row in batch) == list(range(200))
+    assert all(max(len(r.ids) for r in b) * len(b) <= make_tiny.TOKENS_PER_BATCH for b in batches)
+
+
+def test_two_steps_of_making_it_twice_give_the_same_bytes(
+    make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 300)
+    made = []
+    for name in ("one", "two"):
+        arguments = ["make_tiny.py", "--steps", "2", "--threads", "1", "--out", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        make_tiny.main()
+        made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert made[0] == made[1]
+    assert set(made[0]) > {"model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"}
