@@ -7,22 +7,21 @@ import re
 
 from palestra import Env
 
-STOCK = {
-    f"{colour} {thing}": 11 + 7 * i % 83
-    for i, (colour, thing) in enumerate(
-        (c, t) for c in ("red", "blue", "green", "black") for t in ("cup", "hat", "bag")
-    )
-}
+ITEMS = [f"{colour} {thing}" for colour in ("red", "blue", "green", "black") for thing in ("cup", "hat", "bag")]
+STOCK = {item: 11 + 7 * i for i, item in enumerate(ITEMS)}
 
 
 class Stock(Env):
     """Look up what is in stock, and add."""
 
     instructions = "Use the tools to answer."
-    run_settings = {"train.learning_rate": 1e-3, "train.max_steps": 20, "train.problems_per_step": 8}
+    run_settings = {
+        "train": {"learning_rate": 1e-3, "max_steps": 12, "problems_per_step": 8},
+        "rollout": {"group_size": 8, "temperature": 1.0, "max_new_tokens": 120},
+    }
 
     def make_problem(self, rng):
-        one, other = rng.sample(sorted(STOCK), 2)
+        one, other = rng.sample(ITEMS, 2)
         return f"How many {one}s and {other}s are there together?", STOCK[one] + STOCK[other]
 
     def stock(self, item: str) -> int:

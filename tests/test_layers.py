@@ -28,14 +28,15 @@ MAY_IMPORT = {
     "agents": "core tools",
     "evals": "core chat",
     "envs": "core chat tools agents evals",
-    "policy": "core engine",
+    "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
     "train": "core chat algo engine models tracking export evals envs policy rollout",
     "result": "core chat tools agents evals runs export rollout train",
     "api": "core agents evals envs models rollout runs train result",
+    "env_api": "core chat agents envs evals models policy rollout train result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core agents evals envs runs train result api __init__",
+    "faces": "core agents chat evals envs policy rollout runs train result api env_api __init__",
 }
 
 # Doors that lead upwards, opened only when they are used: (file, module).

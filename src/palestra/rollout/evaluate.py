@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from palestra.core.types import Problem, Rollout
+from palestra.core.types import Group, Problem, Rollout
 from palestra.evals.report import EvalReport
-from palestra.rollout.collect import Collector
+
+
+class Collects(Protocol):
+    """What turns problems into groups: a Collector of tokens, or a ChatCollector of messages."""
+
+    async def collect(
+        self, problems: Sequence[Problem], group_size: int, seed_key: str, on_rollout: Callable[[Rollout], None] = ...
+    ) -> list[Group]: ...
 
 
 async def evaluate(
-    collector: Collector,
+    collector: Collects,
     problems: Sequence[Problem],
     *,
     samples_per_case: int = 1,

@@ -65,7 +65,7 @@ async def run_rollout(
     scores = {}
     try:
         stop = await _converse(policy, session, chat, episode, attempt, limits)
-        scores = dict(await _from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
+        scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
     finally:
@@ -109,9 +109,9 @@ async def _converse(
             results = await run_calls(tools, message.tool_calls, limits.tool_timeout_s)
             attempt.tool_seconds += time.perf_counter() - began
             attempt.tool_results += results
-            replies: Sequence[Message] = [_tool_message(result) for result in results]
+            replies: Sequence[Message] = [tool_message(result) for result in results]
         else:
-            replies = await _from_outside("the environment's reply", episode.reply(attempt.messages))
+            replies = await from_outside("the environment's reply", episode.reply(attempt.messages))
         if not replies:
             return "answered"
         attempt.messages += replies
@@ -120,7 +120,7 @@ async def _converse(
         policy.append(session, [i for turn in fed for i in turn.token_ids])
 
 
-async def _from_outside(boundary: str, call: Awaitable[T]) -> T:
+async def from_outside(boundary: str, call: Awaitable[T]) -> T:
     """Name an error by the boundary that it crossed."""
     try:
         return await call
@@ -128,7 +128,7 @@ async def _from_outside(boundary: str, call: Awaitable[T]) -> T:
         raise RolloutError(f"{boundary} raised {type(error).__name__}: {error}") from error
 
 
-def _tool_message(result: ToolResult) -> Message:
+def tool_message(result: ToolResult) -> Message:
     return Message("tool", result.content, tool_call_id=result.call.id, name=result.call.name)
 
 

@@ -16,7 +16,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
 from palestra.evals.report import EvalReport
 from palestra.rollout.collect import Collector
-from palestra.rollout.evaluate import evaluate
+from palestra.rollout.evaluate import Collects, evaluate
 from palestra.tracking.base import Tracker
 from palestra.train.checkpoint import TrainState, last_checkpoint, prune, save_checkpoint, step_folder
 from palestra.train.interrupt import deferred_interrupts
@@ -164,7 +164,7 @@ class Training:
 
 
 def run_evaluation(
-    scorer: Collector,
+    scorer: Collects,
     problems: Sequence[Problem],
     config: RunConfig,
     runner: asyncio.Runner,

@@ -15,6 +15,8 @@ from palestra.core.errors import PalestraError, did_you_mean
 COMMANDS = {
     "train": ("palestra.faces.cli.train", "Train an agent and show that it got better."),
     "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
+    "envs": ("palestra.faces.cli.envs", "List the environments that there are."),
+    "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
     "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,36 +12,48 @@ import click
 
 from palestra.core.errors import PalestraError
 from palestra.faces.cli import settings
+from palestra.faces.cli.env_settings import EnvCommand
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from palestra.agents.agent import Agent
     from palestra.core.config import RunConfig
+    from palestra.envs.running import RunningEnv
     from palestra.faces.cli.agent_file import AgentFile
     from palestra.result import GRPOTrainingResult
+    from palestra.train.loop import Watcher
 
 _KEEPS_ITS_OWN = "a resumed run keeps its own settings. Leave this out, or start a new run without --resume"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained, and how; `resume` is the folder of a run to go on with."""
+    """How a run is set, and what trains it once there is someone to watch."""
 
-    file: AgentFile
-    agent: Agent
     config: RunConfig
-    resume: Path | None = None
+    train: Callable[[Watcher], GRPOTrainingResult]
 
 
-@click.command("train", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@click.command(
+    "train",
+    cls=EnvCommand,
+    context_settings={"max_content_width": 100},
+    options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…",
+)
 @click.argument("agent_file", required=False)
+@click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was stopped: its folder, or its name in ./runs.")
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
 @settings.debug_option
 def command(
-    agent_file: str | None, config_file: Path | None, resume: str | None, as_json: bool, **parameters: Any
+    agent_file: str | None,
+    env: str | None,
+    config_file: Path | None,
+    resume: str | None,
+    as_json: bool,
+    **parameters: Any,
 ) -> None:
     """Train an agent on its suite, with its measures as the reward; then compare before and after.
 
@@ -53,6 +66,7 @@ def command(
       palestra train my_agent.py --seed 1
       palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
       palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
+      palestra train --env calculator --env.operations 1
       palestra train --resume runs/my-agent-20260131-101500
 
     Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
@@ -62,7 +76,11 @@ def command(
     from rich.console import Console
 
     console = Console(stderr=as_json)
-    if resume is None:
+    if env is not None and agent_file is not None:
+        raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    if resume is None and env is not None:
+        plan = _on_environment(env, config_file, settings.given(parameters))
+    elif resume is None:
         plan = _new(agent_file, config_file, settings.given(parameters))
     else:
         given = [f"--{key}" for key in settings.given(parameters)] + (["--config"] if config_file else [])
@@ -80,7 +98,43 @@ def _new(agent_file: str | None, config_file: Path | None, given: dict[str, Any]
     layer = read_yaml_config(config_file) if config_file else {}
     file = load_agent_file(agent_file)
     agent, config = configure(file, layer, given)
-    return Plan(file, agent, config)
+    return _on_file(file, agent, config)
+
+
+def _on_file(file: AgentFile, agent: Agent, config: RunConfig, resume: Path | None = None) -> Plan:
+    def train(watcher: Watcher) -> GRPOTrainingResult:
+        from palestra.api import train_grpo
+
+        return train_grpo(
+            agent,
+            file.suite,
+            file.measures,
+            config=config,
+            reward_weights=file.reward_weights,
+            held_out=file.held_out,
+            watcher=watcher,
+            source=file.source,
+            resume=resume,
+        )
+
+    return Plan(config, train)
+
+
+def _on_environment(name: str, config_file: Path | None, given: dict[str, Any]) -> Plan:
+    from palestra.faces.cli.env import open_env
+
+    env, config, read = open_env(name, config_file, given)
+    where = str(Path(name).resolve()) if name.endswith(".py") else name
+    return _train_env(env, config, {"environment": {"name": where, "settings": read.env}})
+
+
+def _train_env(env: RunningEnv, config: RunConfig, record: dict[str, Any], resume: Path | None = None) -> Plan:
+    def train(watcher: Watcher) -> GRPOTrainingResult:
+        from palestra.env_api import train_env
+
+        return train_env(env, config, watcher=watcher, record=record, resume=resume)
+
+    return Plan(config, train)
 
 
 def _resumed(agent_file: str | None, name: str) -> Plan:
@@ -88,6 +142,12 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
     from palestra.faces.cli.find_run import find_run
 
     run = find_run(name)
+    if "environment" in run.record:
+        from palestra.envs.load import load_env
+
+        environment = run.record["environment"]
+        env = load_env(environment["name"], environment["settings"])
+        return _train_env(env, run.config, {}, run.path)
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(
@@ -95,30 +155,19 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
             f"or name the agent's file: palestra train my_agent.py --resume {name}"
         )
     file, config = load_agent_file(source), run.config
-    return Plan(file, replace(file.agent, model=config.model.name), config, run.path)
+    return _on_file(file, replace(file.agent, model=config.model.name), config, run.path)
 
 
 def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
     from palestra.faces.cli.libraries import load_libraries
 
     load_libraries(console, plan.config.model.name)
-    from palestra.api import train_grpo
     from palestra.faces.cli.display import make_display, show_path
 
     display = make_display(console, plan.config.track.log_every)
     try:
         with display:
-            return train_grpo(
-                plan.agent,
-                plan.file.suite,
-                plan.file.measures,
-                config=plan.config,
-                reward_weights=plan.file.reward_weights,
-                held_out=plan.file.held_out,
-                watcher=display,
-                source=plan.file.source,
-                resume=plan.resume,
-            )
+            return plan.train(display)
     except KeyboardInterrupt:
         if display.run_dir is None:
             raise

@@ -1,0 +1,106 @@
+"""The short way in for environments: train on one, score it, or look at what it gives."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from palestra.agents.agent import Agent
+from palestra.api import GRPOTrainer
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.event_loop import outside_event_loop
+from palestra.envs.running import RunningEnv
+from palestra.evals.report import EvalReport
+from palestra.policy.openai import OpenAIChat, OpenAISettings
+from palestra.result import GRPOTrainingResult
+from palestra.rollout.chat import ChatCollector
+from palestra.rollout.evaluate import Collects
+from palestra.rollout.process import process
+from palestra.rollout.run import Limits
+from palestra.train.loop import Watcher, run_evaluation
+
+
+def train_env(
+    env: RunningEnv,
+    config: RunConfig,
+    *,
+    watcher: Watcher | None = None,
+    record: Mapping[str, Any] | None = None,
+    resume: Path | None = None,
+) -> GRPOTrainingResult:
+    """Train a model on an environment; scored before and after on its held-out problems."""
+    episode = env.open(env.problems("train")[0])
+    agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, list(episode.tools))
+    episode.close()
+    trainer = GRPOTrainer(agent, config=config, watcher=watcher)
+    return trainer.train_on(env, record=record, resume=resume)
+
+
+def evaluate_env(
+    env: RunningEnv, config: RunConfig, *, openai: OpenAISettings | None = None, watcher: Watcher | None = None
+) -> tuple[EvalReport, dict[str, float]]:
+    """Score a model, or an OpenAI-style endpoint, on the held-out problems; with the environment's own numbers."""
+    problems = env.problems("held_out") or env.problems("train")
+
+    def score() -> EvalReport:
+        with asyncio.Runner() as runner:
+            _, calm = _collectors(env, config, openai)
+            return run_evaluation(calm, problems, config, runner, watcher or Watcher(), "scoring")
+
+    report = outside_event_loop(score)
+    return report, {name: float(value) for name, value in env.env.evaluate(report.rollouts).items()}
+
+
+def process_env(
+    env: RunningEnv,
+    config: RunConfig,
+    path: Path,
+    *,
+    groups: int,
+    openai: OpenAISettings | None = None,
+    watcher: Watcher | None = None,
+    on_group: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> None:
+    """Attempt the first training problems and write one scored group a line, each as soon as it is there."""
+    problems = env.problems("train")[:groups]
+    watch, done = watcher or Watcher(), itertools.count(1)
+    watch.phase("attempting", len(problems) * config.rollout.group_size)
+
+    async def write() -> None:
+        records = process(
+            _collectors(env, config, openai)[0],
+            problems,
+            group_size=config.rollout.group_size,
+            seed=config.seed,
+            at_once=config.train.problems_per_step,
+            on_rollout=lambda rollout: watch.advance(next(done), {}),
+        )
+        with path.open("w", encoding="utf-8") as file:
+            async for record in records:
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                file.flush()
+                on_group(record)
+
+    outside_event_loop(lambda: asyncio.run(write()))
+
+
+def _collectors(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None) -> tuple[Collects, Collects]:
+    """What samples as in training, and what samples as the evaluation wants it."""
+    from palestra.models.loading import load_model
+    from palestra.train.setup import build_collectors, build_policy, sampling_params
+
+    if openai is None:
+        loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine)
+        return build_collectors(env, policy, ChatFormat(loaded.tokenizer), config)
+    sampling = sampling_params(config.rollout, ())
+    limits = Limits(sampling, config.rollout.max_tool_rounds, config.rollout.tool_timeout_s)
+    calm = replace(limits, sampling=replace(sampling, temperature=config.eval.temperature))
+    chat = OpenAIChat(openai)
+    return ChatCollector(env, chat, limits), ChatCollector(env, chat, calm)

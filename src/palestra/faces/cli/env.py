@@ -1,0 +1,137 @@
+"""`palestra env`: an environment as a program of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from palestra.faces.cli import settings
+from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from palestra.core.config import RunConfig
+    from palestra.envs.running import RunningEnv
+    from palestra.policy.openai import OpenAISettings
+
+
+@click.group("env")
+def command() -> None:
+    """Run one environment: `process` to look at what it gives, `evaluate` to score a model on it."""
+
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What all of them take."""
+    for option in (
+        settings.debug_option,
+        click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON."),
+        click.option("--model", metavar="NAME", help="The model to sample from; short for --model.name."),
+        click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="YAML settings."),
+        click.argument("name_or_file"),
+    ):
+        function = option(function)
+    return function
+
+
+_FORM = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
+
+
+@command.command("process", cls=EnvCommand, options_metavar=_FORM)
+@click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
+@click.option("--out", type=click.Path(path_type=Path), help="The JSONL file to write; the page goes beside it.")
+@_options
+def process(
+    name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
+) -> None:
+    """Attempt some problems; write one scored group a line, and a page to read.
+
+    \b
+    palestra env process calculator
+    palestra env process my_env.py --env.level 2 --model Qwen/Qwen3-0.6B --rollout.group_size 4
+    palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
+    """
+    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    from palestra.env_api import process_env
+    from palestra.faces.cli.display import make_display, show_path
+    from palestra.faces.process_page import write_page
+
+    path = out or Path(f"{env.name.replace('/', '-')}.jsonl")
+    records: list[dict[str, Any]] = []
+    with make_display(console, config.track.log_every) as display:
+        process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
+    page = write_page(path.with_suffix(".html"), env.name, openai.model_name if openai else config.model.name, records)
+    scores = [score for record in records for score in record["scores"]]
+    passed = [flag for record in records for flag in record["passed"]]
+    console.print(
+        f"{len(records)} groups, {len(scores)} attempts: mean score {sum(scores) / len(scores):.2f}, "
+        f"{sum(passed)} passed\n{show_path(path)}\n{show_path(page)}",
+        highlight=False,
+    )
+    if parameters["as_json"]:
+        summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "jsonl": str(path)}
+        click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
+
+
+@command.command("evaluate", cls=EnvCommand, options_metavar=_FORM)
+@_options
+def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
+    """Score a model on the held-out problems of an environment.
+
+    \b
+    palestra env evaluate calculator
+    palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
+    """
+    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    from palestra.env_api import evaluate_env
+    from palestra.faces.cli.display import make_display
+    from palestra.faces.cli.summary import print_evaluation
+
+    with make_display(console, config.track.log_every) as display:
+        report, more = evaluate_env(env, config, openai=openai, watcher=display)
+    print_evaluation(console, env.name, report)
+    for name, value in more.items():
+        console.print(f"{name} {value:g}", highlight=False)
+    if parameters["as_json"]:
+        click.echo(json.dumps({**report.to_dict(), "more": more}))
+
+
+def _prepare(
+    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
+    """The environment and all settings, checked before anything heavy is loaded."""
+    from rich.console import Console
+
+    given = settings.given(parameters) | ({"model.name": model} if model else {})
+    env, config, apart = open_env(name_or_file, config_file, given)
+    console = Console(stderr=parameters["as_json"])
+    openai = None
+    if apart.openai:
+        from palestra.policy.openai import OpenAISettings
+
+        openai = OpenAISettings.read(apart.openai)
+    else:
+        from palestra.faces.cli.libraries import load_libraries
+
+        load_libraries(console, config.model.name)
+    return env, config, openai, console
+
+
+def open_env(
+    name_or_file: str, config_file: Path | None, given: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, EnvSettings]:
+    """An environment with its settings, and the run's: its own, then the YAML file's, then the command line's."""
+    from palestra.core.config import RunConfig
+    from palestra.envs.load import load_env
+
+    read = read_settings(config_file, given)
+    env = load_env(name_or_file, read.env)
+    return env, RunConfig.build(env.env.run_settings, read.run), read
+
+
+settings.options(process)
+settings.options(evaluate)

@@ -1,0 +1,95 @@
+"""Any OpenAI-style chat endpoint: messages in, one message out. Without token ids it can be scored, not trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from palestra.chat.messages import from_dict, to_dict
+from palestra.core.config import Section, explain
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import Finish, Message, SamplingParams
+
+_ATTEMPTS = 3
+_MAX_REPLY_BYTES = 20_000_000
+
+
+class OpenAISettings(Section):
+    """Where the endpoint is, and which model to ask. The key itself stays in the environment."""
+
+    model_name: str = Field(description="the model's name at the endpoint")
+    base_url: str = Field("https://api.openai.com/v1", description="up to and including /v1")
+    api_key_env: str = Field("OPENAI_API_KEY", description="the environment variable that holds the key")
+    timeout_s: float = Field(120.0, gt=0, description="for one answer")
+    max_concurrent: int = Field(16, ge=1, description="requests under way at once")
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> OpenAISettings:
+        if "api_key" in given:
+            raise PalestraError(
+                "openai.api_key: a key on the command line or in a file is seen by others. Put it into an environment "
+                "variable, and give the variable's name as openai.api_key_env (OPENAI_API_KEY unless given)"
+            )
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise PalestraError(f"openai: {explain(error, list(cls.model_fields))}") from None
+
+
+class OpenAIChat:
+    """A chat endpoint that is asked for one assistant message at a time."""
+
+    def __init__(self, settings: OpenAISettings) -> None:
+        self.settings = settings
+        self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
+        self._pool = ThreadPoolExecutor(settings.max_concurrent, "palestra-openai")
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], sampling: SamplingParams
+    ) -> tuple[Message, Finish]:
+        """The next assistant message and why it ended; RolloutError when the endpoint gives none."""
+        body: dict[str, Any] = {
+            "model": self.settings.model_name,
+            "messages": [to_dict(m, arguments_as_text=True) for m in messages],
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed % 2**31,
+        }
+        if tools:
+            body["tools"] = list(tools)
+        answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._post, body)
+        try:
+            choice = answer["choices"][0]
+            message = from_dict({**choice["message"], "role": "assistant"})
+        except (KeyError, IndexError, TypeError, PalestraError) as error:
+            raise RolloutError(f"{self._url} gave no message: {type(error).__name__}: {error}") from None
+        return message, "length" if choice.get("finish_reason") == "length" else "stop"
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self.settings.api_key_env):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.settings.timeout_s) as response:
+                    return json.loads(response.read(_MAX_REPLY_BYTES))
+            except urllib.error.HTTPError as error:
+                reason = f"answered {error.code}: {error.read(300).decode(errors='replace')}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, ValueError) as error:
+                reason = f"could not be asked: {error}"
+            if attempt < _ATTEMPTS:
+                time.sleep(0.5 * 2**attempt)
+        raise RolloutError(f"{self._url} {reason}")

@@ -1,0 +1,108 @@
+"""Attempts of a chat endpoint: the same loop in messages instead of tokens. They can be scored, not trained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Finish, Group, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult
+from palestra.envs.base import Environment, Episode
+from palestra.rollout.collect import seed_of, weighted_reward
+from palestra.rollout.run import Limits, from_outside, tool_message
+from palestra.tools.run import run_calls
+
+
+class Chat(Protocol):
+    """Something that gives the next assistant message."""
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, object]], sampling: SamplingParams
+    ) -> tuple[Message, Finish]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCollector:
+    """Problems into groups of scored attempts, as Collector does, by a chat endpoint."""
+
+    environment: Environment
+    chat: Chat
+    limits: Limits
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_key: str,
+        on_rollout: Callable[[Rollout], None] = lambda r: None,
+    ) -> list[Group]:
+        """One group for each problem, all running together."""
+
+        async def one(problem: Problem, i: int) -> Rollout:
+            sampling = replace(self.limits.sampling, seed=seed_of(f"{seed_key}/{problem.id}/{i}"))
+            rollout = await run_chat(
+                self.chat, self.environment.open(problem), problem, replace(self.limits, sampling=sampling)
+            )
+            rollout = replace(rollout, reward=weighted_reward(rollout, self.environment.reward_weights))
+            on_rollout(rollout)
+            return rollout
+
+        rows = await asyncio.gather(*(asyncio.gather(*(one(p, i) for i in range(group_size))) for p in problems))
+        errors = [r.error for row in rows for r in row]
+        if errors and None not in errors:
+            raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
+        return [Group(problem.id, tuple(row)) for problem, row in zip(problems, rows, strict=True)]
+
+
+async def run_chat(chat: Chat, episode: Episode, problem: Problem, limits: Limits) -> Rollout:
+    """Play `episode` to its end and score it; what goes wrong outside is recorded on the rollout."""
+    began = time.perf_counter()
+    messages, results = list(episode.prompt), list[ToolResult]()
+    stop: StopReason = "failed"
+    error, scores = None, {}
+    try:
+        stop = await _converse(chat, episode, messages, results, limits)
+        scores = dict(await from_outside("scoring", episode.score(messages, results)))
+    except PalestraError as failure:
+        stop, error = "failed", str(failure)
+    finally:
+        episode.close()
+    return Rollout(
+        problem_id=problem.id,
+        turns=(),
+        messages=tuple(messages),
+        stop=stop,
+        tool_results=tuple(results),
+        scores=scores,
+        seconds=time.perf_counter() - began,
+        tool_seconds=sum(result.seconds for result in results),
+        error=error,
+    )
+
+
+async def _converse(
+    chat: Chat, episode: Episode, messages: list[Message], results: list[ToolResult], limits: Limits
+) -> StopReason:
+    tools = {tool.name: tool for tool in episode.tools}
+    schemas = [tool.schema for tool in episode.tools]
+    rounds = 0
+    while True:
+        message, finish = await chat.complete(messages, schemas, limits.sampling)
+        messages.append(message)
+        if finish == "length":
+            return "truncated"
+        if message.tool_calls:
+            if rounds == limits.max_tool_rounds:
+                return "tool_limit"
+            rounds += 1
+            answers = await run_calls(tools, message.tool_calls, limits.tool_timeout_s)
+            results += answers
+            replies: Sequence[Message] = [tool_message(answer) for answer in answers]
+        else:
+            replies = await from_outside("the environment's reply", episode.reply(messages))
+        if not replies:
+            return "answered"
+        messages += replies
