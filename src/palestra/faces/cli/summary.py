@@ -146,11 +146,13 @@ def _print_warnings(console: Console, report: EvalReport) -> None:
 def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:
     source = str(result.run.record.get("source") or "")
     file = f" {show_path(Path(source))}" if source.endswith(".py") else ""
+    environment = result.run.record.get("environment")
+    score = f"palestra env evaluate {environment['name']}" if environment else f"palestra eval{file}"
     rows = [
         ("run folder", show_path(result.run.path)),
         ("report", show_path(page)),
         ("model", show_path(result.model_path)),
-        ("score it", f"palestra eval{file} --model.name {show_path(result.model_path)}"),
+        ("score it", f"{score} --model.name {show_path(result.model_path)}"),
     ]
     console.print()
     console.print(
