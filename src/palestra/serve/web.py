@@ -1,0 +1,242 @@
+"""What both servers share: who may ask, how much a body may hold, how errors look, how a port is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import socket
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from palestra.core.errors import PalestraError
+
+MIB = 1 << 20
+_DRAIN_S = 30.0
+_MAX_CONNECTIONS = 4096
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HTTPException:
+    """The error that becomes an OpenAI-style JSON answer."""
+    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return HTTPException(status, message, headers)
+
+
+def make_app(
+    routes: Sequence[BaseRoute],
+    *,
+    token: str | None = None,
+    lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
+) -> Starlette:
+    """An application whose every error is JSON, and which asks for the token where one is set."""
+    handlers: Mapping[Any, Any] = {
+        HTTPException: _http_error,
+        PalestraError: _bad_input,
+        Exception: _server_error,
+    }
+    return Starlette(
+        routes=list(routes),
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers=handlers,
+        lifespan=lifespan,
+    )
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+
+
+async def _bad_input(request: Request, error: PalestraError) -> Response:
+    return JSONResponse(error_body(400, str(error)), 400)
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(500, f"{type(error).__name__}: {error}"), 500)
+
+
+class Guard:
+    """Lets in who knows the token; a page in somebody's browser is not let in at all.
+
+    A server on the loopback address can be reached by every page that a local browser shows. Such requests
+    carry an Origin of their own, or a host name that was made to point here.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(Request(scope))
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            status, message = refusal
+            await JSONResponse(error_body(status, message), status)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        if self._token is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if not hmac.compare_digest(given, self._token.encode()):
+                return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
+            return None
+        origin = request.headers.get("origin")
+        if not is_loopback(request.url.hostname or "") or (origin and not is_loopback(_host_of(origin))):
+            return 403, "without a token, only requests to a loopback address and from no other site are answered"
+        return None
+
+
+def _host_of(origin: str) -> str:
+    from urllib.parse import urlsplit
+
+    return urlsplit(origin).hostname or ""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, unpacked where it is gzip; 413 when it holds more than `limit` bytes, packed or not."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "gzip"):
+        raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip or none")
+    unpack = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+    body = bytearray()
+    stream = request.stream()
+    try:
+        async for chunk in stream:
+            body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
+            if len(body) > limit:
+                await _drain(stream)
+                raise refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
+    except zlib.error as error:
+        raise refuse(400, f"the body is not valid gzip: {error}") from None
+    if unpack is not None and body and not unpack.eof:
+        raise refuse(400, "the body is not valid gzip: it ends too early")
+    return bytes(body)
+
+
+async def _drain(stream: Any) -> None:
+    """Let the sender finish, keeping nothing, so that it hears the answer instead of a broken connection."""
+    until = time.monotonic() + _DRAIN_S
+    async for _ in stream:
+        if time.monotonic() > until:
+            return
+
+
+async def read_model(request: Request, model: type[Model], limit: int = MIB) -> Model:
+    """The body as a pydantic model; 422 with what is wrong when it is none."""
+    return parse(model.model_validate_json, await read_body(request, limit))
+
+
+def parse(validate: Callable[[bytes], T], body: bytes) -> T:
+    try:
+        return validate(body)
+    except ValidationError as error:
+        raise refuse(422, _explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False, include_input=False)[:5]:
+        where = ".".join(str(part) for part in item["loc"]) or "the body"
+        lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    more = error.error_count() - len(lines)
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; a client that goes away cancels it."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(499, "the client went away")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def open_port(host: str, port: int, token: str | None) -> socket.socket:
+    """A bound socket (port 0: any free one). Other than loopback addresses need a token."""
+    if not is_loopback(host) and not token:
+        raise PalestraError(
+            f"host={host!r} can be reached from other machines; set a token (--token or PALESTRA_TOKEN), "
+            "or use 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise PalestraError(
+            f"port {port} of {host} cannot be opened ({error.strerror}); choose another one, 0 takes any free one"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn inside of somebody else's event loop: it leaves signals alone unless told to heed them."""
+
+    def __init__(self, app: ASGIApp, *, heed_signals: bool = False) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                timeout_graceful_shutdown=5,
+                lifespan="on",
+                ws="none",
+            )
+        )
+        self._heed_signals = heed_signals
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals() if self._heed_signals else contextlib.nullcontext():
+            yield

@@ -1,0 +1,107 @@
+"""The bodies of the trajectory API, checked where they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_BATCH_SIZE = 65_536
+
+
+class Body(BaseModel):
+    """Fields that are not known are ignored, as the protocol's clients expect; NaN and infinity are no numbers."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Registration(Body):
+    """A trainer and what it wants."""
+
+    wandb_group: str = ""
+    wandb_project: str = ""
+    batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
+    max_token_len: int
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    starting_step: int = Field(0, ge=0)
+    num_steps: int
+
+
+class EnvRegistration(Body):
+    """An environment that will send groups."""
+
+    max_token_length: int = Field(ge=1)
+    desired_name: str | None = None
+    weight: float | None = 1.0
+    group_size: int = Field(ge=1)
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+
+
+class EnvIdentifier(Body):
+    env_id: int
+
+
+class ScoredGroup(Body):
+    """The scored sequences of one problem. Masks are -100 where a token is not trained."""
+
+    tokens: list[list[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+    @field_validator(
+        "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "distill_token_ids",
+        "distill_logprobs", "generation_params", "group_overrides", "images", mode="before",
+    )  # fmt: skip
+    @classmethod
+    def _empty_is_absent(cls, value: Any) -> Any:
+        return None if value in ([], {}) else value
+
+    @field_validator("messages")
+    @classmethod
+    def _messages_have_roles(cls, value: list[list[dict[str, Any]]] | None) -> Any:
+        for message in (m for conversation in value or () for m in conversation):
+            if "role" not in message or "content" not in message:
+                raise ValueError("every message needs 'role' and 'content'")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> ScoredGroup:
+        lengths = [len(sequence) for sequence in self.tokens]
+        if 0 in lengths:
+            raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
+        for name in ("scores", "overrides", "messages"):
+            _agree(name, len(self.tokens), getattr(self, name))
+        for name in (
+            "masks",
+            "advantages",
+            "ref_logprobs",
+            "inference_logprobs",
+            "distill_token_ids",
+            "distill_logprobs",
+        ):
+            rows = getattr(self, name)
+            _agree(name, len(lengths), rows)
+            for i, row in enumerate(rows or ()):
+                if len(row) != lengths[i]:
+                    expected = f"expected one for each of its {lengths[i]} tokens"
+                    raise ValueError(f"{name}: sequence {i} has {len(row)} entries; {expected}")
+        return self
+
+
+def _agree(name: str, sequences: int, rows: Sequence[Any] | None) -> None:
+    if rows is not None and len(rows) != sequences:
+        raise ValueError(f"{name} has {len(rows)} entries; expected one for each of the {sequences} sequences")
