@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "env_api": "core chat agents envs evals models policy rollout train result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core agents chat evals envs policy rollout runs train result api env_api __init__",
+    "faces": "core agents chat evals envs policy rollout runs serve train result api env_api __init__",
 }
 
 # Doors that lead upwards, opened only when they are used: (file, module).
@@ -53,8 +53,6 @@ HEAVY = {
     "safetensors": "export models train",
     "numpy": "algo engine policy train",
     "triton": "engine",
-    "starlette": "serve",
-    "uvicorn": "serve",
     "trl": "",
     "datasets": "",
     "pyarrow": "",

@@ -80,6 +80,12 @@ def test_a_single_measure_is_not_shown_twice():
     assert "all measures" in render(report(("right_total", "polite")))
 
 
+def test_evaluations_on_the_way_are_marked():
+    data = report()
+    data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
+    assert "held-out cases at step 3: 62.5 %" in render(data)
+
+
 def test_smoothing_keeps_a_constant_and_the_length():
     assert smooth([0.5] * 9) == [0.5] * 9
     assert smooth([]) == []

@@ -51,13 +51,13 @@ def _points(steps: Sequence[Mapping[str, float]], key: str) -> list[Point]:
 
 
 def _held_out(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]]) -> list[Marker]:
-    """The evaluations before and after, where they belong on the axis of steps."""
+    """The evaluations before, during and after, where they belong on the axis of steps."""
     last = max((row["step"] for row in steps), default=0)
-    ends = (("before", 0.0, report["before"]), ("after", float(last), report["after"]))
-    return [
+    between = [(row["step"], row["eval/pass_rate"]) for row in report["metrics"] if "eval/pass_rate" in row]
+    ends = [("before", 0.0, report["before"]["pass_rate"]), ("after", float(last), report["after"]["pass_rate"])]
+    return [Marker(x, rate, rate, rate, f"held-out cases at step {x}: {_percent(rate)}") for x, rate in between] + [
         Marker(x, rate["rate"], rate["low"], rate["high"], f"held-out cases {when}: {_percent(rate['rate'])}")
-        for when, x, evaluation in ends
-        for rate in (evaluation["pass_rate"],)
+        for when, x, rate in ends
     ]
 
 

@@ -49,15 +49,17 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
 
 
 def change_table(changes: list[Change]) -> Table:
-    """Before against after, a row a measure; a change beyond chance is marked."""
+    """Before against after, a row a measure; a change that may be chance is marked."""
+    shown = changes if len(changes) > 2 else changes[:1]  # one measure: "all measures" says nothing new
     table = Table(title="Held-out cases, before and after (95 % intervals)", title_justify="left")
+    if not all(change.clear for change in shown):
+        table.caption, table.caption_justify = "≈ within chance: the intervals overlap", "left"
     table.add_column("measure")
     for heading in ("before", "after", "points"):
-        table.add_column(heading, justify="right")
-    for change in changes if len(changes) > 2 else changes[:1]:  # one measure: "all measures" says nothing new
+        table.add_column(heading, justify="right", no_wrap=True)
+    for change in shown:
         colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
-        verdict = "" if change.clear else " (within chance)"
-        gain = Text(f"{100 * change.gain:+.1f}{verdict}", style=colour)
+        gain = Text(f"{100 * change.gain:+.1f}{'' if change.clear else ' ≈'}", style=colour)
         table.add_row(change.name, show_rate(change.before), show_rate(change.after), gain)
     return table
 
