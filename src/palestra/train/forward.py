@@ -7,9 +7,9 @@ more to their logits than the head knows). A self-check on a few tokens settles 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,7 @@ class Scorer:
         with use_tree_attention(self.model) if self.way == "trees" else nullcontext():
             layers = _layers(self.model) if self.compiled else []
             for layer in layers:
-                layer._compiled_call_impl = partial(_run_compiled, layer)
+                layer._compiled_call_impl = partial(_compiled_call(), layer)
             try:
                 yield
             finally:
@@ -115,10 +115,14 @@ def _layers(model: Any) -> list[nn.Module]:
     return max((list(stack) for stack in stacks), key=len, default=[])
 
 
-# Every micro-batch has its own length: compiled for any from the start, once for all layers.
-@torch.compile(dynamic=True)
-def _run_compiled(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return layer._call_impl(*args, **kwargs)
+@cache
+def _compiled_call() -> Callable[..., Any]:
+    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers."""
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return layer._call_impl(*args, **kwargs)
+
+    return torch.compile(call, dynamic=True)
 
 
 def causal_lm(model: Any) -> Any:

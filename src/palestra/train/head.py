@@ -163,9 +163,7 @@ def _logit_gradient(
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """total [V, H] float32 += gradientᵀ @ hidden, added up in float32."""
-    if gradient.dtype == torch.float32:
+    if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
-    elif gradient.is_cuda:
-        torch.addmm(total, gradient.T, hidden, torch.float32, out=total)
     else:
         total += gradient.T @ hidden

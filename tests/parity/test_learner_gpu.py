@@ -1,0 +1,71 @@
+"""On a GPU: flash attention over trees, compiled layers and the compiled head give the model's own numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from palestra.algo.batching import pack
+from palestra.core.types import Sample
+from palestra.train.forward import Scorer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def build() -> torch.nn.Module:
+    config = Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        vocab_size=1024,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def group(prompt_length: int, lengths: tuple[int, ...], number: int) -> list[Sample]:
+    rng = random.Random(number)
+    prompt = [rng.randrange(1024) for _ in range(prompt_length)]
+    samples = []
+    for n in lengths:
+        tokens = tuple(prompt + [rng.randrange(1024) for _ in range(n)])
+        trained = (False,) * prompt_length + (True,) * n
+        samples.append(
+            Sample(tokens, trained, (False,) * len(tokens), (0.0,) * len(tokens), 1.0, number, prompt_length)
+        )
+    return samples
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -> None:
+    exact = build()
+    model = build().to("cuda", torch.bfloat16)
+    scorer = Scorer(model, compile_layers=compiled)
+    assert (scorer.way, scorer.compiled) == ("trees", compiled)
+    for samples in (group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)):
+        [batch] = pack(samples, max_tokens=10_000)
+        with scorer.session():
+            logprobs = scorer(batch.to(torch.device("cuda")))[0]
+            weights = torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")
+            model.zero_grad()
+            (logprobs * weights).sum().backward()
+        rows = []
+        for sample in samples:
+            ids = torch.tensor([sample.token_ids])
+            logp = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+            rows.append(logp[torch.tensor(sample.trained)[1:]])
+        expected = torch.cat(rows)
+        exact.zero_grad()
+        (expected * weights.cpu()).sum().backward()
+        assert float((logprobs.cpu() - expected).abs().max()) < 0.1
+        for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            error = (mine.grad.float().cpu() - theirs.grad).norm() / theirs.grad.norm()
+            assert float(error) < 0.1
