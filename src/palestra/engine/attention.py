@@ -28,7 +28,14 @@ class AttentionPlan(Protocol):
     """Where a step's KV goes and comes from."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D]."""
         ...
@@ -51,7 +58,7 @@ def engine_attention(
     if s_aux is not None:
         raise UnsupportedModel("attention sinks are not supported by the paged engine; sample with engine=plain")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return plan.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap), None  # type: ignore[arg-type]
+    return plan.attend(module, query, key, value, scale, sliding_window, softcap), None
 
 
 def register(name: str, function: Any) -> None:

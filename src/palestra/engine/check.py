@@ -24,7 +24,11 @@ def check_logits(engine: Engine) -> float:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, engine.vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
     child, other = engine.fork(engine.open(prompt), 2)
-    turns = engine.sample([child, other], [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])
+    try:
+        turns = engine.sample([child, other], [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])
+    except Exception as error:
+        name = text_config(engine.model).model_type
+        raise UnsupportedModel(f"{name} does not run with the paged engine ({error}); {REMEDY}") from error
     worst = 0.0
     for session, turn in zip((child, other), turns, strict=True):
         ids = torch.tensor([session.tokens], device=device)

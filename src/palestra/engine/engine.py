@@ -17,6 +17,8 @@ from torch import nn
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Sampled, SamplingParams
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
+from palestra.engine.check import check_logits
+from palestra.engine.lanes import KVShape
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
 from palestra.engine.runner import CpuRunner
@@ -31,6 +33,8 @@ class Runner(KVMemory, Protocol):
     """Runs a step on one kind of device."""
 
     decode_steps: int
+
+    def weights_changed(self) -> None: ...
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
 
@@ -62,12 +66,10 @@ class Engine:
         size = page_size or (16 if device.type == "cpu" else 64)
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
         pages = max(1, int(memory // (shape.bytes_per_token * size)))
-        self.runner: Runner = build_runner(model, shape, pages, size)
+        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context)
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step)
         self._stops = StopStrings(tokenizer)
         if self_check:
-            from palestra.engine.check import check_logits
-
             check_logits(self)
 
     @property
@@ -105,6 +107,7 @@ class Engine:
         self._check_idle(session)
         session.tokens += self._checked(token_ids)
 
+    @torch.inference_mode()
     def close(self, session: Session) -> None:
         """Give the session's pages back; a turn under way ends as cancelled. Closing twice is harmless."""
         if session.closed:
@@ -125,11 +128,13 @@ class Engine:
             self.scheduler.submit(job)
         return job
 
+    @torch.inference_mode()
     def cancel(self, job: Job) -> None:
         """Stop a turn; what it sampled stays in the session, whose KV is kept."""
         if job.finish is None:
             self._end(job, "cancelled")
 
+    @torch.inference_mode()
     def step(self) -> list[Job]:
         """One forward over everybody who can run; the turns that ended with it."""
         chunks = self.scheduler.plan(self.runner.decode_steps)
@@ -150,10 +155,12 @@ class Engine:
             self.step()
         return [job.result() for job in jobs]
 
+    @torch.inference_mode()
     def weights_changed(self, version: int) -> None:
         """The model's weights are new: every kept KV is stale and will be computed again."""
         self.version = version
         self.scheduler.drop_all()
+        self.runner.weights_changed()
 
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
@@ -214,7 +221,7 @@ class Engine:
         if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
             wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
             raise PalestraError(
-                f"token id {wrong} is outside the model's vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
+                f"token id {wrong} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
             )
         return ids
 
@@ -251,6 +258,12 @@ def default_kv_bytes(device: torch.device) -> float:
     return min(4 * GIB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
 
 
-def build_runner(model: nn.Module, shape: Any, pages: int, page_size: int) -> Runner:
+def build_runner(
+    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
+) -> Runner:
     """The runner for the device that the model is on."""
-    return CpuRunner(model, shape, pages, page_size)
+    if next(model.parameters()).device.type != "cuda":
+        return CpuRunner(model, shape, pages, page_size)
+    from palestra.engine.cuda_runner import CudaRunner
+
+    return CudaRunner(model, shape, pages, page_size, max_running, context)

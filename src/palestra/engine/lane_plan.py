@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from palestra.engine.attention import attend_rows
 from palestra.engine.lanes import Lanes
@@ -164,8 +164,16 @@ class LanePlan:
     feeds: list[Feed]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
         own, (tokens, heads) = self.lanes.own, (k.shape[2], k.shape[1])
         for store, new in ((own.keys, k), (own.values, v)):
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)

@@ -23,8 +23,16 @@ class ShapeProbe:
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
         self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 

@@ -36,6 +36,9 @@ class CpuRunner:
     def copy_page(self, source: int, target: int) -> None:
         self.lanes.copy_page(source, target)
 
+    def weights_changed(self) -> None:
+        """Nothing here holds a copy of the weights."""
+
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
         ordered, decoding = self._arrange(chunks)

@@ -26,6 +26,11 @@ class Session:
     lane: int = -1
 
     @property
+    def token_ids(self) -> list[int]:
+        """What the Policy seam shows of a session."""
+        return self.tokens
+
+    @property
     def fill_target(self) -> int:
         """KV that children adopt: all but the last token, which each child feeds to sample from."""
         return len(self.tokens) - 1

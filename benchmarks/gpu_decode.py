@@ -1,0 +1,244 @@
+"""The engine on a GPU beside transformers' own ways to sample, at the shape of Qwen3-0.6B.
+
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode generate agent]
+
+Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from palestra.core.types import SamplingParams
+from palestra.engine.engine import Engine
+
+QWEN3_06B = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+COPY_BYTES_PER_S = 4.23e12  # an H200's measured copy rate: the floor of a decode step is bytes over this
+CONTEXT = 384
+RESULTS: list[dict[str, Any]] = []
+
+
+def report(**row: Any) -> None:
+    row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+    RESULTS.append(row)
+    print(json.dumps(row), flush=True)
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = AutoConfig.for_model("qwen3", **QWEN3_06B)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def prompts(n: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(0, QWEN3_06B["vocab_size"], (n, length), generator=generator).tolist()
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: int, softcap: float) -> Any:
+    """Attention of the last len(q) positions of one row, in float32. q [Q, H, D] -> [Q, H, D]."""
+    k, v = (x[table].transpose(0, 1).flatten(1, 2)[:, :length].float() for x in (keys, values))
+    group = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q.float().transpose(0, 1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    place = torch.arange(length - q.shape[0], length, device=q.device)[:, None]
+    seen = torch.arange(length, device=q.device) <= place
+    if window:
+        seen &= torch.arange(length, device=q.device) > place - window
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+@torch.inference_mode()
+def kernels() -> None:
+    """Triton against the reference on random ragged shapes, bf16."""
+    from palestra.engine.paged_ops import DecodePlan, FeedPlan
+
+    generator = torch.Generator().manual_seed(int(time.time()))
+    worst = {"decode": 0.0, "feed": 0.0}
+    for trial in range(24):
+        rows = int(torch.randint(1, 40, (1,), generator=generator))
+        kv, group, dim = [(8, 2, 128), (2, 4, 64), (4, 1, 80), (1, 8, 256), (3, 3, 64)][trial % 5]
+        page, window, softcap = 64, [0, 0, 100][trial % 3], [0.0, 30.0][trial % 2]
+        lens = torch.randint(1, 1500, (rows,), generator=generator)
+        counts = [int(torch.randint(1, int(n) + 1, (1,), generator=generator)) for n in lens]
+        width = -(-int(lens.max()) // page)
+        tables = torch.randperm(rows * width, generator=generator).view(rows, width).cuda()
+        stores = [torch.randn(rows * width, kv, page, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        module = SimpleNamespace(palestra_kv=tuple(stores))
+
+        def fresh(n: int, heads: int, dim: int = dim) -> torch.Tensor:
+            return torch.randn(1, heads, n, dim, device="cuda", dtype=torch.bfloat16)
+
+        def ragged(values: Any) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+        q, k, v = fresh(rows, kv * group), fresh(rows, kv), fresh(rows, kv)
+        plan = DecodePlan(tables.int(), lens.int().cuda())
+        out = plan.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        for r in range(rows):
+            want = reference(q[0, :, r][None], *stores, tables[r], int(lens[r]), window, softcap)
+            worst["decode"] = max(worst["decode"], (out[r].float() - want[0]).abs().max().item())
+        total = sum(counts)
+        q, k, v = fresh(total, kv * group), fresh(total, kv), fresh(total, kv)
+        positions = [p for n, c in zip(lens.tolist(), counts, strict=True) for p in range(n - c, n)]
+        pages = [
+            int(tables[r, p // page])
+            for r, (n, c) in enumerate(zip(lens.tolist(), counts, strict=True))
+            for p in range(n - c, n)
+        ]
+        blocks = [(r, s) for r, c in enumerate(counts) for s in range(0, c, 64)]
+        firsts = [sum(counts[:r]) for r in range(rows)]
+        feed = FeedPlan(
+            tables.int(), torch.tensor(pages).cuda(), torch.tensor(positions).cuda() % page,
+            ragged([r for r, _ in blocks]), ragged([s for _, s in blocks]),
+            ragged(firsts), ragged(counts), ragged(lens.tolist()), 64,
+        )  # fmt: skip
+        out = feed.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        for r in range(rows):
+            mine = slice(firsts[r], firsts[r] + counts[r])
+            want = reference(q[0, :, mine].transpose(0, 1), *stores, tables[r], int(lens[r]), window, softcap)
+            worst["feed"] = max(worst["feed"], (out[mine].float() - want).abs().max().item())
+    report(what="kernel vs reference, max difference", **worst, target=2e-2)
+
+
+@torch.inference_mode()
+def parity(model: Any) -> None:
+    """Engine logprobs beside the plain forward's, bf16."""
+    engine = Engine(model, kv_memory_gib=4)
+    group = [s for p in prompts(4, 300) for s in engine.fork(engine.open(p), 4)]
+    turns = engine.sample(group, [SamplingParams(64, seed=i) for i in range(16)])
+    differences = []
+    for session, turn in zip(group, turns, strict=True):
+        ids = torch.tensor([session.tokens], device="cuda")
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, 299:-1].float().log_softmax(-1)
+        plain = logprobs.gather(1, ids[0, 300:, None])[:, 0].cpu()
+        differences.append((plain - torch.tensor(turn.logprobs)).abs())
+    difference = torch.cat(differences)
+    report(
+        what="bf16 logprob, engine vs plain", mean=difference.mean().item(), max=difference.max().item(), target=0.02
+    )
+
+
+def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
+    """Tokens/s of the decode phase at a mean context of 384, host work included."""
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    new = 65
+    engine = Engine(model, kv_memory_gib=40, max_running=512, tokens_per_step=32768)
+    for batch in batches:
+        rates = []
+        for _ in range(3):
+            sessions = [engine.open(p) for p in prompts(batch, CONTEXT - new // 2)]
+            jobs = [engine.submit(s, SamplingParams(new, seed=i)) for i, s in enumerate(sessions)]
+            while any(job.pending > 1 for job in jobs):
+                engine.step()
+            before = sum(len(job.logprobs) for job in jobs)
+
+            def rest(jobs: list[Any] = jobs) -> None:
+                while any(job.finish is None for job in jobs):
+                    engine.step()
+
+            elapsed = seconds(rest)
+            rates.append((sum(len(job.logprobs) for job in jobs) - before) / elapsed)
+            for session in sessions:
+                engine.close(session)
+        kv_bytes = batch * CONTEXT * engine.runner.keys[:, 0, :, 0].numel() * 2 * 2  # type: ignore[attr-defined]
+        floor = batch / ((weight_bytes + kv_bytes) / COPY_BYTES_PER_S)
+        report(
+            what="engine decode", batch=batch, tokens_per_s=round(max(rates)), runs=[round(r) for r in rates],
+            share_of_floor=max(rates) / floor, warm_up_s=engine.runner.warm_up_s,  # type: ignore[attr-defined]
+            target={64: 33000, 256: 60000, 512: 68000}[batch],
+        )  # fmt: skip
+
+
+def generate(model: Any) -> None:
+    """transformers' own: plain, compiled with a static cache, continuous batching; batch 64, context 384."""
+    new = 64
+    ids = torch.tensor(prompts(64, CONTEXT - new // 2), device="cuda")
+    common = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+
+    def timed(what: str, **options: Any) -> None:
+        try:
+            model.generate(input_ids=ids, attention_mask=mask, **common, **options)
+            elapsed = seconds(lambda: model.generate(input_ids=ids, attention_mask=mask, **common, **options))
+            report(what=what, batch=64, tokens_per_s=round(64 * new / elapsed))
+        except Exception as error:
+            report(what=what, error=str(error)[:200])
+
+    timed("plain generate")
+    timed("compiled static generate", cache_implementation="static")
+    try:
+        config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+        batch = ids.tolist()
+        model.generate_batch(inputs=batch[:8], generation_config=config, progress_bar=False)
+        elapsed = seconds(lambda: model.generate_batch(inputs=batch, generation_config=config, progress_bar=False))
+        report(what="continuous batching", batch=64, tokens_per_s=round(64 * new / elapsed))
+    except Exception as error:
+        report(what="continuous batching", error=str(error)[:200])
+
+
+def agent(model: Any) -> None:
+    """64 rollouts (8 prompts x 8), 3 tool turns: 4 x 48 sampled tokens, 64 tokens a tool result, prompt of 350."""
+    groups, new, tool, rounds = prompts(8, 350), 48, prompts(64, 64), 4
+    engine = Engine(model, kv_memory_gib=20, max_running=64, tokens_per_step=32768)
+
+    def ours() -> None:
+        sessions = [s for p in groups for s in engine.fork(engine.open(p), 8)]
+        for r in range(rounds):
+            engine.sample(sessions, [SamplingParams(new, seed=i) for i in range(64)])
+            if r + 1 < rounds:
+                for session, result in zip(sessions, tool, strict=True):
+                    engine.append(session, result)
+        for session in sessions:
+            engine.close(session)
+
+    def plain() -> None:
+        ids = torch.tensor([p for p in groups for _ in range(8)], device="cuda")
+        results = torch.tensor(tool, device="cuda")
+        for r in range(rounds):
+            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+            ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+            if r + 1 < rounds:
+                ids = torch.cat([ids, results], dim=1)
+
+    ours()
+    ours_s = min(seconds(ours), seconds(ours))
+    plain_s = seconds(plain)
+    report(what="agent step", ours_s=ours_s, plain_s=plain_s, ratio=plain_s / ours_s, target=15)
+
+
+def main() -> None:
+    parts = sys.argv[1:] or ["kernels", "parity", "decode", "generate", "agent"]
+    model = build() if set(parts) - {"kernels"} else None
+    for part in parts:
+        start = time.perf_counter()
+        kernels() if part == "kernels" else globals()[part](model)
+        print(f"# {part}: {time.perf_counter() - start:.1f} s", flush=True)
+    print("\n".join(json.dumps(row) for row in RESULTS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The Triton kernels as attention plans: one for a decode step, one for prompts and appends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from palestra.engine import kernels
+
+DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
+MAX_SPLITS = 8
+
+
+def splits_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts a row's pages are cut, a power of two."""
+    splits = 1
+    while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= DECODE_PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[N, heads, D] with whole rows: only the distance between tokens is free."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _pad(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@torch.library.custom_op("palestra::decode_attention", mutates_args=("keys", "values"))
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
+    scale: float, softcap: float, window: int,
+) -> Tensor:  # fmt: skip
+    """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
+    q, k, v = _packed(q), _packed(k), _packed(v)
+    rows, heads, dim = q.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    splits = splits_for(rows, kv_heads)
+    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    part = torch.empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    part_ml = torch.empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    kernels.decode_attention[(rows, kv_heads, splits)](
+        q, k, v, keys, values, tables, lens, out, part, part_ml,
+        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window,
+        KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
+        SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)
+    return out
+
+
+@decode_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
+    scale: float, softcap: float, window: int,
+) -> Tensor:  # fmt: skip
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """One token for each row. `lens` counts it; 0 is a dead row."""
+
+    tables: Tensor  # [B, pages of the longest context]
+    lens: Tensor  # [B]
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values = module.palestra_kv  # type: ignore[misc]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = torch.ops.palestra.decode_attention(
+            q, k, v, keys, values, self.tables, self.lens, scale, softcap or 0.0, window or 0
+        )
+        return out[None]
+
+
+@dataclass(slots=True)
+class FeedPlan:
+    """Several tokens of several rows, one row after the other."""
+
+    tables: Tensor  # [rows, pages]
+    pages: Tensor  # [N] page of each token
+    offsets: Tensor  # [N] place in it
+    block_row: Tensor  # [blocks]
+    block_start: Tensor  # [blocks]
+    row_first: Tensor  # [rows]
+    row_count: Tensor  # [rows]
+    row_len: Tensor  # [rows], the new tokens included
+    block: int
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values = module.palestra_kv  # type: ignore[misc]
+        heads = torch.arange(keys.shape[1], device=k.device)
+        for store, new in ((keys, k), (values, v)):
+            store[self.pages[:, None], heads, self.offsets[:, None]] = new[0].transpose(0, 1)
+        q = q[0].transpose(0, 1).contiguous()
+        out = torch.empty_like(q)
+        _, n_heads, dim = q.shape
+        kernels.feed_attention[(self.block_row.shape[0], n_heads)](
+            q, keys, values, self.tables, self.block_row, self.block_start, self.row_first, self.row_count,
+            self.row_len, out, self.tables.stride(0), scale, softcap or 0.0, window or 0,
+            H=n_heads, KV=keys.shape[1], D=dim, DP=_pad(dim), PAGE=keys.shape[2], M=self.block,
+            SOFTCAP=bool(softcap), WINDOW=bool(window), PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out[None]
