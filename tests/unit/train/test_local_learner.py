@@ -144,7 +144,7 @@ def test_the_echo_term_is_the_cross_entropy_on_tool_results() -> None:
         ids = torch.tensor([sample.token_ids])
         logp = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         observed = torch.tensor(sample.observed)[1:]
-        total -= float(logp[observed].sum())
+        total -= logp[observed].sum().item()
         count += int(observed.sum())
     assert metrics["echo_loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.05 * metrics["echo_loss"], rel=1e-6)
