@@ -83,8 +83,8 @@ def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] =
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str) -> str:
     """Horizontal bars, one group under each name, with the interval as a whisker."""
-    left, right, thick, gap, head = 12, 150, 22, 6, 26
-    width, plot = 1160, 1160 - 12 - 150
+    left, right, thick, gap, head = 0, 140, 22, 6, 26
+    width, plot = 1160, 1160 - 140
     parts, top = [], 4
     for name, members in groups:
         parts.append(f'<text class="name" x="{left}" y="{top + 15}">{escape(name)}</text>')
