@@ -132,7 +132,7 @@ def parity(model: Any) -> None:
     turns = engine.sample(group, [SamplingParams(64, seed=i) for i in range(16)])
     differences = []
     for session, turn in zip(group, turns, strict=True):
-        ids = torch.tensor([session.tokens], device="cuda")
+        ids = torch.tensor([session.token_ids], device="cuda")
         logprobs = model(input_ids=ids, use_cache=False).logits[0, 299:-1].float().log_softmax(-1)
         plain = logprobs.gather(1, ids[0, 300:, None])[:, 0].cpu()
         differences.append((plain - torch.tensor(turn.logprobs)).abs())

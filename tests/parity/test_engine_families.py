@@ -27,8 +27,8 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def assert_turn_is_plain(model: Any, session: Session, turn_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-    start = len(session.tokens) - len(turn_ids)
-    logits = plain_logits(model, session.tokens)[start - 1 : -1]
+    start = len(session.token_ids) - len(turn_ids)
+    logits = plain_logits(model, session.token_ids)[start - 1 : -1]
     assert turn_ids == tuple(logits.argmax(-1).tolist())
     expected = logits.log_softmax(-1).max(-1).values
     assert (expected - torch.tensor(logprobs)).abs().max() <= 1e-4
@@ -77,7 +77,7 @@ def test_logits_equal_the_plain_forward(family: str, monkeypatch: pytest.MonkeyP
     engine.sample([session], GREEDY)
     engine.append(session, [4, 5, 6])
     engine.sample([session], GREEDY)
-    plain = plain_logits(model, session.tokens)
+    plain = plain_logits(model, session.token_ids)
     first = len(PROMPT) - 1
     at = [*range(first, first + 5), *range(first + 8, first + 13)]
     assert (torch.cat(seen) - plain[at]).abs().max() <= 1e-4

@@ -31,7 +31,7 @@ def check_logits(engine: Engine) -> float:
         raise UnsupportedModel(f"{name} does not run with the paged engine ({error}); {REMEDY}") from error
     worst = 0.0
     for session, turn in zip((child, other), turns, strict=True):
-        ids = torch.tensor([session.tokens], device=device)
+        ids = torch.tensor([session.token_ids], device=device)
         model = engine.model
         with torch.inference_mode(), AttentionSwitch(model).use(_own_attention(model), training=False):
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()

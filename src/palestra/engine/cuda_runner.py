@@ -203,7 +203,7 @@ class CudaRunner:
         pages: list[int] = []
         for session, count in zip(sessions, counts, strict=True):
             span = range(session.kv_len, session.kv_len + count)
-            ids += session.tokens[span.start : span.stop]
+            ids += session.token_ids[span.start : span.stop]
             positions += span
             pages += [session.table[p // page] for p in span]
         firsts = np.cumsum([0, *counts[:-1]])

@@ -47,7 +47,7 @@ class DecodeState:
         params = [row.params for row in rows]
         width = max(len(s.table) for s in sessions)
         self._put(self.tables[:n, :width], [s.table + [0] * (width - len(s.table)) for s in sessions])
-        self._put(self.ids, [s.tokens[-1] for s in sessions])
+        self._put(self.ids, [s.token_ids[-1] for s in sessions])
         self._put(self.positions, [s.kv_len for s in sessions])
         self.lens.zero_()
         self.left.zero_()
@@ -92,4 +92,4 @@ def _tokens_left(job: Job, page_size: int, context: int) -> int:
     assert job.params is not None
     session = job.session
     room = len(session.table) * page_size - session.kv_len
-    return min(job.params.max_new_tokens - len(job.logprobs), context - len(session.tokens), room)
+    return min(job.params.max_new_tokens - len(job.logprobs), context - len(session.token_ids), room)

@@ -100,12 +100,12 @@ class Engine:
         self._check_idle(session)
         session.closed = True
         session.heirs = n
-        return [Session(list(session.tokens), source=session) for _ in range(n)]
+        return [Session(list(session.token_ids), source=session) for _ in range(n)]
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
         """Feed tokens that the model did not make; they are computed with the next sample."""
         self._check_idle(session)
-        session.tokens += self._checked(token_ids)
+        session.token_ids += self._checked(token_ids)
 
     @torch.inference_mode()
     def close(self, session: Session) -> None:
@@ -121,8 +121,8 @@ class Engine:
         """Queue one turn; `step` until it has a `finish`."""
         self._check_idle(session)
         check_params(params, self._stops.usable)
-        job = Job(session, params, len(session.tokens), self.version)
-        if len(session.tokens) >= self.context:
+        job = Job(session, params, len(session.token_ids), self.version)
+        if len(session.token_ids) >= self.context:
             job.finish = "length"
         else:
             self.scheduler.submit(job)
@@ -169,7 +169,7 @@ class Engine:
             return False
         session, params = job.session, job.params
         for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True):
-            session.tokens.append(token)
+            session.token_ids.append(token)
             job.logprobs.append(logprob)
             finish = self._finish_of(job, params, token)
             if finish is not None:
@@ -180,15 +180,15 @@ class Engine:
     def _finish_of(self, job: Job, params: SamplingParams, token: int) -> Finish | None:
         if token in params.stop_token_ids:
             return "stop"
-        if params.stop and self._stops.found(job.session.tokens[job.start :], params.stop):
+        if params.stop and self._stops.found(job.session.token_ids[job.start :], params.stop):
             return "stop"
-        full = len(job.logprobs) >= params.max_new_tokens or len(job.session.tokens) >= self.context
+        full = len(job.logprobs) >= params.max_new_tokens or len(job.session.token_ids) >= self.context
         return "length" if full else None
 
     def _end(self, job: Job, finish: Finish) -> None:
         job.finish = finish
         session = job.session
-        session.kv_len = min(session.kv_len, len(session.tokens) - 1)  # a burst may have gone past the end
+        session.kv_len = min(session.kv_len, len(session.token_ids) - 1)  # a burst may have gone past the end
         self.scheduler.withdraw(job)
 
     def _unstick(self) -> list[Job]:

@@ -125,7 +125,7 @@ class Lanes:
         lane = len(self.sessions)
         slot = self._join_prefix(session) if session.source is not None and session.shared_len else -1
         base = session.shared_len if slot >= 0 else 0
-        self.own.ensure(lane + 1, len(session.tokens) - base + 1)
+        self.own.ensure(lane + 1, len(session.token_ids) - base + 1)
         if session.kv_len > base:
             for row, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
                 row[:, lane, :, : session.kv_len - base] = self.pages.read(store, session.table, base, session.kv_len)

@@ -61,7 +61,7 @@ class CpuRunner:
         for chunk in chunks:
             session = chunk.job.session
             stop = session.kv_len + chunk.count
-            ids += session.tokens[session.kv_len : stop]
+            ids += session.token_ids[session.kv_len : stop]
             positions += range(session.kv_len, stop)
             if chunk.samples:
                 ends.append(len(ids) - 1)

@@ -24,7 +24,7 @@ class SamplingRow:
     @classmethod
     def of(cls, job: Job) -> SamplingRow:
         assert job.params is not None
-        return cls(job.params, len(job.session.tokens), job.session.tokens)
+        return cls(job.params, len(job.session.token_ids), job.session.token_ids)
 
     @property
     def truncates(self) -> bool:

@@ -15,7 +15,7 @@ class Session:
     computed once; each child adopts its pages. `shared_len` is how many leading tokens were adopted.
     """
 
-    tokens: list[int]
+    token_ids: list[int]
     source: Session | None = None
     table: list[int] = field(default_factory=list)
     kv_len: int = 0
@@ -26,14 +26,9 @@ class Session:
     lane: int = -1
 
     @property
-    def token_ids(self) -> list[int]:
-        """What the Policy seam shows of a session."""
-        return self.tokens
-
-    @property
     def fill_target(self) -> int:
         """KV that children adopt: all but the last token, which each child feeds to sample from."""
-        return len(self.tokens) - 1
+        return len(self.token_ids) - 1
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +45,13 @@ class Job:
     @property
     def pending(self) -> int:
         """Tokens to feed before the next one can be sampled (or before the fill is done)."""
-        end = len(self.session.tokens) if self.params is not None else self.session.fill_target
+        end = len(self.session.token_ids) if self.params is not None else self.session.fill_target
         return end - self.session.kv_len
 
     def result(self) -> Sampled:
         if self.finish is None:
             raise RuntimeError("the turn is still being sampled")
-        ids = tuple(self.session.tokens[self.start : self.start + len(self.logprobs)])
+        ids = tuple(self.session.token_ids[self.start : self.start + len(self.logprobs)])
         return Sampled(ids, tuple(self.logprobs), self.finish, self.policy_version)
 
 

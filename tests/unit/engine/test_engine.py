@@ -128,7 +128,7 @@ def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
     session = engine.open(PROMPT)
     turn = engine.sample([session], SamplingParams(1000))[0]
     assert turn.finish == "length"
-    assert len(session.tokens) == CONTEXT
+    assert len(session.token_ids) == CONTEXT
     assert engine.sample([session], SamplingParams(1))[0].token_ids == ()
 
 

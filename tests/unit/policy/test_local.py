@@ -133,7 +133,7 @@ def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> 
         policy.refresh(7)
         assert session.kv_len == 0
         got = asyncio.run(turn())
-        ids = torch.tensor([session.tokens])
+        ids = torch.tensor([session.token_ids])
         with torch.no_grad():
             expected = model(input_ids=ids).logits[0, -4:-1].argmax(-1)
         assert got.policy_version == policy.version == 7
