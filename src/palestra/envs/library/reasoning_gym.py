@@ -1,0 +1,83 @@
+"""Every dataset of reasoning-gym: `reasoning_gym/<task>`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.types import Problem, Score
+from palestra.envs.base import Split
+from palestra.envs.env import Env, EnvConfig
+from palestra.envs.problems import is_held_out
+from palestra.envs.reasoning_gym_tasks import task_names
+
+_SEEDS_APART = 1_000_003  # datasets add the index to the seed
+_MOST_DRAWS = 60
+_ANSWER = ("<answer>", "</answer>")
+
+
+class ReasoningGymConfig(EnvConfig):
+    """Which dataset, and how it is set."""
+
+    task: str = Field("leg_counting", description="the dataset's name")
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of the dataset itself, as JSON")
+
+
+class ReasoningGym(Env):
+    """A dataset of reasoning-gym."""
+
+    name = "reasoning_gym"
+    instructions = "Solve the problem. Put your final answer, and nothing else, between <answer> and </answer>."
+    env_config_cls: ClassVar[type[BaseModel]] = ReasoningGymConfig
+
+    def setup(self) -> None:
+        task = self.config.task
+        if not task_names():
+            raise PalestraError("reasoning-gym is not installed; pip install 'palestra[reasoning-gym]'")
+        if task not in task_names():
+            raise PalestraError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
+        self.datasets: list[Any] = []
+        self.dataset(0)
+
+    def dataset(self, number: int) -> Any:
+        """One of as many datasets of the same kind as are asked for, each with other entries."""
+        while len(self.datasets) <= number:
+            library = importlib.import_module("reasoning_gym")
+            size = max(self.config.train_size, self.config.held_out_size)
+            seed = self.config.seed + _SEEDS_APART * len(self.datasets)
+            self.datasets.append(library.create_dataset(self.config.task, seed=seed, size=size, **self.config.options))
+        return self.datasets[number]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return _Entries(self, split)
+
+    def score(self, answer: str) -> Score:
+        said = answer.rpartition(_ANSWER[0])[2].partition(_ANSWER[1])[0].strip()
+        if not said:
+            return Score(0.0, False, "there is no answer")
+        value = float(self.dataset(0).score_answer(said, self.problem.row["entry"]))
+        value = min(max(value, 0.0), 1.0)
+        return Score(value, value >= self.pass_threshold - 1e-9, f"expected {self.problem.expect}")
+
+
+class _Entries(Sequence[Problem]):
+    """Entries as problems of one split, made when they are asked for; no question is in both splits."""
+
+    def __init__(self, env: ReasoningGym, split: Split) -> None:
+        self._env, self._split = env, split
+
+    def __len__(self) -> int:
+        config = self._env.config
+        return int(config.train_size if self._split == "train" else config.held_out_size)
+
+    def __getitem__(self, index: Any) -> Any:
+        for number in range(_MOST_DRAWS):
+            entry = self._env.dataset(number)[index]
+            problem = Problem(f"{self._split}-{index}", entry["question"], entry["answer"], {"entry": entry})
+            if is_held_out(problem, self._env.config.held_out_share) == (self._split == "held_out"):
+                return problem
+        raise PalestraError(f"{self._env.config.task} has too few different questions to hold some out")
