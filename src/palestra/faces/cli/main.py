@@ -17,6 +17,8 @@ COMMANDS = {
     "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
     "envs": ("palestra.faces.cli.envs", "List the environments that there are."),
     "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
+    "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
+    "trajectory": ("palestra.faces.cli.trajectory", "Serve the API between environments and a trainer."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
     "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
 }

@@ -1,0 +1,104 @@
+"""`palestra serve MODEL`: any OpenAI client can talk to the model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from palestra.core.errors import PalestraError
+from palestra.faces.cli import settings
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+
+def address_options(port: int) -> Any:
+    """Where a server listens, and who may ask it."""
+
+    def add(function: Any) -> Any:
+        for option in (
+            click.option("--token", envvar="PALESTRA_TOKEN", help="Asked of every client. [env: PALESTRA_TOKEN]"),
+            click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free."),
+            click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
+@click.command("serve")
+@click.argument("model")
+@address_options(8000)
+@click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
+@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
+@click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
+@settings.debug_option
+def command(model: str, host: str, port: int, token: str | None, dtype: str, device: str, engine: str) -> None:
+    """Serve MODEL over HTTP, in the forms of OpenAI, vLLM and SGLang.
+
+    \b
+    palestra serve palestra/tiny
+    palestra serve runs/my-agent-20260131-101500/model --port 9000
+
+    \b
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    """
+    from rich.console import Console
+
+    require_serve_extra()
+    from palestra.faces.cli.libraries import load_libraries
+    from palestra.serve.web import open_port
+
+    socket = open_port(host, port, token)
+    load_libraries(Console(stderr=True), model)
+    from palestra.serve.inference import inference_app
+    from palestra.train.serving import load_completer
+
+    app = inference_app(load_completer(model, dtype=dtype, device=device, engine=engine), token=token)
+    run_server(app, socket, f"{model} is served at", "/v1")
+
+
+@click.command("trajectory")
+@address_options(8001)
+@click.option("--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="Its file.")
+@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may wait for the trainer.")
+@click.option("--max-body-mib", default=128, show_default=True, help="The largest post, unpacked.")
+@settings.debug_option
+def trajectory(host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_body_mib: int) -> None:
+    """Serve the trajectory API: environments post scored groups, a trainer takes batches.
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 10
+
+    What was accepted is on disk before it is answered, and is there after a restart.
+    """
+    require_serve_extra()
+    from palestra.serve.trajectory import trajectory_app
+    from palestra.serve.web import open_port
+
+    socket = open_port(host, port, token)
+    app = trajectory_app(folder, token=token, max_waiting=max_waiting, max_body_mib=max_body_mib)
+    run_server(app, socket, "the trajectory API is at")
+
+
+def run_server(app: Starlette, socket: Any, words: str, path: str = "") -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    from palestra.serve.web import Server, url_of
+
+    click.echo(f"{words} {url_of(socket)}{path}")
+    asyncio.run(Server(app, heed_signals=True).serve(sockets=[socket]))
+
+
+def require_serve_extra() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as missing:
+        raise PalestraError(f"serving needs {missing.name}; install it with: pip install 'palestra[serve]'") from None

@@ -1,0 +1,107 @@
+"""SGLang's and vLLM's `/generate`, told apart by their fields. Token ids in, token ids with logprobs out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.core.errors import PalestraError
+from palestra.serve.completer import Ask, Completer, Completion
+from palestra.serve.sampling_fields import SamplingFields
+
+_SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
+
+
+class SglangBody(BaseModel):
+    """`input_ids` or `text`, one or several; sampling in a field of its own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    input_ids: list[int] | list[list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: SamplingFields = Field(default_factory=SamplingFields)
+    return_logprob: bool = False
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+
+    @property
+    def prompts(self) -> list[Any]:
+        given = self.text if self.input_ids is None else self.input_ids
+        if not given:
+            raise PalestraError("/generate needs input_ids or text; got neither")
+        return given if self.is_batch else [given]  # type: ignore[return-value]
+
+    @property
+    def is_batch(self) -> bool:
+        given = self.text if self.input_ids is None else self.input_ids
+        return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+    def asks(self, model: Completer) -> list[Ask]:
+        ids = [model.encode(p) if isinstance(p, str) else p for p in self.prompts]
+        return [model.ask(prompt, self.sampling_params, _SGLANG_NEW_TOKENS) for prompt in ids]
+
+    def answer(self, asks: Sequence[Ask], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
+        """One object for one completion, a list for several."""
+        results = [self._result(ask, c, model) for ask, row in zip(asks, rows, strict=True) for c in row]
+        return results if self.is_batch or len(results) > 1 else results[0]
+
+    def _result(self, ask: Ask, completion: Completion, model: Completer) -> dict[str, Any]:
+        ids = completion.token_ids
+        finish = (
+            {"type": "stop", "matched": completion.matched}
+            if completion.finish == "stop"
+            else {"type": "length", "length": len(ids)}
+        )
+        about: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "finish_reason": finish,
+            "prompt_tokens": len(ask.prompt_ids),
+            "completion_tokens": len(ids),
+            "weight_version": str(model.policy.version),
+        }
+        if self.return_logprob:
+            texts = [model.tokenizer.decode([i]) if self.return_text_in_logprobs else None for i in ids]
+            about["output_token_logprobs"] = [list(row) for row in zip(completion.logprobs, ids, texts, strict=True)]
+        return {"text": completion.text, "output_ids": list(ids), "meta_info": about}
+
+
+class VllmPrompt(BaseModel):
+    prompt_token_ids: list[int]
+
+
+class VllmBody(SamplingFields):
+    """`prompt` as text or token ids; sampling fields beside it."""
+
+    prompt: str | VllmPrompt
+    logprobs: int | None = Field(None, ge=0, le=1)
+    stream: bool = False
+
+    def asks(self, model: Completer) -> list[Ask]:
+        ids = model.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
+        return [model.ask(ids, self, _VLLM_NEW_TOKENS)]
+
+    def answer(self, asks: Sequence[Ask], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
+        (ask,), (row,) = asks, rows
+        prompt = self.prompt if isinstance(self.prompt, str) else model.tokenizer.decode(list(ask.prompt_ids))
+        result: dict[str, Any] = {
+            "text": [c.text for c in row],
+            "prompt": prompt,
+            "finish_reasons": [c.finish for c in row],
+        }
+        if self.logprobs is not None:
+            result["logprobs"] = [[[{str(i): p}] for i, p in zip(c.token_ids, c.logprobs, strict=True)] for c in row]
+            result["prompt_token_ids"] = list(ask.prompt_ids)
+            result["token_ids"] = [list(c.token_ids) for c in row]
+        return result
+
+
+def generate_body(body: dict[str, Any]) -> type[SglangBody] | type[VllmBody]:
+    """Whose form it is."""
+    if any(name in body for name in ("input_ids", "text", "sampling_params")):
+        return SglangBody
+    if "prompt" in body:
+        return VllmBody
+    raise PalestraError("/generate needs input_ids or text (SGLang's form) or prompt (vLLM's); got neither")

@@ -1,0 +1,164 @@
+"""The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy.
+
+    POST /v1/chat/completions, /v1/completions      GET /v1/models
+    POST /generate                                  GET /health
+
+Everybody's requests share the policy's batches, and a client that goes away cancels its sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from palestra.core.errors import PalestraError
+from palestra.serve import openai_forms as forms
+from palestra.serve.completer import Ask, Completer, Completion
+from palestra.serve.generate_forms import SglangBody, generate_body
+from palestra.serve.sampling_fields import check_built
+from palestra.serve.web import MIB, error_body, make_app, parse, read_body, while_connected
+
+_MAX_BODY = 64 * MIB
+_OBJECT = TypeAdapter(dict[str, Any])
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def inference_app(model: Completer, *, token: str | None = None) -> Starlette:
+    """The application over one model; it may be given new weights while it serves."""
+    api = _Api(model)
+    routes = [
+        Route("/health", api.health, methods=["GET"]),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/generate", api.generate, methods=["POST"]),
+    ]
+    return make_app(routes, token=token)
+
+
+class _Api:
+    """One method for each endpoint."""
+
+    def __init__(self, model: Completer) -> None:
+        self._model = model
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
+
+    async def models(self, request: Request) -> Response:
+        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "palestra"}
+        return JSONResponse({"object": "list", "data": [{**card, "max_model_len": self._model.context_tokens}]})
+
+    async def completions(self, request: Request) -> Response:
+        body = await _read(request, forms.CompletionBody)
+        asks = body.asks(self._model)
+        if body.stream:
+            return _events(_stream_text(request, body, asks, self._model))
+        rows = await while_connected(request, self._all(asks))
+        flat = [completion for row in rows for completion in row]
+        choices = [forms.text_choice(i, c, self._model, body.logprobs is not None) for i, c in enumerate(flat)]
+        return JSONResponse(forms.answer("text_completion", self._model)(choices, usage=forms.usage(asks, flat)))
+
+    async def chat(self, request: Request) -> Response:
+        body = await _read(request, forms.ChatBody)
+        ask = body.ask(self._model)
+        if body.stream:
+            return _events(_stream_chat(request, body, ask, self._model))
+        row = await while_connected(request, self._model.complete(ask))
+        with_tools = bool(body.tools_used)
+        choices = [forms.chat_choice(i, c, self._model, with_tools, bool(body.logprobs)) for i, c in enumerate(row)]
+        return JSONResponse(forms.answer("chat.completion", self._model)(choices, usage=forms.usage([ask], row)))
+
+    async def generate(self, request: Request) -> Response:
+        raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
+        kind = generate_body(raw)
+        check_built(raw.get("sampling_params") or {} if kind is SglangBody else raw)
+        body = parse(lambda given: kind.model_validate(raw), b"")
+        if body.stream:
+            raise PalestraError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
+        asks = body.asks(self._model)
+        rows = await while_connected(request, self._all(asks))
+        return JSONResponse(body.answer(asks, rows, self._model))
+
+    async def _all(self, asks: Sequence[Ask]) -> list[list[Completion]]:
+        return list(await asyncio.gather(*(self._model.complete(ask) for ask in asks)))
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
+    check_built(raw)
+    return parse(lambda given: kind.model_validate(raw), b"")
+
+
+def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
+    async def lines() -> AsyncIterator[str]:
+        async with contextlib.aclosing(pieces) as source:
+            try:
+                async for piece in source:
+                    yield f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
+            except PalestraError as error:
+                yield f"data: {json.dumps(error_body(400, str(error)))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _stream_text(
+    request: Request, body: forms.CompletionBody, asks: Sequence[Ask], model: Completer
+) -> AsyncGenerator[dict[str, Any], None]:
+    if len(asks) > 1:
+        raise PalestraError("streaming takes one prompt at a time; send the prompts apart")
+    (ask,) = asks
+    say, ended = forms.answer("text_completion", model), list[Completion]()
+    sent = [""] * ask.n
+    async with contextlib.aclosing(model.stream(ask)) as source:
+        async for i, piece in source:
+            if piece is None:
+                if await request.is_disconnected():
+                    return
+            elif isinstance(piece, str):
+                sent[i] += piece
+                yield say([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}])
+            else:
+                ended.append(piece)
+                choice = forms.text_choice(i, piece, model, body.logprobs is not None)
+                yield say([{**choice, "text": choice["text"][len(sent[i]) :]}])
+    if (body.stream_options or {}).get("include_usage"):
+        yield say([], usage=forms.usage(asks, ended))
+
+
+async def _stream_chat(
+    request: Request, body: forms.ChatBody, ask: Ask, model: Completer
+) -> AsyncGenerator[dict[str, Any], None]:
+    say, ended = forms.answer("chat.completion.chunk", model), list[Completion]()
+    with_tools, sent = bool(body.tools_used), [""] * ask.n
+    for i in range(ask.n):
+        yield say([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    async with contextlib.aclosing(model.stream(ask)) as source:
+        async for i, piece in source:
+            if piece is None:
+                if await request.is_disconnected():
+                    return
+            elif isinstance(piece, str):
+                # beside tool calls the text is trimmed, so no blank beginning may go out
+                new = piece.lstrip() if with_tools and not sent[i] else piece
+                if new:
+                    sent[i] += new
+                    yield say([{"index": i, "delta": {"content": new}, "finish_reason": None}])
+            else:
+                ended.append(piece)
+                last = forms.last_chat_deltas(i, piece, sent[i], model, with_tools, bool(body.logprobs))
+                for delta in last:
+                    yield say([delta])
+    if (body.stream_options or {}).get("include_usage"):
+        yield say([], usage=forms.usage([ask], ended))

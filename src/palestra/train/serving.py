@@ -1,0 +1,28 @@
+"""A loaded model as something that can be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from palestra.models.loading import LoadedModel, load_model
+from palestra.policy.base import Policy
+from palestra.serve.completer import Completer
+from palestra.train.setup import build_policy
+
+_UNSTATED_CONTEXT = 1 << 15
+
+
+def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
+    """Any accepted model name -> what the inference server answers from."""
+    loaded = load_model(name, dtype=dtype, device=device)
+    return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine))
+
+
+def completer_of(loaded: LoadedModel, policy: Policy[Any]) -> Completer:
+    return Completer(policy, loaded.tokenizer, loaded.name, context_of(loaded))
+
+
+def context_of(loaded: LoadedModel) -> int:
+    """How many tokens the model can hold at once."""
+    config = loaded.model.config.get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)

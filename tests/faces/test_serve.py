@@ -1,0 +1,108 @@
+"""`palestra serve` as a person uses it: the official OpenAI client talks to a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from palestra import function_tool
+
+PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [*PALESTRA, "serve", "palestra/tiny", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stdout is not None
+    yield process.stdout.readline().split()[-1]
+    process.send_signal(signal.SIGTERM)
+    process.wait(20)
+
+
+@pytest.fixture
+def client(url):
+    return openai.OpenAI(base_url=url, api_key="none", timeout=60)
+
+
+def test_openai_client_completes(client, url):
+    assert [model.id for model in client.models.list()] == ["palestra/tiny"]
+    answer = client.chat.completions.create(
+        model="palestra/tiny", messages=[{"role": "user", "content": "hello"}], n=3, max_completion_tokens=8
+    )
+    assert len(answer.choices) == 3
+    assert all(choice.finish_reason in ("stop", "length") for choice in answer.choices)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_openai_client_streams(client):
+    pieces = list(
+        client.chat.completions.create(
+            model="palestra/tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=12, stream=True
+        )
+    )
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+
+
+def called(client, **more):
+    asked = {"model": "palestra/tiny", "tools": [add.schema], "temperature": 0, "max_tokens": 80, **more}
+    return client.chat.completions.create(messages=[{"role": "user", "content": "What is 3 + 4?"}], **asked)
+
+
+def test_openai_client_calls_tools_and_answers_from_the_result(client):
+    choice = called(client).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert isinstance(json.loads(call.function.arguments), dict)
+    followed = client.chat.completions.create(
+        model="palestra/tiny",
+        tools=[add.schema],
+        max_tokens=40,
+        messages=[
+            {"role": "user", "content": "What is 3 + 4?"},
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "7"},
+        ],
+    )
+    assert followed.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_streamed_tool_call_is_the_same_call_and_none_of_it_is_text(client):
+    (whole,) = called(client).choices[0].message.tool_calls
+    deltas = [piece.choices[0].delta for piece in called(client, stream=True) if piece.choices]
+    assert not "".join(delta.content or "" for delta in deltas).strip()
+    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (call.function.name, call.function.arguments) == (whole.function.name, whole.function.arguments)
+
+
+def test_tools_are_not_read_when_none_were_given(client):
+    choice = called(client, tool_choice="none").choices[0]
+    assert choice.message.tool_calls is None
+
+
+def test_other_addresses_need_a_token(cli):
+    answer = cli("serve", "palestra/tiny", "--host", "0.0.0.0", "--port", "0")
+    assert answer.code == 2
+    assert "token" in answer.err
+
+
+def test_port_in_use_is_said(cli, url):
+    answer = cli("serve", "palestra/tiny", "--port", str(httpx.URL(url).port))
+    assert answer.code == 2
+    assert "cannot be opened" in answer.err
