@@ -12,7 +12,9 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotYetError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
+from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite
@@ -35,7 +37,7 @@ def train_grpo(
     reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     torch_dtype: str | None = None,
     device_map: str | None = None,
-    environment_factory: Callable[[], Any] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     extra_reward_funcs: Sequence[RewardFunction] = (),
     rollout_func: Callable[..., Any] | None = None,
     held_out: EvalSuite | float = 0.2,
@@ -78,17 +80,13 @@ class GRPOTrainer:
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         torch_dtype: str | None = None,
         device_map: str | None = None,
-        environment_factory: Callable[[], Any] | None = None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         extra_reward_funcs: Sequence[RewardFunction] = (),
         rollout_func: Callable[..., Any] | None = None,
         watcher: Watcher | None = None,
         name: str | None = None,
         source: str | None = None,
     ) -> None:
-        if environment_factory is not None:
-            raise NotYetError(
-                "environment_factory is not built yet; give the agent its tools, or wait for environments"
-            )
         if rollout_func is not None:
             raise NotYetError(
                 "rollout_func is not built yet; use measures or extra_reward_funcs to score the built-in loop"
@@ -100,6 +98,7 @@ class GRPOTrainer:
         self._config = config
         self._overrides = {key: v for key, v in (("dtype", torch_dtype), ("device", device_map)) if v is not None}
         self._reward_functions = tuple(extra_reward_funcs)
+        self._factory = environment_factory
         self._watcher = watcher or Watcher()
         self._name = name or self.agent.name
         self._source = source
@@ -144,14 +143,12 @@ class GRPOTrainer:
     ) -> GRPOTrainingResult:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
         train_suite, held = suite.split(held_out, seed=0) if isinstance(held_out, float) else (suite, held_out)
-        environment = SuiteEnvironment(
-            self.agent,
-            train_suite,
-            held,
-            self._measures,
-            self._weights,
-            measures_required=not self._reward_functions,
+        scored_elsewhere = bool(self._reward_functions) or (self._factory is not None and owns_reward(self._factory))
+        environment: Environment = SuiteEnvironment(
+            self.agent, train_suite, held, self._measures, self._weights, measures_required=not scored_elsewhere
         )
+        if self._factory is not None:
+            environment = RunningEnv(FactoryEnv(self._factory, environment, self.agent.fixed_instructions))
         return self.train_on(environment, resume=resume)
 
     def train_on(

@@ -51,6 +51,7 @@ class Env:
     env_config_cls: ClassVar[type[BaseModel]] = EnvConfig
     reward_weights: Mapping[str, float] = {}  # where `score` gives several: how they add up; 1 each unless named
     pass_threshold: float = 1.0  # a score of at least this counts as passed
+    scores_are_bounded: bool = True  # False: rewards of another library, which need not lie in 0..1
     run_settings: ClassVar[Mapping[str, Any]] = {}  # settings of a training that suit it: {"train.learning_rate": 1e-3}
 
     problem: Problem  # during an attempt: what is being solved,
@@ -84,8 +85,9 @@ class Env:
             return self._stream.take(split, size)
         return Drawn(self.make_problem, split, size, share, self.config.seed)
 
-    def start(self) -> None:
-        """Begin an attempt at `self.problem`, on its own copy of the environment."""
+    def start(self) -> str | None:
+        """Begin an attempt at `self.problem`, on its own copy of the environment; a text is added to the question."""
+        return None
 
     def tools(self) -> Sequence[Any]:
         """The tools of an attempt: by default all public methods that the subclass adds."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,11 @@ class EnvEpisode:
     tools: Sequence[Tool]
     error: str | None = None  # it could not begin: the attempt fails as soon as the model has spoken
 
+    @property
+    def environment(self) -> Any:
+        """What reward functions may look at: the attempt's own copy, or what an adapter plays with."""
+        return getattr(self.env, "environment", self.env)
+
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         said = await self._call("step", messages)
         return () if said is None else as_messages(said)
@@ -41,14 +47,22 @@ class EnvEpisode:
         self.env.tool_results = tuple(tool_results)
         verdict = await self._call("score", messages)
         verdicts = verdict if isinstance(verdict, Mapping) else {"score": verdict}
-        threshold = self.env.pass_threshold
-        return {name: as_score(Measure(name, self.env.score, threshold), value) for name, value in verdicts.items()}
+        return {name: self._as_score(name, value) for name, value in verdicts.items()}
 
     def close(self) -> None:
         try:
             self.env.close()
         except (Exception, SystemExit) as error:
             log.warning("%s.close raised %s: %s", type(self.env).__name__, type(error).__name__, error)
+
+    def _as_score(self, name: str, value: Any) -> Score:
+        threshold = self.env.pass_threshold
+        if self.env.scores_are_bounded or isinstance(value, Score):
+            return as_score(Measure(name, self.env.score, threshold), value)
+        reward = float(value)
+        if not math.isfinite(reward):
+            raise RolloutError(f"the reward is {reward}; expected a finite number")
+        return Score(reward, reward >= threshold - 1e-9)
 
     async def _call(self, method: str, messages: Sequence[Message]) -> Any:
         if self.error:
@@ -59,6 +73,15 @@ class EnvEpisode:
             return await call_with_limit(getattr(self.env, method), strip_thinking(answer), timeout_s=STEP_TIMEOUT_S)
         except SystemExit as error:  # what a user's method does must not end the run
             raise RolloutError(f"{method} asked to exit with {error.code}") from None
+
+
+def _with_text(prompt: list[Message], text: str | None) -> list[Message]:
+    """The opening with a text at the end of its last user message."""
+    if text is None:
+        return prompt
+    if not prompt or prompt[-1].role != "user":
+        return [*prompt, Message("user", text)]
+    return [*prompt[:-1], replace(prompt[-1], text=f"{prompt[-1].text}\n\n{text}".strip())]
 
 
 class RunningEnv:
@@ -100,7 +123,7 @@ class RunningEnv:
             env = copy.copy(self.env)
             env.problem, env.messages, env.tool_results = problem, (), ()
             if error is None:
-                env.start()
+                prompt = _with_text(prompt, env.start())
                 tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
             if env.instructions:
                 prompt.insert(0, Message("system", env.instructions))

@@ -62,7 +62,7 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
-        return Group(problem.id, tuple(self._reward(problem, list(rollouts))))
+        return Group(problem.id, tuple(self._reward(problem, list(rollouts), episodes)))
 
     def _open(self, episodes: Sequence[Episode]) -> list[tuple[Any, Any]]:
         """A session for each episode; siblings with the same prompt share its computation."""
@@ -87,11 +87,14 @@ class Collector:
         on_rollout(rollout)
         return rollout
 
-    def _reward(self, problem: Problem, rollouts: list[Rollout]) -> list[Rollout]:
+    def _reward(self, problem: Problem, rollouts: list[Rollout], episodes: Sequence[Episode]) -> list[Rollout]:
         weights = self.environment.reward_weights
         rewards = [weighted_reward(r, weights) for r in rollouts]
+        # what was played with may be looked at, as in TRL; not every environment has such a thing
+        worlds = [e.environment for e in episodes if hasattr(e, "environment")]
         for function in self.reward_functions:
-            rewards = [a + b for a, b in zip(rewards, call_reward_function(function, problem, rollouts), strict=True)]
+            more = call_reward_function(function, problem, rollouts, {"environments": worlds} if worlds else {})
+            rewards = [a + b for a, b in zip(rewards, more, strict=True)]
         return [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
 
 
@@ -100,14 +103,20 @@ def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
     return sum(weights.get(name, 1.0) * score.value for name, score in rollout.scores.items())
 
 
-def call_reward_function(function: RewardFunction, problem: Problem, rollouts: Sequence[Rollout]) -> list[float]:
-    """Call a TRL-style reward function for one group."""
+def call_reward_function(
+    function: RewardFunction,
+    problem: Problem,
+    rollouts: Sequence[Rollout],
+    given: Mapping[str, Sequence[Any]] | None = None,
+) -> list[float]:
+    """Call a TRL-style reward function for one group. `given` has more columns, with a value a rollout."""
     name = getattr(function, "__name__", repr(function))
     prompts = [_plain(r.messages[: _prompt_count(r)]) for r in rollouts]
     completions = [_plain(r.messages[_prompt_count(r) :]) for r in rollouts]
     columns = {
         key: [value] * len(rollouts) for key, value in problem.row.items() if key not in ("prompts", "completions")
     }
+    columns |= {key: list(values) for key, values in (given or {}).items()}
     values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
     if len(values) != len(rollouts):
         raise PalestraError(

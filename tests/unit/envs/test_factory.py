@@ -1,0 +1,166 @@
+"""TRL-style environments: one instance a rollout, public methods as tools, a reward of their own."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from palestra import Agent, EvalSuite, measure, train_grpo
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, SamplingParams, ToolCall
+from palestra.envs.adapters.factory import FactoryEnv, owns_reward
+from palestra.envs.running import RunningEnv
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.rollout.chat import ChatCollector
+from palestra.rollout.run import Limits
+
+
+class Counter:
+    """Count up to a number."""
+
+    made = 0
+    closed = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def reset(self, start: int = 0, **row: Any) -> str | None:
+        self.count = start
+        return f"You start at {start}." if start else None
+
+    def up(self, by: int) -> int:
+        """Count up.
+
+        Args:
+            by: How much.
+        """
+        self.count += by
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+    def _secret(self) -> None: ...
+
+
+@measure
+def factory_says_done(ctx):
+    return "done" in ctx.final_assistant_message.text
+
+
+SUITE = EvalSuite.from_records(
+    [{"input": f"Count, please ({i}).", "start": i} for i in range(4)], measures=[factory_says_done]
+)
+
+
+class Counts:
+    """Calls up(2), then says done."""
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[dict], sampling: SamplingParams) -> Any:
+        if messages[-1].role == "tool":
+            return Message("assistant", "done"), "stop"
+        return Message("assistant", "", tool_calls=(ToolCall("c", "up", {"by": 2}),)), "stop"
+
+
+def environment(factory: Any, suite: EvalSuite = SUITE, **more: Any) -> RunningEnv:
+    agent = Agent("a", "palestra/tiny", "Count.")
+    return RunningEnv(FactoryEnv(factory, SuiteEnvironment(agent, suite, **more), "Count."))
+
+
+def play(env: RunningEnv, group_size: int = 2) -> list:
+    collector = ChatCollector(env, Counts(), Limits(SamplingParams(50)))
+    return asyncio.run(collector.collect(env.problems("train"), group_size, "test"))
+
+
+def test_every_rollout_has_an_instance_of_its_own_and_its_reward():
+    Counter.made = Counter.closed = 0
+    groups = play(environment(Counter))
+    assert [[r.reward for r in g.rollouts] for g in groups] == [[3.0, 3.0], [4.0, 4.0], [5.0, 5.0], [6.0, 6.0]]
+    assert set(groups[0].rollouts[0].scores) == {"factory_says_done", "Counter"}
+    assert Counter.made == Counter.closed == 9  # one more, to look at before training
+
+
+def test_what_reset_returns_is_added_to_the_question():
+    env = environment(Counter)
+    opening = [env.open(env.problems("train")[i]).prompt for i in (0, 2)]
+    assert opening[0] == [Message("system", "Count."), Message("user", "Count, please (0).")]
+    assert opening[1][-1].text == "Count, please (2).\n\nYou start at 2."
+    assert [t.name for t in env.open(env.problems("train")[0]).tools] == ["up"]
+
+
+class Other(Counter):
+    def get_reward(self) -> float:
+        return -1.0
+
+
+def test_a_dict_of_factories_is_chosen_from_by_the_row():
+    suite = EvalSuite.from_records([{"input": f"{k}?", "environment": k} for k in ("one", "two", "three")])
+    env = environment({"one": Counter, "two": Other}, suite, measures_required=False)
+    groups = play(env, 1)
+    assert [g.rollouts[0].reward for g in groups] == [2.0, -1.0, 0.0]
+    assert "expected one of one, two" in groups[2].rollouts[0].error
+
+
+def test_an_async_or_senseless_reward_is_dealt_with():
+    class Waits(Counter):
+        async def get_reward(self) -> float:  # type: ignore[override]
+            return 0.5
+
+    class Senseless(Counter):
+        def get_reward(self) -> float:
+            return float("nan")
+
+    assert play(environment(Waits))[0].rollouts[0].reward == 1.5
+    with pytest.raises(PalestraError, match=r"every rollout failed.*the reward is nan"):
+        play(environment(Senseless))
+
+
+def test_who_owns_the_reward_needs_no_measures():
+    assert owns_reward(Counter)
+    assert owns_reward({"a": lambda: Counter()})
+    assert not owns_reward({"a": Counter, "b": object})
+
+
+def test_a_factory_without_reset_or_with_an_undocumented_tool_is_told():
+    class Undocumented(Counter):
+        def down(self, by: int) -> int:
+            return by
+
+    with pytest.raises(PalestraError, match="object has no method reset"):
+        environment(object)
+    with pytest.raises(PalestraError, match="'down' has no docstring"):
+        environment(Undocumented)
+
+
+def test_train_grpo_takes_an_environment_factory(tmp_path):
+    seen: list[Any] = []
+
+    def looks(prompts: list, completions: list, environments: list, **columns: Any) -> list[float]:
+        seen.extend(environments)
+        return [0.0] * len(prompts)
+
+    result = train_grpo(
+        Agent("counter", "palestra/tiny", "Use the tools to answer.", []),
+        EvalSuite.from_records([{"input": f"Count up by {i}."} for i in range(5)]),
+        environment_factory=Counter,
+        extra_reward_funcs=[looks],
+        config={
+            "train.max_steps": 1, "train.problems_per_step": 2, "train.refill_limit": 0, "rollout.group_size": 2,
+            "rollout.max_new_tokens": 30, "output_dir": str(tmp_path),
+        },
+    )  # fmt: skip
+    assert len(result.metrics) == 1
+    assert seen
+    assert all(isinstance(world, Counter) for world in seen)
+
+
+def test_neither_measures_nor_an_own_reward_is_an_error():
+    class Plain:
+        def reset(self, **row: Any) -> None: ...
+
+    with pytest.raises(PalestraError, match="no measures"):
+        train_grpo(Agent("a", "palestra/tiny"), EvalSuite.from_records([{"input": "?"}] * 3), environment_factory=Plain)
