@@ -9,7 +9,6 @@ from typing import Any
 
 from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotYetError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
@@ -87,10 +86,6 @@ class GRPOTrainer:
         name: str | None = None,
         source: str | None = None,
     ) -> None:
-        if rollout_func is not None:
-            raise NotYetError(
-                "rollout_func is not built yet; use measures or extra_reward_funcs to score the built-in loop"
-            )
         self.agent = as_agent(agent)
         self._model_name = self.agent.required_model
         self._measures = reward_measures
@@ -99,6 +94,7 @@ class GRPOTrainer:
         self._overrides = {key: v for key, v in (("dtype", torch_dtype), ("device", device_map)) if v is not None}
         self._reward_functions = tuple(extra_reward_funcs)
         self._factory = environment_factory
+        self._rollout_func = rollout_func
         self._watcher = watcher or Watcher()
         self._name = name or self.agent.name
         self._source = source
@@ -132,10 +128,16 @@ class GRPOTrainer:
     def _load(self, config: RunConfig) -> Any:
         if self._loaded is None:
             from palestra.models.loading import load_model
+            from palestra.train.lora import quantization_config
             from palestra.train.setup import seed_everything
 
             seed_everything(config.seed)
-            self._loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+            self._loaded = load_model(
+                config.model.name,
+                dtype=config.model.dtype,
+                device=config.model.device,
+                quantization=quantization_config(config.lora),
+            )
         return self._loaded
 
     def train(
@@ -163,6 +165,7 @@ class GRPOTrainer:
             config = run.config
         else:
             config = self._resolve(len(environment.problems("train")))
+            self._load(config)  # a model that cannot be loaded leaves no run folder behind
             run = RunFolder.create(Path(config.output_dir), self._name, config, self._record() | dict(record or {}))
         return outside_event_loop(lambda: self._run(environment, config, run, resumed=resume is not None))
 
@@ -175,13 +178,23 @@ class GRPOTrainer:
         }
 
     def _run(self, environment: Environment, config: RunConfig, run: RunFolder, resumed: bool) -> GRPOTrainingResult:
+        from palestra.rollout.custom import CustomCollector
         from palestra.train.session import train_in_folder
 
+        function = self._rollout_func
         self._watcher.started(run.path)
         loaded = self._load(config)
         with asyncio.Runner() as runner:
             outcome = train_in_folder(
-                loaded, environment, config, run.path, runner, self._watcher, self._reward_functions, resumed=resumed
+                loaded,
+                environment,
+                config,
+                run.path,
+                runner,
+                self._watcher,
+                self._reward_functions,
+                rollouts_by=lambda built_in: CustomCollector.of(built_in, function, self) if function else built_in,
+                resumed=resumed,
             )
         return GRPOTrainingResult(self.agent, run, outcome)
 

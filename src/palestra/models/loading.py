@@ -45,8 +45,11 @@ def canonical_name(name: str) -> str:
     return re.sub(r"-GGUF$", "", repository, flags=re.IGNORECASE)
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Load palestra/tiny, a local folder or a hub id; `auto` is bfloat16 on a GPU, float32 on a CPU."""
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: Any | None = None) -> LoadedModel:
+    """Load palestra/tiny, a local folder or a hub id; `auto` is bfloat16 on a GPU, float32 on a CPU.
+
+    `quantization` is a transformers quantisation config (4-bit weights stay where they are put).
+    """
     source = canonical_name(name)
     if source.endswith(".gguf"):
         raise NotYetError(f"{name}: loading .gguf files comes in a later version. {_REMEDY}")
@@ -59,8 +62,11 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     with _explained(name):
         path, local = (str(folder), True) if folder else (source, False)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype_of(dtype, target), local_files_only=local)
-    return LoadedModel(model.to(target), tokenizer, name, path)
+        options = {"quantization_config": quantization, "device_map": {"": target}} if quantization else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=_dtype_of(dtype, target), local_files_only=local, **options
+        )
+    return LoadedModel(model if quantization else model.to(target), tokenizer, name, path)
 
 
 def _folder_of(source: str) -> Path | None:

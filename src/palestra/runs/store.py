@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class RunFolder:
     @classmethod
     def create(cls, parent: Path, name: str, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
         """Make a new, uniquely named run folder."""
+        name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for attempt in range(1000):
             path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
