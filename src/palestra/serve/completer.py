@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class Completer:
         self.tokenizer = tokenizer
         self.name = name
         self.context_tokens = context_tokens
+        self.on_ask: Callable[[Ask], None] = lambda ask: None
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
@@ -71,7 +72,9 @@ class Completer:
                 f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
                 "included; shorten it"
             )
-        return Ask(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
+        ask = Ask(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
+        self.on_ask(ask)
+        return ask
 
     async def complete(self, ask: Ask) -> list[Completion]:
         """Exactly n completions; cancelling this cancels their sampling."""

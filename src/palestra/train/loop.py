@@ -111,7 +111,7 @@ class Training:
         """One optimizer step from the groups; the state moves on only when all of it has worked."""
         began, groups = time.perf_counter(), harvest.groups
         train, state = self.config.train, self.state
-        advantages = group_advantages(groups, train, self.collector.environment.reward_weights)
+        advantages = self._advantages(groups)
         metrics = rollout_metrics(groups, advantages, state.policy_version)
         kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
         samples = to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
@@ -134,6 +134,9 @@ class Training:
         if self.config.checkpoint.every and self.state.step % self.config.checkpoint.every == 0:
             self.checkpoint(metrics["reward_mean"])
         return metrics
+
+    def _advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+        return group_advantages(groups, self.config.train, self.collector.environment.reward_weights)
 
     def checkpoint(self, reward: float = float("-inf")) -> Path:
         """Save where the run stands, and delete what need not be kept."""

@@ -43,6 +43,8 @@ class Plan:
 )
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
+@click.option("--env-url", metavar="URL", help="Train on what environments post to a trajectory API at this URL.")
+@click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was stopped: its folder, or its name in ./runs.")
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
@@ -50,6 +52,8 @@ class Plan:
 def command(
     agent_file: str | None,
     env: str | None,
+    env_url: str | None,
+    serve_port: int,
     config_file: Path | None,
     resume: str | None,
     as_json: bool,
@@ -67,6 +71,7 @@ def command(
       palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
       palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
       palestra train --env calculator --env.operations 1
+      palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
 
     Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
@@ -76,6 +81,13 @@ def command(
     from rich.console import Console
 
     console = Console(stderr=as_json)
+    if env_url is not None:
+        from palestra.faces.cli.train_wire import train_on_url
+
+        if env is not None or agent_file is not None:
+            raise PalestraError(f"train on what comes from {env_url} or on {env or agent_file}, not on both")
+        train_on_url(env_url, serve_port, config_file, settings.given(parameters), resume, console, as_json)
+        return
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if resume is None and env is not None:

@@ -1,0 +1,119 @@
+"""`palestra train --env-url URL`: train on what environments post to a trajectory API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from palestra.core.errors import PalestraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from palestra.core.config import RunConfig
+    from palestra.runs.store import RunFolder
+    from palestra.train.wire_session import WireOutcome
+
+
+# environments filter their groups and choose the temperature themselves
+WIRE_DEFAULTS = {"train.filter_equal_groups": False, "rollout.temperature": 1.0}
+
+
+def train_on_url(
+    url: str,
+    port: int,
+    config_file: Path | None,
+    given: dict[str, Any],
+    resume: str | None,
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Serve the model on `port`, train it over the wire, and say where it is."""
+    from palestra.faces.cli.find_run import find_run
+    from palestra.faces.cli.serve import require_serve_extra
+
+    require_serve_extra()
+    if resume is None:
+        run = new_run(wire_config(config_file, given), url)
+    elif given or config_file:
+        raise PalestraError("a resumed run keeps its own settings; give --env-url and --resume alone")
+    else:
+        run = find_run(resume)
+    outcome = run_on_wire(run, url, port, console, resumed=resume is not None)
+    present(run, outcome, console, as_json)
+
+
+def wire_config(config_file: Path | None, given: dict[str, Any]) -> RunConfig:
+    from palestra.core.config import RunConfig
+    from palestra.core.yaml_config import read_yaml_config
+
+    config = RunConfig.build(WIRE_DEFAULTS, read_yaml_config(config_file) if config_file else {}, given)
+    if config.train.max_steps is None:
+        raise PalestraError("environments over the wire have no last problem; say when to stop: --train.max_steps 100")
+    return config
+
+
+def new_run(config: RunConfig, url: str) -> RunFolder:
+    from palestra.runs.store import RunFolder
+
+    return RunFolder.create(Path(config.output_dir), "wire", config, {"env_url": url})
+
+
+def run_on_wire(
+    run: RunFolder,
+    url: str,
+    port: int,
+    console: Console,
+    *,
+    resumed: bool = False,
+    served: Callable[[str], None] = lambda url: None,
+    check: Callable[[], None] = lambda: None,
+) -> WireOutcome:
+    """Train in the run's folder; Ctrl-C says how to go on."""
+    from palestra.faces.cli.libraries import load_libraries
+
+    config = run.config
+    load_libraries(console, config.model.name)
+    from palestra.faces.cli.display import make_display, show_path
+    from palestra.train.serving import load_seeded
+    from palestra.train.wire import WireClient
+    from palestra.train.wire_session import Address, train_over_wire
+
+    loaded = load_seeded(config)
+    token = os.environ.get("PALESTRA_TOKEN")
+    display = make_display(console, config.track.log_every)
+
+    def tell(address: str) -> None:
+        display.note(f"environments sample from {address}/v1")
+        served(address)
+
+    try:
+        with display, asyncio.Runner() as runner:
+            display.started(run.path)
+            return train_over_wire(
+                loaded, config, run.path, WireClient(url, token), Address(port=port, token=token), runner, display,
+                resumed=resumed, served=tell, check=check,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        click.secho("\nStopped; every finished step is saved. Go on with:", fg="yellow", err=True)
+        click.echo(f"  palestra train --env-url {url} --resume {show_path(run.path)}", err=True)
+        raise click.exceptions.Exit(130) from None
+
+
+def present(run: RunFolder, outcome: WireOutcome, console: Console, as_json: bool) -> None:
+    rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
+    console.print(
+        f"{len(outcome.metrics)} steps in {outcome.seconds:.0f} s; mean score {rewards[0]:.3f} at the first, "
+        f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}",
+        highlight=False,
+    )
+    if as_json:
+        summary = {"steps": len(outcome.metrics), "reward_first": rewards[0], "reward_last": rewards[-1]}
+        where = {"run_dir": str(run.path), "model_path": str(outcome.model_path)}
+        click.echo(json.dumps({**summary, **where, "seconds": round(outcome.seconds, 2)}))

@@ -1,0 +1,100 @@
+"""The whole wire: an environment process of its own, the trajectory API, `palestra train --env-url`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
+
+
+@pytest.fixture
+def api(tmp_path) -> Iterator[str]:
+    command = [*PALESTRA, "trajectory", "--port", "0", "--folder", str(tmp_path / "wire")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stdout is not None
+    yield process.stdout.readline().split()[-1]
+    process.terminate()
+    process.wait(20)
+
+
+class Environment(threading.Thread):
+    """A small environment that speaks the protocol: the more digits in an answer, the better.
+
+    It leaves logprobs out of every other group, and posts one group that no model can train.
+    """
+
+    def __init__(self, api: str, inference: str) -> None:
+        super().__init__(daemon=True)
+        self.api, self.inference = httpx.Client(base_url=api, timeout=60), httpx.Client(base_url=inference, timeout=60)
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        me = {"max_token_length": 64, "desired_name": "digits", "weight": 1.0, "group_size": 4}
+        while (answer := self.api.post("/register-env", json=me).json())["status"] != "success":
+            time.sleep(0.1)
+        self.post([[10**6, 1]] * 4, [[-100, 1]] * 4, [0.0, 1.0, 0.0, 1.0], None, answer["env_id"])
+        with contextlib.suppress(httpx.TransportError):  # the trainer has ended, and its server with it
+            for number in range(1000):
+                self.attempt(number, answer["env_id"])
+                while self.api.get("/status").json()["queue_size"] > 4 and not self.done.is_set():
+                    time.sleep(0.05)
+
+    def attempt(self, number: int, env_id: int) -> None:
+        prompt = [5 + number % 20, 6, 7, 8]
+        sampling = {"n": 4, "temperature": 1.0, "max_new_tokens": 12}
+        results = self.inference.post(
+            "/generate", json={"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        ).json()
+        rows = [result["meta_info"]["output_token_logprobs"] for result in results]
+        tokens = [prompt + [i for _, i, _ in row] for row in rows]
+        masks = [[-100] * len(prompt) + [i for _, i, _ in row] for row in rows]
+        logprobs = [[1.0] * len(prompt) + [p for p, _, _ in row] for row in rows]
+        scores = [sum(c.isdigit() for c in result["text"]) / 12 for result in results]
+        self.post(tokens, masks, scores, logprobs if number % 2 else None, env_id)
+
+    def post(self, tokens, masks, scores, logprobs, env_id) -> None:
+        body = {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs, "env_id": env_id}
+        assert self.api.post("/scored_data", json=body).status_code == 200
+
+
+def train(api: str, folder: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
+    command = [*PALESTRA, "train", "--env-url", api, "--serve-port", "0", "--json", *more]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "environments sample from" in line:
+            return process, line.split()[-1].removesuffix("/v1")
+    raise AssertionError(process.communicate())
+
+
+def test_model_is_trained_over_the_wire_and_saved(api, tmp_path):
+    trainer, inference = train(api, tmp_path, *TRAINER, "--train.max_steps", "3", "--checkpoint.every", "2")
+    environment = Environment(api, inference)
+    environment.start()
+    out, err = trainer.communicate(timeout=120)
+    environment.done.set()
+    assert trainer.returncode == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["steps"] == 3
+    run = Path(tmp_path / summary["run_dir"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["tokens_trained"] > 0 for row in rows)
+    assert (run / "model" / "model.safetensors").exists()
+    assert "cannot be trained: token id 1000000" in err
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
