@@ -87,13 +87,20 @@ class Collector:
         on_rollout(rollout)
         return rollout
 
-    def _reward(self, problem: Problem, rollouts: list[Rollout], episodes: Sequence[Episode]) -> list[Rollout]:
+    def _reward(
+        self,
+        problem: Problem,
+        rollouts: list[Rollout],
+        episodes: Sequence[Episode],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Rollout]:
         weights = self.environment.reward_weights
         rewards = [weighted_reward(r, weights) for r in rollouts]
         # what was played with may be looked at, as in TRL; not every environment has such a thing
         worlds = [e.environment for e in episodes if hasattr(e, "environment")]
         for function in self.reward_functions:
-            more = call_reward_function(function, problem, rollouts, {"environments": worlds} if worlds else {})
+            given = dict(columns or {}) | ({"environments": worlds} if worlds else {})
+            more = call_reward_function(function, problem, rollouts, given)
             rewards = [a + b for a, b in zip(rewards, more, strict=True)]
         return [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from palestra.envs.base import Environment
 from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf
 from palestra.models.loading import LoadedModel
-from palestra.rollout.collect import RewardFunction
+from palestra.rollout.collect import Collector, RewardFunction
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.local import LocalLearner
@@ -49,9 +49,13 @@ def train_in_folder(
     watcher: Watcher,
     reward_functions: Sequence[RewardFunction] = (),
     *,
+    rollouts_by: Callable[[Collector], Collector] = lambda collector: collector,
     resumed: bool = False,
 ) -> Outcome:
-    """Score the model, train it, score it again and save it; with `resumed`, go on from the last checkpoint."""
+    """Score the model, train it, score it again and save it; with `resumed`, go on from the last checkpoint.
+
+    `rollouts_by` may put another collector in the place of the built-in one.
+    """
     began = time.perf_counter()
     checkpoints = folder / "checkpoints"
     start, state = (last_checkpoint(checkpoints), TrainState()) if resumed else (None, TrainState())
@@ -64,7 +68,7 @@ def train_in_folder(
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = LocalLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0, total_steps=steps)
     policy = build_policy(model, loaded.tokenizer, config.model.engine)
-    collector, scorer = build_collectors(environment, policy, chat, config, reward_functions)
+    collector, scorer = map(rollouts_by, build_collectors(environment, policy, chat, config, reward_functions))
     record = json.loads((folder / "run.json").read_text())
     tracker = open_trackers(config, folder, record, resume_after=state.step if resumed else None)
     training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)

@@ -1,0 +1,97 @@
+"""An OpenEnv server as an environment: one WebSocket session for each attempt, one tool that takes its action."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Problem
+from palestra.envs.base import Split
+from palestra.envs.env import Env, EnvConfig
+from palestra.tools.tool import Tool
+
+_OVER = "The episode is over."
+_HELD_OUT_SEED = 1_000_000
+_TIMEOUT_S = 60.0
+_MAX_BYTES = 16 * 2**20
+
+
+class OpenEnv(Env):
+    """The problems are seeds that the server is reset with; the reward is the sum of what its steps gave."""
+
+    name = "openenv"
+    instructions = "You act in an environment by calling the tool. Go on until the episode is over."
+    scores_are_bounded = False
+
+    def __init__(self, base_url: str, config: EnvConfig | None = None, question: str = "Begin.") -> None:
+        super().__init__(config)
+        self._url = base_url.rstrip("/")
+        self._question = question
+        self._socket: Any = None
+        self.total = 0.0
+        self.done = False
+
+    def setup(self) -> None:
+        """Ask the server for the form of its actions."""
+        try:
+            with urllib.request.urlopen(f"{_with_scheme(self._url, 'http')}/schema", timeout=_TIMEOUT_S) as answer:
+                schema = json.loads(answer.read(_MAX_BYTES))["action"]
+        except (OSError, ValueError, KeyError) as error:
+            raise PalestraError(f"{self._url} is no OpenEnv server that can be asked for its schema: {error}") from None
+        properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
+        self._parameters = {**schema, "properties": properties}
+        self._about = schema.get("description", "Act in the environment.").strip().splitlines()[0]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        first = self.config.seed + (0 if split == "train" else _HELD_OUT_SEED)
+        size = self.config.train_size if split == "train" else self.config.held_out_size
+        return [Problem("", self._question, row={"seed": seed}) for seed in range(first, first + size)]
+
+    def start(self) -> str:
+        from websockets.sync.client import connect
+
+        url = f"{_with_scheme(self._url, 'ws')}/ws"
+        self._socket = connect(url, open_timeout=_TIMEOUT_S, max_size=_MAX_BYTES)
+        self.total, self.done = 0.0, False
+        return self._observe(self._ask("reset", dict(self.problem.row)))
+
+    def tools(self) -> Sequence[Tool]:
+        return [Tool("act", self._about, self._parameters, self._act)]
+
+    def _act(self, **action: Any) -> str:
+        return _OVER if self.done else self._observe(self._ask("step", action))
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self._socket.recv(timeout=_TIMEOUT_S))
+        found: Mapping[str, Any] = answer.get("data") or {}
+        if answer.get("type") == "error":
+            raise RuntimeError(found.get("message", "the server gave an error"))
+        return found
+
+    def _observe(self, result: Mapping[str, Any]) -> str:
+        self.total += float(result.get("reward") or 0.0)
+        self.done = bool(result.get("done"))
+        observation = result.get("observation", result)
+        text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+        return f"{text}\n{_OVER}" if self.done else text
+
+    def score(self, answer: str) -> float:
+        return self.total
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _with_scheme(url: str, kind: str) -> str:
+    """The URL for HTTP or for WebSockets, whichever it was given as.
+
+    >>> _with_scheme("https://host/env", "ws")
+    'wss://host/env'
+    """
+    scheme, _, rest = url.partition("://")
+    return f"{kind}{'s' if scheme in ('https', 'wss') else ''}://{rest or scheme}"

@@ -1,0 +1,188 @@
+"""Environments of the verifiers library, both generations: `load_environment` with a Rubric, and v1 Tasksets.
+
+    RunningEnv(VerifiersEnv(verifiers.load_environment("gsm8k")))
+    RunningEnv(TasksetEnv(GSM8KTaskset(config)))
+
+Neither imports verifiers: whatever has the same methods will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from palestra.chat.messages import as_messages, to_dict
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, Problem
+from palestra.envs.base import Split
+from palestra.envs.env import Env, EnvConfig
+from palestra.envs.problems import is_held_out
+
+
+class VerifiersEnv(Env):
+    """An environment of the first generation: single-turn, multi-turn or with stateless tools."""
+
+    name = "verifiers"
+    scores_are_bounded = False
+
+    def __init__(self, environment: Any, config: EnvConfig | None = None) -> None:
+        super().__init__(config)
+        self.theirs = environment
+        self.state: dict[str, Any] = {}
+        self._is_ready = False
+        if hasattr(environment, "update_tool_args"):
+            raise PalestraError(
+                f"{type(environment).__name__} fills in arguments of its tools itself, which is not supported; "
+                "serve it as an environment of its own, or write it as a palestra.Env"
+            )
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        train = [self._problem(row) for row in self.theirs.get_dataset(self.config.train_size)]
+        held_out = [self._problem(row) for row in self.theirs.get_eval_dataset(self.config.held_out_size)]
+        if {p.input for p in held_out} <= {
+            p.input for p in train
+        }:  # it has none of its own, and gave the training ones
+            share = self.config.held_out_share
+            return [p for p in train if is_held_out(p, share) == (split == "held_out")]
+        kept = {p.input for p in held_out}
+        return held_out if split == "held_out" else [p for p in train if p.input not in kept]
+
+    def _problem(self, row: Mapping[str, Any]) -> Problem:
+        return Problem("", _messages(row["prompt"]), row.get("answer"), dict(row))
+
+    def start(self) -> None:
+        row = self.problem.row
+        self._is_ready = False
+        self.state = {
+            "input": dict(row), "prompt": row["prompt"], "completion": [], "answer": row.get("answer", ""),
+            "task": row.get("task", "default"), "info": row.get("info") or {}, "example_id": row.get("example_id", 0),
+            "trajectory": [], "turn": 0, "responses": [], "is_completed": False, "reward": None, "metrics": None,
+        }  # fmt: skip
+
+    def tools(self) -> Sequence[Any]:
+        return list(getattr(self.theirs, "tools", None) or [])
+
+    async def step(self, answer: str) -> Any:  # type: ignore[override]
+        if getattr(self.theirs, "max_turns", -1) == 1 or self.tools() or not hasattr(self.theirs, "env_response"):
+            return None
+        messages = await self._record()
+        if await self._is_completed(messages):
+            return None
+        reply = await _awaited(self.theirs.env_response(messages, self.state))
+        reply = reply[0] if isinstance(reply, tuple) else reply  # older versions give the state back too
+        return _messages(reply) if reply and not self.state.get("final_env_response") else None
+
+    async def score(self, answer: str) -> dict[str, float]:
+        await self._record()
+        state = self.state
+        score = self.theirs.rubric.score_rollout
+        if len(inspect.signature(score).parameters) > 2:  # before 0.1.8
+            prompt, completion = state["prompt"], state["completion"]
+            found = await score(
+                prompt=prompt, completion=completion, answer=state["answer"], state=state, task=state["task"],
+                info=state["info"], example_id=state["example_id"],
+            )  # fmt: skip
+            return {"reward": float(found.reward)}
+        await score(state)
+        return {"reward": float(state["reward"])}
+
+    async def _record(self) -> list[dict[str, Any]]:
+        """What was said so far, in the state where their methods look for it."""
+        if not self._is_ready:
+            self._is_ready = True
+            if hasattr(self.theirs, "setup_state"):
+                self.state = await _awaited(self.theirs.setup_state(self.state)) or self.state
+        messages = [to_dict(message, arguments_as_text=True) for message in self.messages if message.role != "system"]
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        first = said[0] if said else len(messages)
+        self.state["completion"] = messages[first:]
+        self.state["turn"] = len(said)
+        self.state["trajectory"] = [{"prompt": messages[:i], "completion": [messages[i]]} for i in said]
+        return messages
+
+    async def _is_completed(self, messages: list[dict[str, Any]]) -> bool:
+        conditions = getattr(self.theirs, "_stop_conditions", None)
+        if conditions is not None:
+            return any([await _awaited(condition(self.state)) for condition in conditions])
+        return bool(await _awaited(self.theirs.is_completed(messages, self.state)))
+
+
+@dataclass
+class Trace:
+    """What a v1 task looks at when it scores: what was said, and where its verdicts go."""
+
+    task: Any
+    messages: Sequence[Any]
+    rewards: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_reply(self) -> str:
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "assistant"), "")
+
+    @property
+    def num_turns(self) -> int:
+        return sum(m["role"] == "assistant" for m in self.messages)
+
+    def record_reward(self, name: str, value: float, weight: float = 1.0) -> None:
+        self.rewards[name] = float(value) * float(weight)
+
+    def record_metric(self, name: str, value: float) -> None:
+        self.metrics[name] = float(value)
+
+    def record_metrics(self, values: Mapping[str, float]) -> None:
+        self.metrics |= {name: float(value) for name, value in values.items()}
+
+
+class TasksetEnv(Env):
+    """A v1 Taskset whose tasks are one question each, scored by what was said."""
+
+    name = "taskset"
+    scores_are_bounded = False
+
+    def __init__(self, taskset: Any, config: EnvConfig | None = None) -> None:
+        super().__init__(config)
+        self.taskset = taskset
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        found: list[Problem] = []
+        wanted = self.config.train_size if split == "train" else self.config.held_out_size
+        for task in self.taskset:
+            problem = self._problem(task)
+            if is_held_out(problem, self.config.held_out_share) == (split == "held_out"):
+                found.append(problem)
+            if len(found) == wanted:
+                break
+        return found
+
+    def _problem(self, task: Any) -> Problem:
+        if task.data.prompt is None or getattr(task, "NEEDS_CONTAINER", False) or type(task).toolsets(task.config):
+            raise PalestraError(
+                f"{type(task).__name__} needs a container, tool servers or a user who opens, which this adapter has not"
+            )
+        opening = [Message("system", task.data.system_prompt)] if task.data.system_prompt else []
+        messages = (*opening, *_messages(task.data.prompt))
+        return Problem("", messages, row={"task": task})
+
+    async def score(self, answer: str) -> dict[str, float]:
+        task = self.problem.row["task"]
+        trace = Trace(task, [to_dict(message, arguments_as_text=True) for message in self.messages])
+        await task.score(trace, None)
+        given = {name: value for name, value in trace.rewards.items() if value is not None}
+        if not given:
+            raise PalestraError(f"{type(task).__name__} has no reward that can be given without a runtime")
+        return {"reward": sum(given.values())}
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    """Texts, dicts or the pydantic messages of verifiers, as ours."""
+    if isinstance(value, str):
+        return as_messages(value)
+    return as_messages([item.model_dump() if hasattr(item, "model_dump") else item for item in value])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
