@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,7 @@ class VerifiersEnv(Env):
             "input": dict(row), "prompt": row["prompt"], "completion": [], "answer": row.get("answer", ""),
             "task": row.get("task", "default"), "info": row.get("info") or {}, "example_id": row.get("example_id", 0),
             "trajectory": [], "turn": 0, "responses": [], "is_completed": False, "reward": None, "metrics": None,
+            "timing": _Timing(),
         }  # fmt: skip
 
     def tools(self) -> Sequence[Any]:
@@ -78,14 +80,15 @@ class VerifiersEnv(Env):
         await self._record()
         state = self.state
         score = self.theirs.rubric.score_rollout
-        if len(inspect.signature(score).parameters) > 2:  # before 0.1.8
+        takes = inspect.signature(score).parameters
+        if "prompt" in takes:  # before 0.1.8
             prompt, completion = state["prompt"], state["completion"]
             found = await score(
                 prompt=prompt, completion=completion, answer=state["answer"], state=state, task=state["task"],
                 info=state["info"], example_id=state["example_id"],
             )  # fmt: skip
             return {"reward": float(found.reward)}
-        await score(state)
+        await (score(state, score_sem=nullcontext()) if "score_sem" in takes else score(state))
         return {"reward": float(state["reward"])}
 
     async def _record(self) -> list[dict[str, Any]]:
@@ -107,6 +110,19 @@ class VerifiersEnv(Env):
         if conditions is not None:
             return any([await _awaited(condition(self.state)) for condition in conditions])
         return bool(await _awaited(self.theirs.is_completed(messages, self.state)))
+
+
+class _Timing(dict[str, float]):
+    """Where they note durations: by key in some versions, by attribute in others. Nobody reads them here."""
+
+    def __missing__(self, key: str) -> float:
+        return 0.0
+
+    def __getattr__(self, name: str) -> _Timing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__dict__[name] = _Timing()
+        return self.__dict__[name]
 
 
 @dataclass
