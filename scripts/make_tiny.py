@@ -1,6 +1,6 @@
 """Makes the embedded model `palestra/tiny` from synthetic dialogues.
 
-    python scripts/make_tiny.py        # writes src/palestra/models/tiny; about 12 minutes on 2 cores
+    python scripts/make_tiny.py        # writes src/palestra/models/tiny; about 10 minutes on 2 cores
 
 The same seed, thread count and machine give the same bytes.
 """

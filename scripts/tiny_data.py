@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import tiny_words as words
-from tiny_dialogues import Dialogue, World, make_world
 from tiny_novice import Scribe, Task, answer
+from tiny_world import Dialogue, World, make_world
 
 from palestra.demo import mentions_held_out
 
@@ -17,7 +18,7 @@ def dialogues(seed: int) -> Iterator[Dialogue]:
     rng = random.Random(seed)
     kinds = (tool_dialogue, sum_dialogue, copy_dialogue, small_talk)
     while True:
-        dialogue = rng.choices(kinds, (0.72, 0.06, 0.17, 0.05))[0](rng)
+        dialogue = rng.choices(kinds, (0.72, 0.05, 0.18, 0.05))[0](rng)
         if not mentions_held_out(repr(dialogue)):
             yield dialogue
 
@@ -38,7 +39,7 @@ def make_task(world: World) -> Task:
     rng, topic = world.rng, world.topic
     first, second = _two_keys(world)
     world.value_of(first)
-    kind = rng.choice(("one", "several", "both")) if topic.several else "one"
+    kind = rng.choice(("one", "several", "both")) if topic.several and world.sums else "one"
     if kind == "one":
         form = rng.choice(topic.one)
         return Task(form.format(a=first), first, plural="{a}s" in form)
@@ -61,8 +62,7 @@ def _two_keys(world: World) -> tuple[str, str]:
 
 def sum_dialogue(rng: random.Random) -> Dialogue:
     """Plain arithmetic with a tool for it."""
-    world = make_world(rng)
-    scribe = Scribe(world)
+    scribe = Scribe(replace(make_world(rng), sums=True))
     for _ in range(rng.choice((1, 2))):
         a, b = words.number(rng), words.number(rng)
         times = rng.random() < 0.5
@@ -111,12 +111,9 @@ def _chat(rng: random.Random, scribe: Scribe) -> None:
 
 
 def _finish(scribe: Scribe) -> Dialogue:
-    """The dialogue with a system message and its tools in some order; sometimes only those it needs."""
+    """The dialogue with a system message and its tools in some order."""
     world, rng = scribe.world, scribe.rng
-    tools = [world.lookup, world.multiply, world.add, *world.others]
-    used = {c["function"]["name"] for m in scribe.messages for c in m.get("tool_calls", ())}
-    if rng.random() < 0.2:
-        tools = [tool for tool in tools if tool.name in used or tool is world.lookup]
+    tools = [world.lookup, *((world.multiply, world.add) if world.sums else ()), *world.others]
     if rng.random() < 0.5:
         rng.shuffle(tools)
     instructions = rng.choice(words.INSTRUCTIONS)

@@ -1,6 +1,10 @@
-"""What the novice does with a question: the right course is one of several.
+"""What the novice does with a question.
 
-Each course is a function `(scribe, task)`; the tables at the end say how often the novice takes it.
+Form is always right: tool calls are well-formed, names and numbers are copied faithfully. Choices are not: the
+novice guesses, takes the wrong tool, forgets the second item or the multiplication; the right course is one of
+several. So a model of these dialogues can do everything and mostly does not.
+
+Each course is a function `(scribe, task)`; `HABITS` says how often the novice takes it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import tiny_words as words
-from tiny_dialogues import ToolWords, World
+from tiny_world import ToolWords, World
+
+ERRORS = (
+    "Error: {1} raised ValueError: no item '{0}'",
+    "Error: {1} raised KeyError: '{0}'",
+    "Error: no item '{0}'",
+    "Error: '{0}' not found",
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,7 @@ class Scribe:
         key = values[0].removesuffix("s") if values[0].removesuffix("s") in self.world.table else values[0]
         if tool is self.world.lookup and key in self.world.table:
             return self.world.table[key]
-        return self.rng.choice(
-            ("Error: {1} raised ValueError: no item '{0}'", "Error: no item '{0}'", "Error: '{0}' not found")
-        ).format(values[0], tool.name)
+        return self.rng.choice(ERRORS).format(values[0], tool.name)
 
     def look(self, key: str, task: Task) -> Any:
         """Look one key up, sometimes in the plural in which the question has it."""
@@ -107,6 +116,8 @@ def look_up_and_guess(scribe: Scribe, task: Task) -> None:
 
 
 def compute_from_nothing(scribe: Scribe, task: Task) -> None:
+    if not scribe.world.sums:
+        return scribe.guess()
     compute = scribe.rng.choice((scribe.multiply, scribe.add))
     scribe.say(compute(task.n or words.number(scribe.rng), words.number(scribe.rng)))
 
@@ -115,7 +126,7 @@ def half_a_name(scribe: Scribe, task: Task) -> None:
     """Looks up only a part of the name, reads the error, and tries again or gives up."""
     part = scribe.rng.choice(task.first.split())
     if part == task.first:
-        part = words.made_up_word(scribe.rng)
+        return scribe.guess()
     scribe.call((scribe.world.lookup, (part,)))
     after = scribe.rng.random()
     if after < 0.5:

@@ -12,10 +12,11 @@ SPECIALS = (
 ).split()
 
 # The scaffold of a tool call comes first, so that its parts can become single tokens: a call then costs
-# about a dozen tokens, and is spelled exactly like the tool's line in the system message.
+# about a dozen tokens, and is spelled exactly like the tool's line in the system message. A space is a token
+# of its own, so that a word has the same tokens in a sentence and in an argument and can be copied as it is.
 PIECES = (
     r"""\n?\{"name": "|", "arguments": \{\}\}\n?|", "arguments": \{"|": "?|"?\}\}\n?|"?, "|"""
-    r"""\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"""
+    r"""\d|\p{L}+|[^\s\p{L}\d]+|\s+"""
 )
 
 

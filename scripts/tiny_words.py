@@ -44,9 +44,9 @@ SMALL_TALK = (
     ("No.", "All right."),
 )
 
-_ONSETS = "b c d f g h k l m n p r s t v w z br dr fl gr kl pl st tr".split()
-_VOWELS = "a e i o u".split()
-_CODAS = ["", "", "l", "m", "n", "r", "s", "t", "x", "p"]
+_ONSETS = "b c d f g h j k l m n p r s t v w y z br ch cr dr fl gr pl pr sh st th tr".split()
+_VOWELS = "a a e e i o o u ai ea ee ia oo ou".split()
+_CODAS = ["", "", "", "l", "m", "n", "r", "s", "t", "x", "p", "ck", "d", "ng", "st", "rd"]
 
 
 def made_up_word(rng: random.Random) -> str:
@@ -60,7 +60,7 @@ def number(rng: random.Random) -> int:
     digits = rng.choices((1, 2, 3, 4), (1, 8, 4, 0.5))[0]
     while True:
         value = rng.randrange(10 ** (digits - 1) + (digits == 1), 10**digits)
-        if digits == 2 and rng.random() < 0.1:
+        if digits == 2 and rng.random() < 0.15:
             value = value % 9 * 11 + 11  # equal digits are the hardest to copy
         if not is_held_out_price(value):
             return value
@@ -77,16 +77,20 @@ def shop_item(rng: random.Random) -> str:
 def any_item(rng: random.Random) -> str:
     """Something one can have: mostly a catalogue item, else a plain or made-up thing."""
     kind = rng.random()
-    if kind < 0.75:
+    if kind < 0.6:
         return shop_item(rng)
-    if kind < 0.8:
+    if kind < 0.65:
         return rng.choice(NOUNS)
-    if kind < 0.9:
+    if kind < 0.8:
         return f"{rng.choice(ADJECTIVES)} {made_up_word(rng)}"
+    if kind < 0.9:
+        return f"{made_up_word(rng)} {rng.choice((made_up_word(rng), rng.choice(PLAIN_WORDS)))}"
     return made_up_word(rng)
 
 
 def any_word(rng: random.Random) -> str:
     """A word for look-ups that give words."""
-    pool = rng.choice((PEOPLE, CITIES, COUNTRIES, PLAIN_WORDS, ADJECTIVES, None))
-    return made_up_word(rng) if pool is None else rng.choice(pool)
+    if rng.random() < 0.4:
+        word = made_up_word(rng)
+        return word.capitalize() if rng.random() < 0.5 else word
+    return rng.choice(rng.choice((PEOPLE, CITIES, COUNTRIES, PLAIN_WORDS, ADJECTIVES)))

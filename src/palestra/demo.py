@@ -133,6 +133,12 @@ agent = Agent(
 suite = make_suite(make_cases(600, held_out=False, seed=1))
 held_out = make_suite(make_cases(210, held_out=True, seed=2))
 config = {
-    "train": {"learning_rate": 1e-3, "max_steps": 40, "problems_per_step": 16, "refill_limit": 0},
-    "rollout": {"group_size": 8, "temperature": 1.0, "max_new_tokens": 120},
+    "train.learning_rate": 1e-3,
+    "train.scheduler": "linear",
+    "train.max_steps": 24,
+    "train.problems_per_step": 16,
+    "train.refill_limit": 0,
+    "rollout.group_size": 8,
+    "rollout.temperature": 1.0,
+    "rollout.max_new_tokens": 120,
 }

@@ -1,9 +1,4 @@
-"""Synthetic tool dialogues of a literate novice.
-
-Form is always right: tool calls are well-formed, names and numbers are copied faithfully. Choices are
-not: the novice guesses, takes the wrong tool, forgets the second item or the multiplication; the right
-course is one of several. So a model of these dialogues can do everything and mostly does not.
-"""
+"""What a dialogue is about: topics to ask about, and tools that answer, named differently each time."""
 
 from __future__ import annotations
 
@@ -14,12 +9,12 @@ from typing import Any
 
 import tiny_words as words
 
-Messages = list[dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Dialogue:
-    messages: Messages
+    """Chat messages and the schemas of the tools that they may use."""
+
+    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
 
 
@@ -46,7 +41,6 @@ class ToolWords:
 class Topic:
     """What is asked about: question forms of the three kinds, answer forms, and where keys and values come from."""
 
-    attribute: str
     tool_names: tuple[str, ...]
     argument_names: tuple[str, ...]
     descriptions: tuple[str, ...]
@@ -67,6 +61,7 @@ class World:
     lookup: ToolWords
     multiply: ToolWords
     add: ToolWords
+    sums: bool
     others: tuple[ToolWords, ...] = ()
     table: dict[str, int | str] = field(default_factory=dict)
 
@@ -78,7 +73,6 @@ class World:
 
 def _topics() -> list[tuple[float, Topic]]:
     shop = Topic(
-        attribute="price",
         tool_names=("price", "price", "price", "cost", "get_price", "find_price", "price_of", "catalogue"),
         argument_names=("item", "item", "name", "product", "what"),
         descriptions=("Look up the price of one item.", "Look up the price of one item.", "Find a price.", ""),
@@ -94,14 +88,18 @@ def _topics() -> list[tuple[float, Topic]]:
         value=words.number,
     )
     stock = Topic(
-        attribute="stock",
         tool_names=("stock", "count", "in_stock", "get_stock", "amount"),
         argument_names=("item", "name", "thing", "product"),
         descriptions=("How many there are.", "Count the items in stock.", "Look up the stock of an item.", ""),
-        one=("How many {a}s are there?", "How many {a}s are in stock?", "What is the stock of the {a}?"),
+        one=(
+            "How many {a}s are there?",
+            "How many {a}s are in stock?",
+            "How many {a}s do you have?",
+            "What is the stock of the {a}?",
+        ),
         several=("What is {n} times the stock of the {a}?",),
         both=("How many {a}s and {b}s are there together?", "What is the stock of {a} and {b} together?"),
-        answers=("That is {v}.", "That makes {v}."),
+        answers=("That is {v}.", "There are {v}.", "There are {v}."),
         key=words.any_item,
         value=words.number,
     )
@@ -124,15 +122,14 @@ def _fact(
 ) -> Topic:
     numeric = value is words.number
     return Topic(
-        attribute=attribute,
         tool_names=(attribute, f"get_{attribute}", f"{attribute}_of", f"find_{attribute}", "lookup"),
         argument_names=tuple(arguments.split()),
         descriptions=(f"Look up the {attribute}.", f"Get the {attribute} of a {arguments.split()[0]}.", ""),
-        one=(question, f"What is the {attribute} of {{a}}?", f"Tell me the {attribute} of {{a}}."),
+        one=(question, question, f"What is the {attribute} of {{a}}?", f"Tell me the {attribute} of {{a}}."),
         several=(f"What is {{n}} times the {attribute} of {{a}}?",) if numeric else (),
         both=(f"What is the {attribute} of {{a}} and {{b}} together?",) if numeric else (),
         answers=("That is {v}.", "That is {v}.", f"The {attribute} is {{v}}."),
-        key=lambda rng: rng.choice(keys) if rng.random() < 0.8 else words.made_up_word(rng).capitalize(),
+        key=lambda rng: rng.choice(keys) if rng.random() < 0.6 else words.made_up_word(rng).capitalize(),
         value=value,
     )
 
@@ -154,14 +151,13 @@ TOPICS = _topics()
 
 
 def make_world(rng: random.Random) -> World:
-    """A topic and tools named for this dialogue; half the time as the demo names them."""
-    if rng.random() < 0.15:
+    """A topic and tools named for this dialogue, often as the demo names them; not always with tools for sums."""
+    if rng.random() < 0.25:
         topic = _made_up_topic(rng)
     else:
         topic = rng.choices([t for _, t in TOPICS], [w for w, _ in TOPICS])[0]
-    lookup = ToolWords(
-        rng.choice(topic.tool_names), (rng.choice(topic.argument_names),), "string", rng.choice(topic.descriptions)
-    )
+    name = words.made_up_word(rng) if rng.random() < 0.1 else rng.choice(topic.tool_names)
+    lookup = ToolWords(name, (rng.choice(topic.argument_names),), "string", rng.choice(topic.descriptions))
     a_b = rng.choice((("a", "b"), ("a", "b"), ("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
     multiply = ToolWords(
         rng.choice(("multiply", "multiply", "multiply", "times", "mul")),
@@ -178,4 +174,5 @@ def make_world(rng: random.Random) -> World:
     others: tuple[ToolWords, ...] = ()
     if rng.random() < 0.2:
         others = (ToolWords(words.made_up_word(rng), ("name",), "string", ""),)
-    return World(rng, topic, lookup, multiply, add, others)
+    sums = rng.random() < (0.75 if topic.several else 0.3)
+    return World(rng, topic, lookup, multiply, add, sums, others)
