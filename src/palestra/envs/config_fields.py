@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,16 +22,26 @@ def config_fields(found: Found, timeout_s: float = 30.0) -> list[dict[str, Any]]
     arguments = [sys.executable, "-m", __name__, str(found.file_path), found.class_name]
     with tempfile.TemporaryDirectory() as home:
         clean = {key: os.environ[key] for key in _KEPT if key in os.environ} | {"HOME": home}
+        process = subprocess.Popen(
+            arguments,
+            env=clean,
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                arguments, env=clean, cwd=home, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
+            answer, complaints = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            process.wait()
             raise PalestraError(f"reading the config of {found.name} took longer than {timeout_s:g} s") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise PalestraError(f"the config of {found.name} cannot be read: {lines[-1] if lines else done.returncode}")
-    fields: list[dict[str, Any]] = json.loads(done.stdout)
+    if process.returncode:
+        lines = complaints.strip().splitlines()
+        raise PalestraError(f"the config of {found.name} cannot be read: {lines[-1] if lines else process.returncode}")
+    fields: list[dict[str, Any]] = json.loads(answer)
     for row in fields:
         row["default"] = found.preset.get(row["name"], row["default"])
     return fields

@@ -43,9 +43,8 @@ class ChatCollector:
 
         async def one(problem: Problem, i: int) -> Rollout:
             sampling = replace(self.limits.sampling, seed=seed_of(f"{seed_key}/{problem.id}/{i}"))
-            rollout = await run_chat(
-                self.chat, self.environment.open(problem), problem, replace(self.limits, sampling=sampling)
-            )
+            episode = await asyncio.to_thread(self.environment.open, problem)
+            rollout = await run_chat(self.chat, episode, problem, replace(self.limits, sampling=sampling))
             rollout = replace(rollout, reward=weighted_reward(rollout, self.environment.reward_weights))
             on_rollout(rollout)
             return rollout

@@ -49,7 +49,8 @@ class Collector:
         return groups
 
     async def _group(self, problem: Problem, size: int, seed_key: str, on_rollout: Callable[[Rollout], None]) -> Group:
-        episodes = [self.environment.open(problem) for _ in range(size)]
+        # in threads: beginning an attempt may mean to start a program or to ask a server
+        episodes = await asyncio.gather(*(asyncio.to_thread(self.environment.open, problem) for _ in range(size)))
         starts = self._open(episodes)
         tasks = [
             asyncio.create_task(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from palestra.envs.discover import Found
 
 
 @click.command("envs")
@@ -15,7 +20,8 @@ import click
     "--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Look in this folder or file too."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def command(paths: tuple[Path, ...], as_json: bool) -> None:
+@click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
+def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
     """List the environments that there are: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
 
     Their files are read, not run. `palestra train --env NAME` trains on one.
@@ -31,7 +37,16 @@ def command(paths: tuple[Path, ...], as_json: bool) -> None:
     formatter = click.HelpFormatter(width=100)
     for origin, members in groupby(found.environments, lambda env: env.origin):
         with formatter.section(origin):
-            formatter.write_dl([(env.name, env.description or env.class_name) for env in members], col_max=44)
+            formatter.write_dl(_rows(list(members), show_all), col_max=44)
     click.echo(formatter.getvalue().rstrip())
     for path, reason in found.errors.items():
         click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
+
+
+def _rows(found: list[Found], show_all: bool) -> list[tuple[str, str]]:
+    """Name and description of each; a family that differs only in its preset is one row."""
+    rows = [(e.name, e.description or e.class_name) for e in found if show_all or not e.preset]
+    if not show_all:
+        families = Counter(e.name.partition("/")[0] for e in found if e.preset)
+        rows += [(f"{name}/…", f"{count} environments; --all lists them.") for name, count in families.items()]
+    return rows
