@@ -1,0 +1,76 @@
+"""A run that is killed anywhere goes on with the same numbers as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+STEPS = 6
+ARGUMENTS = [
+    "--train.max_steps", str(STEPS), "--checkpoint.every", "1", "--train.problems_per_step", "3",
+    "--rollout.group_size", "4", "--eval.cases", "6", "--seed", "5",
+]  # fmt: skip
+# What depends on the clock or on the process, not on the run.
+TIMED = ("seconds", "per_second", "per_s", "memory")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "palestra.faces.cli.main", "train", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+
+
+def run_of(folder: Path) -> Path:
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not any(word in k for word in TIMED)} for row in rows]
+
+
+def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
+    """Wait for some finished steps, then a random moment more, then SIGKILL."""
+    after = rng.randint(1, STEPS - 3)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        found = list(folder.glob("runs/*/metrics.jsonl"))
+        if found and len(found[0].read_text().splitlines()) >= after:
+            break
+        time.sleep(0.02)
+    time.sleep(rng.random() * 0.7)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("adapter", [[], ["--lora.r", "4"]], ids=["full", "lora"])
+def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path: Path, adapter: list[str]) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    straight.mkdir()
+    broken.mkdir()
+    finish(start(straight, *ARGUMENTS, *adapter))
+    victim = start(broken, *ARGUMENTS, *adapter)
+    kill_in_the_middle(victim, broken, random.Random(os.getpid()))
+    assert len(metrics(run_of(broken))) < STEPS
+    finish(start(broken, "--resume", str(run_of(broken))))
+
+    assert metrics(run_of(broken)) == metrics(run_of(straight))
+    name = "adapter_model.safetensors" if adapter else "model.safetensors"
+    one, other = (load_file(run_of(folder) / "model" / name) for folder in (straight, broken))
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert value.equal(other[key]), key
