@@ -243,6 +243,8 @@ def _token_stats(
         values["entropy"] = entropy
     sums = {name: value.sum(dtype=torch.float64) for name, value in values.items()}
     maxima = {"ratio_max": ratio.max().double()} if len(ratio) else {}
+    if len(ratio) and sampler_logprobs is not None:
+        maxima["sampler_gap_max"] = (sampler_logprobs - logprobs).abs().max().double()
     return TokenStats(len(ratio), sums, maxima)
 
 

@@ -148,5 +148,4 @@ class WireLearner(LocalLearner):
         own = [replace(s, logprobs=(0.0,) * len(s.logprobs), policy_version=self.version) for s in samples]
         trusting = objective.model_copy(update={"importance_correction": "none", "off_policy_mask_threshold": None})
         metrics = super().step(own, trusting)
-        metrics.pop("kl_sampler", None)
-        return metrics
+        return {name: value for name, value in metrics.items() if name not in ("kl_sampler", "sampler_gap_max")}

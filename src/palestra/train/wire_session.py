@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
@@ -57,10 +58,13 @@ def train_over_wire(
     watcher: Watcher,
     *,
     resumed: bool = False,
-    served: Callable[[str], None] = lambda url: None,
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
 ) -> WireOutcome:
-    """Serve the model, train it on what environments post, save it. `served` is told the inference URL."""
+    """Serve the model, train it on what environments post, save it.
+
+    `served` is told the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    """
     began = time.perf_counter()
     if config.train.max_steps is None:
         raise PalestraError("environments over the wire have no last problem; set train.max_steps")
@@ -82,7 +86,7 @@ def train_over_wire(
     completer.on_ask = _TemperatureNote(config.rollout.temperature, watcher)
     try:
         with _serving(completer, address, runner) as url:
-            served(url)
+            served(url, loaded.tokenizer)
             runner.run(wire.register(config, state.step, limits.context_tokens, folder))
             training.run()
     finally:

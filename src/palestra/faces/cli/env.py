@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from palestra.faces.cli import settings
+from palestra.faces.cli import run_atropos, settings
 from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
 
 if TYPE_CHECKING:
@@ -135,3 +135,4 @@ def open_env(
 
 settings.options(process)
 settings.options(evaluate)
+command.add_command(run_atropos.command)

@@ -72,7 +72,7 @@ def run_on_wire(
     console: Console,
     *,
     resumed: bool = False,
-    served: Callable[[str], None] = lambda url: None,
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
 ) -> WireOutcome:
     """Train in the run's folder; Ctrl-C says how to go on."""
@@ -89,9 +89,9 @@ def run_on_wire(
     token = os.environ.get("PALESTRA_TOKEN")
     display = make_display(console, config.track.log_every)
 
-    def tell(address: str) -> None:
+    def tell(address: str, tokenizer: Any) -> None:
         display.note(f"environments sample from {address}/v1")
-        served(address)
+        served(address, tokenizer)
 
     try:
         with display, asyncio.Runner() as runner:

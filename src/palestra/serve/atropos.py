@@ -1,0 +1,107 @@
+"""Environments written for `atroposlib`, unmodified: a Python of their own, and how they are started."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_json, write_text
+
+# With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
+PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
+# An environment may need torch; without an exact pin, pip takes the newest, with gigabytes of CUDA.
+CONSTRAINTS = "torch==2.13.0\n"
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palestra"
+
+
+def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> Path:
+    """The Python of a venv in `folder` that has atroposlib and `more`; made when it is not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python, ready = folder / "bin" / "python", folder / "ready.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        present = json.loads(ready.read_text()) if ready.exists() else []
+        missing = [package for package in (*PACKAGES, *more) if package not in present]
+        if missing:
+            tell(f"installing {', '.join(missing)} into {folder}; this takes minutes, once")
+            _run([sys.executable, "-m", "venv", str(folder)])
+            write_text(folder / "constraints.txt", CONSTRAINTS)
+            install = [str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt")]
+            _run([*install, *PACKAGES, *more])
+            write_json(ready, [*present, *missing])
+    return python
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise PalestraError(f"`{' '.join(command[:5])} …` failed:\n{last}")
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
+    """The tokenizer in a form that older transformers read too: one JSON file and the names of its tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    names = {name: str(token) for name in _SPECIAL if (token := getattr(tokenizer, name, None)) is not None}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": tokenizer.model_max_length,
+        "chat_template": tokenizer.chat_template,
+    }
+    write_json(folder / "tokenizer_config.json", {**about, **names})
+    return folder
+
+
+def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapping[str, Any]) -> list[str]:
+    """`FILE serve` with settings in the form that atroposlib's command line takes."""
+    words = [str(python), str(file), "serve"]
+    for section, values in (("env", env), ("openai", openai)):
+        for name, value in values.items():
+            words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+class EnvProcess:
+    """An environment that runs; what it prints goes into a file."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.log = log
+        quiet = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=quiet | {"PYTHONUNBUFFERED": "1"}
+            )
+
+    def check(self) -> None:
+        """Raise when it has failed; one that has ended well may have posted all that is needed."""
+        code = self.process.poll()
+        if code:
+            last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
+            raise PalestraError(f"the environment ended with status {code}; its log {self.log} ends with:\n{last}")
+
+    def stop(self) -> None:
+        stop(self.process)
+
+
+def stop(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
+    """Ask to end, then make it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
