@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
                 f"unknown setting 'env.{name}'.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
             )
     try:
-        return type(config).model_validate({**config.model_dump(), **settings})
+        return type(config).model_validate({**config.model_dump(), **{k: _read(v) for k, v in settings.items()}})
     except ValidationError as error:
         raise PalestraError(explain(error, fields)) from None
+
+
+def _read(value: Any) -> Any:
+    """Lists and objects come from the command line as JSON; other texts are read by their field."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

@@ -191,3 +191,10 @@ def test_an_environment_is_loaded_by_file_class_or_name(write):
 def test_mistakes_are_told_with_their_remedy(name, settings, words):
     with pytest.raises(PalestraError, match=words):
         load_env(name, settings)
+
+
+def test_lists_and_objects_are_given_as_json(write):
+    path = write("levels.py", FIELDS.replace('note: str = ""', 'note: str = ""\n    names: dict[str, int] = {}'))
+    assert load_env(str(path), {"names": '{"a": 1}', "note": "[not JSON"}).env.config.names == {"a": 1}
+    with pytest.raises(PalestraError, match="names"):
+        load_env(str(path), {"names": "{a"})
