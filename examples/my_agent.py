@@ -12,23 +12,25 @@ def stock(item: str) -> int:
     return STOCK[item.removesuffix("s")]
 
 
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
 @measure
 def right_count(ctx):
-    return str(ctx.expect) in ctx.final_assistant_message.text
-
-
-@measure
-def in_our_words(ctx):
     said = ctx.final_assistant_message.text
-    return pass_reason("as we say it") if said.startswith("There are") else fail_reason(f"it said {said!r}")
+    return pass_reason("right") if f" {ctx.expect}." in said else fail_reason(f"not {ctx.expect}: {said}")
 
 
-agent = Agent("stock-clerk", model="palestra/tiny", instructions="Use the tools to answer.", tools=[stock])
-cases = [{"input": f"How many {item}s are in stock?", "expect": count} for item, count in STOCK.items()]
-suite = EvalSuite.from_records(cases, measures=[right_count, in_our_words])
+agent = Agent("stock-clerk", model="palestra/tiny", instructions="Use the tools to answer.", tools=[stock, add])
+pairs = [(a, b) for a in STOCK for b in STOCK if a < b][::8]
+cases = [{"input": f"How many {a}s and {b}s are in stock?", "expect": STOCK[a] + STOCK[b]} for a, b in pairs]
+suite = EvalSuite.from_records(cases, measures=[right_count])
 config = {"train.learning_rate": 1e-3, "train.max_steps": 15, "rollout.group_size": 8, "rollout.max_new_tokens": 80}
 
 if __name__ == "__main__":
     result = train_grpo(agent, suite, config=config)
     print(f"{result.before.pass_rate.rate:.0%} -> {result.after.pass_rate.rate:.0%} of the held-out cases pass")
-    print(result.generate("How many green mugs are in stock?"))
+    print(result.generate("How many green mugs and red lamps are in stock?"))

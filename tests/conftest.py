@@ -1,7 +1,6 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,10 +21,3 @@ def tiny():
     from palestra.models.loading import load_model
 
     return load_model("palestra/tiny")
-
-
-@pytest.fixture
-def in_tmp(tmp_path, monkeypatch) -> Iterator[None]:
-    """Run in an empty folder, so that run folders land there."""
-    monkeypatch.chdir(tmp_path)
-    yield

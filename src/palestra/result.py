@@ -84,9 +84,9 @@ class GRPOTrainingResult:
         seed: int = 0,
     ) -> str:
         """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped."""
-        from palestra.core.event_loop import outside_event_loop
         from palestra.chat.template import ChatFormat
         from palestra.chat.toolcalls import strip_thinking
+        from palestra.core.event_loop import outside_event_loop
         from palestra.rollout.converse import converse
         from palestra.rollout.run import Limits
         from palestra.train.setup import build_policy

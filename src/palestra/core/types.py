@@ -66,11 +66,10 @@ class Turn:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
-        expected = len(self.token_ids) if self.maker == "model" else 0
-        if len(self.logprobs) != expected:
-            raise ValueError(
-                f"a {self.maker} turn of {len(self.token_ids)} tokens has {len(self.logprobs)} logprobs; expected {expected}"
-            )
+        count, given = len(self.token_ids), len(self.logprobs)
+        expected = count if self.maker == "model" else 0
+        if given != expected:
+            raise ValueError(f"a {self.maker} turn of {count} tokens has {given} logprobs; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,13 +119,14 @@ def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) ->
 
 def test_the_record_is_what_the_template_renders_in_one_go(tiny_tokenizer) -> None:
     rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     conversation = [
         {"role": "system", "content": "Use tools."},
         {"role": "user", "content": "What is 2 + 3?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "It is 5."},
-    ]  # fmt: skip
+    ]
     whole = tiny_tokenizer.apply_chat_template(conversation, tools=[add.schema], tokenize=False)
     spoken = tiny_tokenizer.decode([i for t in rollout.turns for i in t.token_ids])
     assert whole.rstrip() == spoken.rstrip()
