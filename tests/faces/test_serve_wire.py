@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -46,11 +47,13 @@ class Environment(threading.Thread):
         while (answer := self.api.post("/register-env", json=me).json())["status"] != "success":
             time.sleep(0.1)
         self.post([[10**6, 1]] * 4, [[-100, 1]] * 4, [0.0, 1.0, 0.0, 1.0], None, answer["env_id"])
-        with contextlib.suppress(httpx.TransportError):  # the trainer has ended, and its server with it
-            for number in range(1000):
-                self.attempt(number, answer["env_id"])
-                while self.api.get("/status").json()["queue_size"] > 4 and not self.done.is_set():
-                    time.sleep(0.05)
+        number = 0
+        while not self.done.is_set():
+            with contextlib.suppress(httpx.TransportError):  # the trainer is away, and its server with it
+                if self.api.get("/status").json()["queue_size"] < 5:
+                    self.attempt(number, answer["env_id"])
+                    number += 1
+            time.sleep(0.05)
 
     def attempt(self, number: int, env_id: int) -> None:
         prompt = [5 + number % 20, 6, 7, 8]
@@ -70,8 +73,9 @@ class Environment(threading.Thread):
         assert self.api.post("/scored_data", json=body).status_code == 200
 
 
-def train(api: str, folder: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
-    command = [*PALESTRA, "train", "--env-url", api, "--serve-port", "0", "--json", *more]
+def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A trainer, and where its model is served."""
+    command = [*PALESTRA, "train", *words, "--json"]
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
@@ -82,19 +86,32 @@ def train(api: str, folder: Path, *more: str) -> tuple[subprocess.Popen[str], st
     raise AssertionError(process.communicate())
 
 
-def test_model_is_trained_over_the_wire_and_saved(api, tmp_path):
-    trainer, inference = train(api, tmp_path, *TRAINER, "--train.max_steps", "3", "--checkpoint.every", "2")
+def steps(run: Path) -> list[dict[str, float]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    wire = ["--env-url", api, "--serve-port", port]
+    trainer, inference = start(tmp_path, *wire, *TRAINER, "--train.max_steps", "5", "--checkpoint.every", "1")
     environment = Environment(api, inference)
     environment.start()
+    (run,) = (tmp_path / "runs").iterdir()
+    while len(steps(run)) < 2:
+        assert trainer.poll() is None, trainer.communicate()
+        time.sleep(0.05)
+    trainer.kill()
+    _, said = trainer.communicate()
+    trainer, _ = start(tmp_path, *wire, "--resume", str(run))
     out, err = trainer.communicate(timeout=120)
     environment.done.set()
     assert trainer.returncode == 0, err
     summary = json.loads(out.splitlines()[-1])
-    assert summary["steps"] == 3
-    run = Path(tmp_path / summary["run_dir"])
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert summary["steps"] == 5
+    rows = steps(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["tokens_trained"] > 0 for row in rows)
     assert (run / "model" / "model.safetensors").exists()
-    assert "cannot be trained: token id 1000000" in err
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert "cannot be trained: token id 1000000" in said

@@ -106,12 +106,11 @@ class Completer:
                     elif new := texts[i].push(sessions[i].token_ids[start:]):
                         yield i, new
                 yield -1, None
-        finally:
-            for task in tasks:
+        finally:  # without waiting: whoever cancels a stream may cancel every wait in here too
+            for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for session in sessions:
                 self.policy.close(session)
+            asyncio.gather(*tasks, return_exceptions=True)
 
     def _open(self, ask: Ask) -> list[Any]:
         session = self.policy.open(ask.prompt_ids)
