@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.lane_plan import Decode, Feed, Groups, LanePlan
 from palestra.engine.lanes import KVShape, Lanes, Pages
+from palestra.engine.memory import keep_freed_memory
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Session
 
@@ -21,6 +22,7 @@ class CpuRunner:
     decode_steps = 1  # tokens a session may sample before the scheduler looks again
 
     def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:
+        keep_freed_memory()
         self.model: Any = model
         self.lanes = Lanes(shape, Pages(shape, pages, page_size))
         self.switch = AttentionSwitch(model)
