@@ -8,6 +8,7 @@ Every group carries its own number as a token. At the end each number must have 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import signal
@@ -57,7 +58,7 @@ class Api:
             except urllib.error.HTTPError as error:
                 if error.code != 503 or time.monotonic() > until:
                     raise
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 if time.monotonic() > until:
                     raise
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import math
 import time
@@ -61,7 +62,7 @@ class WireClient:
                 reason = f"answered {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code < 500:
                     raise PalestraError(f"{self.url}{path} {reason}") from None
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = f"cannot be asked: {error}"
             if time.monotonic() > until:
                 raise PalestraError(f"{self.url}{path} {reason}. Start it with: palestra trajectory")
