@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
     "faces": "core agents chat evals envs policy rollout runs serve train result api env_api __init__",
+    "__main__": "faces",
 }
 
 # Doors that lead upwards, opened only when they are used: (file, module).

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-STEPS = 6
+STEPS = 12
 ARGUMENTS = [
     "--train.max_steps", str(STEPS), "--checkpoint.every", "1", "--train.problems_per_step", "3",
     "--rollout.group_size", "4", "--eval.cases", "6", "--seed", "5",
@@ -22,7 +22,7 @@ TIMED = ("seconds", "per_second", "per_s", "memory")
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "palestra.faces.cli.main", "train", *arguments]
+    command = [sys.executable, "-m", "palestra", "train", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -44,14 +44,14 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
     """Wait for some finished steps, then a random moment more, then SIGKILL."""
-    after = rng.randint(1, STEPS - 3)
+    after = rng.randint(1, STEPS - 5)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         found = list(folder.glob("runs/*/metrics.jsonl"))
         if found and len(found[0].read_text().splitlines()) >= after:
             break
         time.sleep(0.02)
-    time.sleep(rng.random() * 0.7)
+    time.sleep(rng.random() * 0.5)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL

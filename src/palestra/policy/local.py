@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class LocalPolicy:
         self.engine = Engine(model, tokenizer, **engine_options)
         self._waiters: dict[Job, asyncio.Future[Sampled]] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._pauses = Pauses()
 
     @property
     def version(self) -> int:
@@ -40,6 +42,7 @@ class LocalPolicy:
 
     def close(self, session: Session) -> None:
         job = session.job
+        self._pauses.end(session)
         self.engine.close(session)
         if job is not None:
             self._deliver(job)
@@ -49,6 +52,7 @@ class LocalPolicy:
         self.engine.weights_changed(version)
 
     async def sample(self, session: Session, params: SamplingParams) -> Sampled:
+        self._pauses.end(session)
         job = self.engine.submit(session, params)
         if job.finish is not None:
             return job.result()
@@ -77,8 +81,48 @@ class LocalPolicy:
             for job in ended:
                 self._deliver(job)
             await asyncio.sleep(0)
+            await self._pauses.wait()
 
     def _deliver(self, job: Job) -> None:
         waiter = self._waiters.get(job)
         if waiter is not None and not waiter.done():
+            self._pauses.begin(job.session)
             waiter.set_result(job.result())
+
+
+class Pauses:
+    """Sessions between two turns: their caller runs a tool, or is about to close them.
+
+    A step waits a moment for them while they usually come back at once. So a quick tool's answer joins
+    the very next step whatever the threads' timing: batches are fuller, and the same seed gives the
+    same batches, hence the same numbers to the last bit. Slow tools hold nobody up.
+    """
+
+    def __init__(self, patience_s: float = 0.05) -> None:
+        self._patience_s = patience_s
+        self._usual_s = 0.0
+        self._since: dict[Session, float] = {}
+        self._over = asyncio.Event()
+
+    def begin(self, session: Session) -> None:
+        self._since[session] = time.perf_counter()
+
+    def end(self, session: Session) -> None:
+        began = self._since.pop(session, None)
+        if began is not None:
+            self._observe(time.perf_counter() - began)
+        if not self._since:
+            self._over.set()
+
+    async def wait(self) -> None:
+        """Until all are back, or patience runs out; who is not back then is not waited for again."""
+        if self._since and self._usual_s < self._patience_s:
+            self._over = asyncio.Event()  # belongs to the loop that waits
+            try:
+                await asyncio.wait_for(self._over.wait(), self._patience_s)
+            except TimeoutError:
+                self._observe(10 * self._patience_s)
+        self._since.clear()
+
+    def _observe(self, seconds: float) -> None:
+        self._usual_s += 0.1 * (seconds - self._usual_s)

@@ -37,7 +37,12 @@ class Collector:
         on_rollout: Callable[[Rollout], None] = lambda r: None,
     ) -> list[Group]:
         """One group for each problem, all running together. The same `seed_key` gives the same rollouts."""
-        tasks = [asyncio.create_task(self._group(p, group_size, seed_key, on_rollout)) for p in problems]
+        # All begin before the first samples, so that the sampler's batches do not depend on who was ready first.
+        begun = await asyncio.gather(*(self._begin(problem, group_size) for problem in problems))
+        tasks = [
+            asyncio.create_task(self._group(problem, episodes, seed_key, on_rollout))
+            for problem, episodes in zip(problems, begun, strict=True)
+        ]
         try:
             groups = list(await asyncio.gather(*tasks))
         finally:
@@ -48,9 +53,13 @@ class Collector:
             raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
         return groups
 
-    async def _group(self, problem: Problem, size: int, seed_key: str, on_rollout: Callable[[Rollout], None]) -> Group:
-        # in threads: beginning an attempt may mean to start a program or to ask a server
-        episodes = await asyncio.gather(*(asyncio.to_thread(self.environment.open, problem) for _ in range(size)))
+    async def _begin(self, problem: Problem, size: int) -> list[Episode]:
+        """In threads: beginning an attempt may mean to start a program or to ask a server."""
+        return await asyncio.gather(*(asyncio.to_thread(self.environment.open, problem) for _ in range(size)))
+
+    async def _group(
+        self, problem: Problem, episodes: Sequence[Episode], seed_key: str, on_rollout: Callable[[Rollout], None]
+    ) -> Group:
         starts = self._open(episodes)
         tasks = [
             asyncio.create_task(
