@@ -19,6 +19,7 @@ from palestra.serve.completer import Ask, Completer, Completion
 from palestra.serve.sampling_fields import SamplingFields
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_MAX_PROMPTS = 1024
 
 
 class CompletionBody(SamplingFields):
@@ -30,6 +31,8 @@ class CompletionBody(SamplingFields):
     def asks(self, model: Completer) -> list[Ask]:
         many = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         prompts: list[Any] = self.prompt if many else [self.prompt]  # type: ignore[assignment]
+        if len(prompts) > _MAX_PROMPTS:
+            raise PalestraError(f"{len(prompts)} prompts at once; up to {_MAX_PROMPTS} are taken, send the rest apart")
         ids = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [model.ask(prompt, self, _DEFAULT_COMPLETION_TOKENS) for prompt in ids]
 

@@ -158,9 +158,10 @@ async def read_model(request: Request, model: type[Model], limit: int = MIB) -> 
     return parse(model.model_validate_json, await read_body(request, limit))
 
 
-def parse(validate: Callable[[bytes], T], body: bytes) -> T:
+def parse(validate: Callable[[Any], T], given: Any) -> T:
+    """What `validate` makes of it; 422 with what is wrong when it cannot."""
     try:
-        return validate(body)
+        return validate(given)
     except ValidationError as error:
         raise refuse(422, _explain(error)) from None
 

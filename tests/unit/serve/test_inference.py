@@ -162,6 +162,8 @@ BAD = {
     "ids outside of the vocabulary": ("/generate", {"input_ids": [10**6]}),
     "negative ids": ("/generate", {"input_ids": [-1]}),
     "a prompt beyond the context": ("/generate", {"input_ids": [5] * 5000}),
+    "sampling_params that are a list": ("/generate", {"input_ids": [5], "sampling_params": [1]}),
+    "too many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}),
     "nobody's form": ("/generate", {"words": "hi"}),
     "prompt logprobs": ("/generate", {"prompt": "a", "prompt_logprobs": 3}),
 }
