@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from palestra.core.files import write_json, write_text
 PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
 # An environment may need torch; without an exact pin, pip takes the newest, with gigabytes of CUDA.
 CONSTRAINTS = "torch==2.13.0\n"
+_LAST_POSTS_S = 5.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -79,6 +81,7 @@ class EnvProcess:
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log = log
+        self._ended_at: float | None = None
         quiet = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
@@ -86,9 +89,12 @@ class EnvProcess:
             )
 
     def check(self) -> None:
-        """Raise when it has failed; one that has ended well may have posted all that is needed."""
+        """Raise when it has ended; asked while nothing comes, so what it posted last has been taken by then."""
         code = self.process.poll()
-        if code:
+        if code is None:
+            return
+        self._ended_at = self._ended_at or time.monotonic()
+        if code or time.monotonic() - self._ended_at > _LAST_POSTS_S:
             last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
             raise PalestraError(f"the environment ended with status {code}; its log {self.log} ends with:\n{last}")
 

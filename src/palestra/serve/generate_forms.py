@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
 from palestra.serve.completer import Ask, Completer, Completion
-from palestra.serve.sampling_fields import SamplingFields
+from palestra.serve.sampling_fields import SamplingFields, check_built
 
 _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
 
@@ -98,10 +98,13 @@ class VllmBody(SamplingFields):
         return result
 
 
-def generate_body(body: dict[str, Any]) -> type[SglangBody] | type[VllmBody]:
-    """Whose form it is."""
-    if any(name in body for name in ("input_ids", "text", "sampling_params")):
-        return SglangBody
-    if "prompt" in body:
-        return VllmBody
+def generate_body(raw: dict[str, Any]) -> SglangBody | VllmBody:
+    """The request in its own form."""
+    if any(name in raw for name in ("input_ids", "text", "sampling_params")):
+        body = SglangBody.model_validate(raw)
+        check_built(raw.get("sampling_params", {}))
+        return body
+    if "prompt" in raw:
+        check_built(raw)
+        return VllmBody.model_validate(raw)
     raise PalestraError("/generate needs input_ids or text (SGLang's form) or prompt (vLLM's); got neither")

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from palestra.core.errors import PalestraError
 from palestra.serve import openai_forms as forms
 from palestra.serve.completer import Ask, Completer, Completion
-from palestra.serve.generate_forms import SglangBody, VllmBody, generate_body
+from palestra.serve.generate_forms import generate_body
 from palestra.serve.sampling_fields import check_built
 from palestra.serve.web import MIB, error_body, make_app, parse, read_body, while_connected
 
@@ -81,9 +81,7 @@ class _Api:
 
     async def generate(self, request: Request) -> Response:
         raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
-        kind = generate_body(raw)
-        body: SglangBody | VllmBody = parse(kind.model_validate, raw)
-        check_built(raw.get("sampling_params", {}) if kind is SglangBody else raw)
+        body = parse(generate_body, raw)
         if body.stream:
             raise PalestraError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
         asks = body.asks(self._model)

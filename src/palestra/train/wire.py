@@ -108,9 +108,9 @@ class WireTraining(Training):
         began = time.perf_counter()
         cursor = self.state.cursor
         while True:
-            self.check()
             delivery = await self.wire.batch(cursor)
             if delivery is None:
+                self.check()
                 await asyncio.sleep(_POLL_S)
                 continue
             cursor, plain = delivery
