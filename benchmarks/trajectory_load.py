@@ -88,9 +88,26 @@ def take_batches(api: Api, groups: int, seen: list[int]) -> None:
 def run(clients: int, groups: int, kills: int, folder: Path) -> dict[str, float]:
     """Groups that came out, those twice, those lost; and how long it took."""
     api, seen, total = Api(folder), list[int](), clients * groups
-    registration = {"batch_size": BATCH_SIZE, "max_token_len": 64, "num_steps": 1 << 30}
-    api.ask("/register", registration)
     began = time.perf_counter()
+    try:
+        exchange(api, clients, groups, kills, seen)
+    finally:
+        api.kill()
+    seconds = time.perf_counter() - began
+    return {
+        "groups": total,
+        "delivered": len(seen),
+        "twice": len(seen) - len(set(seen)),
+        "lost": len(set(range(total)) - set(seen)),
+        "seconds": round(seconds, 1),
+        "groups_per_second": round(total / seconds, 1),
+    }
+
+
+def exchange(api: Api, clients: int, groups: int, kills: int, seen: list[int]) -> None:
+    """All clients post at once while one trainer takes; the server is killed at even shares of the way."""
+    total = clients * groups
+    api.ask("/register", {"batch_size": BATCH_SIZE, "max_token_len": 64, "num_steps": 1 << 30})
     trainer = threading.Thread(target=take_batches, args=(api, total, seen), daemon=True)
     trainer.start()
     with ThreadPoolExecutor(clients) as pool:
@@ -103,16 +120,6 @@ def run(clients: int, groups: int, kills: int, folder: Path) -> dict[str, float]
         for post in posts:
             post.result()
     trainer.join(120)
-    seconds = time.perf_counter() - began
-    api.kill()
-    return {
-        "groups": total,
-        "delivered": len(seen),
-        "twice": len(seen) - len(set(seen)),
-        "lost": len(set(range(total)) - set(seen)),
-        "seconds": round(seconds, 1),
-        "groups_per_second": round(total / seconds, 1),
-    }
 
 
 if __name__ == "__main__":
