@@ -11,7 +11,7 @@ demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
 
 test: lint  ## everything that CI runs
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .
