@@ -12,6 +12,7 @@ from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.lane_plan import Decode, Feed, Groups, LanePlan
 from palestra.engine.lanes import KVShape, Lanes, Pages
 from palestra.engine.memory import keep_freed_memory
+from palestra.engine.norms import FastNorms
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Session
 
@@ -26,6 +27,7 @@ class CpuRunner:
         self.model: Any = model
         self.lanes = Lanes(shape, Pages(shape, pages, page_size))
         self.switch = AttentionSwitch(model)
+        self.norms = FastNorms(model)
         self._heads = torch.arange(shape.heads)
         self._groups: tuple[int, int, Groups | None] = (-1, -1, None)
 
@@ -68,7 +70,7 @@ class CpuRunner:
             if chunk.samples:
                 ends.append(len(ids) - 1)
         plan = self._plan(chunks, decoding, positions)
-        with self.switch.use(ENGINE_ATTENTION, training=False):
+        with self.switch.use(ENGINE_ATTENTION, training=False), self.norms.use():
             output = self.model(
                 input_ids=torch.tensor([ids]),
                 position_ids=torch.tensor([positions]),

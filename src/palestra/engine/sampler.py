@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from palestra.core.types import SamplingParams
 from palestra.engine.session import Job
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """How to sample one row: its parameters, its place in the sequence, and the tokens so far."""
 
     params: SamplingParams
@@ -62,23 +61,23 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     if any(row.truncates for row in rows):
         logits = truncated(logits, rows)
-    logprobs = logits.log_softmax(-1)
+    probs = logits.softmax(-1)
     if all(t == 0.0 for t in temperatures):
         tokens = logits.argmax(-1)
     else:
         draws = uniforms([row.params.seed for row in rows], [row.position for row in rows])
-        tokens = by_inverse_cdf(logprobs, torch.from_numpy(draws).to(logits.device))
+        tokens = by_inverse_cdf(probs, torch.from_numpy(draws).to(logits.device))
         if 0.0 in temperatures:
             greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log_()
 
 
-def by_inverse_cdf(logprobs: Tensor, draws: Tensor) -> Tensor:
+def by_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
     """The token at which each row's cumulative probability passes its draw; never one of probability 0."""
-    cumulative = logprobs.exp().cumsum(-1)
+    cumulative = probs.cumsum(-1)
     threshold = draws[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logprobs.shape[1] - 1)
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 
 def penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

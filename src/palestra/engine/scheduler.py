@@ -84,7 +84,7 @@ class Scheduler:
             budget -= count
         if self._preempted:
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
-        for chunk in chunks:
+        for chunk in chunks if decode_reserve > 1 else ():
             want = chunk.job.session.kv_len + chunk.count + decode_reserve - 1
             self._extend(chunk.job.session, min(want, self._longest(chunk.job.session)))
         return chunks
@@ -146,6 +146,8 @@ class Scheduler:
         """Take the pages for `count` more tokens, preempting younger jobs if need be."""
         session = job.session
         missing = self.pool.needed(session.kv_len + count) - len(session.table)
+        if missing <= 0:
+            return True
         while not self._free_up(missing, keep=(session,)):
             victim = next((j for j in reversed(self.running) if j is not job), None)
             if victim is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from palestra.core.types import Finish, Sampled, SamplingParams
 
@@ -55,7 +56,7 @@ class Job:
         return Sampled(ids, tuple(self.logprobs), self.finish, self.policy_version)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """What one session does in one step: feed `count` tokens from its `kv_len` on, then perhaps sample."""
 
@@ -64,8 +65,7 @@ class Chunk:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """Tokens that a job sampled in one step, oldest first."""
 
     job: Job
