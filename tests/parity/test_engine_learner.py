@@ -1,0 +1,46 @@
+"""What the engine says a token's logprob was, and what the learner computes for it: the same number."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from palestra.algo.batching import pack
+from palestra.core.types import Sample, SamplingParams
+from palestra.engine.engine import Engine
+from palestra.train.forward import Scorer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_families import tiny_model
+
+PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: float) -> None:
+    model = tiny_model(family)
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01)
+    group = engine.fork(engine.open(PROMPT), 4)
+    logprobs: list[list[float]] = [[0.0] * len(PROMPT) for _ in group]
+    for more in ([], [9, 8, 7], [4] * 6):  # three turns with tool results between them
+        for i, session in enumerate(group):
+            engine.append(session, more)
+            logprobs[i] += [0.0] * len(more)
+        params = [SamplingParams(8 + i, temperature=temperature, seed=i) for i in range(4)]
+        for i, turn in enumerate(engine.sample(group, params)):
+            logprobs[i] += turn.logprobs
+    samples = [
+        Sample(
+            tuple(session.token_ids), tuple(x != 0.0 for x in row), (False,) * len(row), tuple(row), 1.0, 0, len(PROMPT)
+        )
+        for session, row in zip(group, logprobs, strict=True)
+    ]
+    scorer = Scorer(model, temperature=temperature)
+    for batch in pack(samples, max_tokens=4096):
+        with torch.no_grad(), scorer.session():
+            learned, _ = scorer(batch)
+        assert (learned - batch.sampler_logprobs)[batch.trained].abs().max() <= 1e-5
