@@ -68,7 +68,12 @@ def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path
     assert len(metrics(run_of(broken))) < STEPS
     finish(start(broken, "--resume", str(run_of(broken))))
 
-    assert metrics(run_of(broken)) == metrics(run_of(straight))
+    for row, expected in zip(metrics(run_of(broken)), metrics(run_of(straight)), strict=True):
+        # Who shares a batch with whom depends on how fast tools answer, and the sampler's last bits on that.
+        # The learner computes its own, so these two diagnostics are all that can tell.
+        for name in ("kl_sampler", "sampler_gap_max"):
+            assert row.pop(name, 0.0) == pytest.approx(expected.pop(name, 0.0), rel=0.02, abs=1e-4)
+        assert row == expected
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
     one, other = (load_file(run_of(folder) / "model" / name) for folder in (straight, broken))
     assert one.keys() == other.keys()

@@ -109,8 +109,11 @@ class Sandbox:
         finally:
             _kill(process)
         kept.finish()
-        seconds = time.monotonic() - began
-        return Ran(kept.text, process.wait(), seconds, stopped or self._broken_limit(0.0, kept))
+        seconds, exit_code = time.monotonic() - began, process.wait()
+        if stopped is None:  # the kernel's own limit on CPU time may have come first
+            by_kernel = exit_code in (-signal.SIGKILL, -signal.SIGXCPU)
+            stopped = self._broken_limit(seconds if by_kernel else 0.0, kept)
+        return Ran(kept.text, exit_code, seconds, stopped)
 
     def close(self) -> None:
         """Delete the folder, whatever the commands have made of it."""

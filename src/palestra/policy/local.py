@@ -98,7 +98,8 @@ class Pauses:
     same batches, hence the same numbers to the last bit. Slow tools hold nobody up.
     """
 
-    def __init__(self, patience_s: float = 0.05) -> None:
+    def __init__(self, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
+        self._quick_s = quick_s
         self._patience_s = patience_s
         self._usual_s = 0.0
         self._since: dict[Session, float] = {}
@@ -116,12 +117,12 @@ class Pauses:
 
     async def wait(self) -> None:
         """Until all are back, or patience runs out; who is not back then is not waited for again."""
-        if self._since and self._usual_s < self._patience_s:
+        if self._since and self._usual_s < self._quick_s:
             self._over = asyncio.Event()  # belongs to the loop that waits
             try:
                 await asyncio.wait_for(self._over.wait(), self._patience_s)
             except TimeoutError:
-                self._observe(10 * self._patience_s)
+                self._observe(self._patience_s)
         self._since.clear()
 
     def _observe(self, seconds: float) -> None:
