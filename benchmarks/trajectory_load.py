@@ -19,7 +19,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ GROUP_SIZE, BATCH_SIZE = 2, 16
 
 
 class Api:
-    """The server's process, and HTTP to it that keeps on trying while it is away."""
+    """The server's process; it comes back on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,36 +45,38 @@ class Api:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def ask(self, path: str, body: Any = None, key: str | None = None, give_up_s: float = 60.0) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | ({"Idempotency-Key": key} if key else {})
-        until = time.monotonic() + give_up_s
-        while True:
-            request = urllib.request.Request(f"{self.url}{path}", data, headers)
-            try:
-                with urllib.request.urlopen(request, timeout=30) as answer:
-                    return json.loads(answer.read())
-            except urllib.error.HTTPError as error:
-                if error.code != 503 or time.monotonic() > until:
-                    raise
-            except (OSError, http.client.HTTPException):
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.05)
+
+def ask(url: str, path: str, body: Any = None, key: str | None = None, give_up_s: float = 60.0) -> Any:
+    """HTTP that keeps on trying while the server is away."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Idempotency-Key": key} if key else {})
+    until = time.monotonic() + give_up_s
+    while True:
+        request = urllib.request.Request(f"{url}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > until:
+                raise
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
 
 
-def post_groups(api: Api, client: int, groups: int) -> None:
+def post_groups(url: str, client: int, groups: int) -> None:
     for i in range(groups):
         number = client * groups + i
         rows = [[number, 1, 2]] * GROUP_SIZE
         body = {"tokens": rows, "masks": [[-100, 1, 2]] * GROUP_SIZE, "scores": [0.0, 1.0]}
-        api.ask("/scored_data", body, key=f"group-{number}")
+        ask(url, "/scored_data", body, key=f"group-{number}")
 
 
-def take_batches(api: Api, groups: int, seen: list[int]) -> None:
+def take_batches(url: str, groups: int, seen: list[int]) -> None:
     after = 0
     while len(seen) < groups:
-        answer = api.ask(f"/batch?after={after}")
+        answer = ask(url, f"/batch?after={after}")
         if answer["batch"] is None:
             time.sleep(0.02)
             continue
@@ -105,20 +106,20 @@ def run(clients: int, groups: int, kills: int, folder: Path) -> dict[str, float]
 
 
 def exchange(api: Api, clients: int, groups: int, kills: int, seen: list[int]) -> None:
-    """All clients post at once while one trainer takes; the server is killed at even shares of the way."""
+    """All clients, each a process, post at once while one trainer takes; the server is killed now and then."""
     total = clients * groups
-    api.ask("/register", {"batch_size": BATCH_SIZE, "max_token_len": 64, "num_steps": 1 << 30})
-    trainer = threading.Thread(target=take_batches, args=(api, total, seen), daemon=True)
+    ask(api.url, "/register", {"batch_size": BATCH_SIZE, "max_token_len": 64, "num_steps": 1 << 30})
+    trainer = threading.Thread(target=take_batches, args=(api.url, total, seen), daemon=True)
     trainer.start()
-    with ThreadPoolExecutor(clients) as pool:
-        posts = [pool.submit(post_groups, api, client, groups) for client in range(clients)]
-        for i in range(kills):
-            while len(seen) < total * (i + 1) / (kills + 2) and trainer.is_alive():
-                time.sleep(0.01)
-            api.kill()
-            api.start()
-        for post in posts:
-            post.result()
+    command = [sys.executable, __file__, "--groups", str(groups), "--post", api.url]
+    posting = [subprocess.Popen([*command, str(client)]) for client in range(clients)]
+    for i in range(kills):
+        while len(seen) < total * (i + 1) / (kills + 2) and trainer.is_alive():
+            time.sleep(0.01)
+        api.kill()
+        api.start()
+    failed = [client.args for client in posting if client.wait() != 0]
+    assert not failed, failed
     trainer.join(120)
 
 
@@ -127,6 +128,10 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--post", nargs=2, metavar=("URL", "CLIENT"), help="be one client (the script calls itself so)")
     options = parser.parse_args()
+    if options.post:
+        post_groups(options.post[0], int(options.post[1]), options.groups)
+        sys.exit()
     with tempfile.TemporaryDirectory() as name:
         print(json.dumps(run(options.clients, options.groups, options.kills, Path(name))))

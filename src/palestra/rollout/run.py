@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,6 +96,8 @@ async def _converse(
             return "truncated"
         seed = limits.sampling.seed + len(attempt.turns)
         sampled = await policy.sample(session, replace(limits.sampling, max_new_tokens=left, seed=seed))
+        if not math.isfinite(sum(sampled.logprobs)):
+            raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
         attempt.turns.append(Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version))
         assert_same_tokens(session.token_ids, attempt.token_ids)
         message = chat.read(sampled.token_ids)

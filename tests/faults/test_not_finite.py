@@ -1,0 +1,49 @@
+"""Numbers that are not finite stop the run, with the step, the group and the last good checkpoint named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra import demo, train_grpo
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+
+SMALL = {
+    "train.max_steps": 4,
+    "train.problems_per_step": 2,
+    "checkpoint.every": 1,
+    "eval.cases": 2,
+    "train.filter_equal_groups": False,
+}
+
+
+def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
+    calls = 0
+
+    def sick(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return [float("nan") if calls == 5 else 0.0] * len(completions)  # two groups a step: the fifth is in step 3
+
+    config = RunConfig.build(demo.config, SMALL, {"output_dir": str(tmp_path)})
+    with pytest.raises(PalestraError) as raised:
+        train_grpo(demo.agent, demo.suite, config=config, held_out=demo.held_out, extra_reward_funcs=[sick])
+    text = str(raised.value)
+    assert text.startswith("step 3: the reward of rollout 0 in the group of problem")
+    assert "is nan" in text
+    (last,) = tmp_path.glob("*/checkpoints/step-000002")
+    assert f"The last good checkpoint is {last}" in text
+
+
+def test_a_model_with_broken_weights_is_told_before_any_training(tmp_path: Path, tiny: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        next(p for name, p in tiny.model.named_parameters() if "mlp" in name)[0, 0] = float("inf")
+    tiny.model.save_pretrained(tmp_path / "sick")
+    tiny.tokenizer.save_pretrained(tmp_path / "sick")
+    config = RunConfig.build(demo.config, SMALL, {"output_dir": str(tmp_path / "runs")})
+    agent = demo.Agent("a", str(tmp_path / "sick"), demo.agent.instructions, demo.agent.tools)
+    with pytest.raises(PalestraError, match="not finite; its weights may be broken"):
+        train_grpo(agent, demo.suite, config=config, held_out=demo.held_out)
