@@ -279,7 +279,7 @@ def measure(side: str, name: str, steps: int, threads: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), choices=[*SCENARIOS, []])
+    parser.add_argument("scenarios", nargs="*", help=", ".join(SCENARIOS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--side", choices=["trl", "ours"])
