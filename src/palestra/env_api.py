@@ -1,4 +1,4 @@
-"""The short way in for environments: train on one, score it, or look at what it gives."""
+"""The short way in for environments: train on one, score it, look at what it gives, or serve it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
 from palestra.policy.openai import OpenAIChat, OpenAISettings
+from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.chat import ChatCollector
+from palestra.rollout.collect import Collector
 from palestra.rollout.evaluate import Collects
 from palestra.rollout.process import process
 from palestra.rollout.run import Limits
+from palestra.train.feed import Feed
 from palestra.train.loop import Watcher, run_evaluation
+from palestra.train.wire import WireClient
 
 
 def train_env(
@@ -88,6 +92,31 @@ def process_env(
                 on_group(record)
 
     outside_event_loop(lambda: asyncio.run(write()))
+
+
+def serve_env(
+    env: RunningEnv,
+    config: RunConfig,
+    wire: WireClient,
+    policy: RemotePolicy,
+    *,
+    model_name: str | None = None,
+    watcher: Watcher | None = None,
+) -> Feed:
+    """Feed a trainer elsewhere with scored groups until its last step, sampled from the model that it serves.
+
+    `model_name` says whose tokenizer to use; unless given, the server is asked what it serves.
+    """
+    from palestra.models.loading import load_tokenizer
+    from palestra.train.setup import build_collectors
+
+    async def make_collector() -> Collector:
+        tokenizer = load_tokenizer(model_name or await policy.model_name())
+        return build_collectors(env, policy, ChatFormat(tokenizer), config)[0]
+
+    feed = Feed(env.name, env.problems("train"), make_collector, config, wire, watcher or Watcher())
+    outside_event_loop(lambda: asyncio.run(feed.run()))
+    return feed
 
 
 def _collectors(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None) -> tuple[Collects, Collects]:

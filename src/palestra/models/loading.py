@@ -69,6 +69,16 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
     return LoadedModel(model if quantization else model.to(target), tokenizer, name, path)
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer alone, of a model that is held elsewhere."""
+    source = canonical_name(name)
+    folder = _folder_of(source)
+    from transformers import AutoTokenizer
+
+    with _explained(name):
+        return AutoTokenizer.from_pretrained(str(folder or source), local_files_only=folder is not None)
+
+
 def _folder_of(source: str) -> Path | None:
     """The local folder that the name means; None for a hub id."""
     if source == TINY:

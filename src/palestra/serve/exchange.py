@@ -200,6 +200,7 @@ class Exchange:
         allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
         return {
             "current_step": self.step,
+            "num_steps": self.registration.num_steps if self.registration else 0,
             "queue_size": (sum(own) + self._free_of_others(env_id)) // group_size,
             "unallocated_fraction": 1.0 - min(allocated, 1.0),
             "self_queue_size": sum(own) // group_size,

@@ -23,16 +23,22 @@ from palestra.train.loop import Harvest, Training
 from palestra.train.wire_groups import Limits, read_group
 
 _POLL_S = 0.2
+_RETRY_S = 1.0
 _GIVE_UP_S = 600.0
+
+
+class WireGone(PalestraError):
+    """The trajectory API cannot be reached, and was waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireClient:
-    """HTTP to a trajectory API. One that is away for a while is waited for."""
+    """HTTP to a trajectory API. One that is away or has no room for a while is waited for."""
 
     url: str
     token: str | None = None
     give_up_s: float = _GIVE_UP_S
+    gone_s: float | None = None  # while it does not answer at all; give_up_s unless given
 
     async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: Path) -> None:
         body = {
@@ -53,29 +59,53 @@ class WireClient:
         groups = answer.get("batch")
         return (int(answer.get("number", after + 1)), groups) if groups else None
 
-    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        until = time.monotonic() + self.give_up_s
+    async def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None
+    ) -> dict[str, Any]:
+        """The answer; `key` lets a post that is repeated here count once there."""
+        began = time.monotonic()
+        request = self._request(path, body, method, key)
         while True:
+            pause_s, limit_s = _RETRY_S, self.give_up_s
             try:
-                return await asyncio.to_thread(self._ask, path, body)
+                return await asyncio.to_thread(_answer, request)
             except urllib.error.HTTPError as error:
-                reason = f"answered {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code < 500:
-                    raise PalestraError(f"{self.url}{path} {reason}") from None
+                failure = PalestraError(f"{self.url}{path} answered {error.code}: {_text(error)}")
+                if error.code != 429 and error.code < 500:
+                    raise failure from None
+                pause_s = _retry_after_s(error)
             except (OSError, ValueError, http.client.HTTPException) as error:
-                reason = f"cannot be asked: {error}"
-            if time.monotonic() > until:
-                raise PalestraError(f"{self.url}{path} {reason}. Start it with: palestra trajectory")
-            await asyncio.sleep(1.0)
+                start = "Start it with: palestra trajectory"
+                failure = WireGone(f"{self.url}{path} cannot be asked: {error}. {start}")
+                limit_s = self.give_up_s if self.gone_s is None else self.gone_s
+            if time.monotonic() - began > limit_s:
+                raise failure
+            await asyncio.sleep(pause_s)
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _request(
+        self, path: str, body: Mapping[str, Any] | None, method: str | None, key: str | None
+    ) -> urllib.request.Request:
         headers = {"Content-Type": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
+        if key:
+            headers["Idempotency-Key"] = key
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return dict(json.loads(response.read()))
+        return urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers, method=method)
+
+
+def _answer(request: urllib.request.Request) -> dict[str, Any]:
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return dict(json.loads(response.read()))
+
+
+def _text(error: urllib.error.HTTPError) -> str:
+    return error.read(300).decode(errors="replace")
+
+
+def _retry_after_s(error: urllib.error.HTTPError) -> float:
+    said = error.headers.get("Retry-After") or ""
+    return min(float(said), 60.0) if said.isdecimal() else _RETRY_S
 
 
 @dataclass(frozen=True, slots=True)

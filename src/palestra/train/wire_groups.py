@@ -1,4 +1,4 @@
-"""A scored group as it comes over the wire -> a Group of rollouts, with its advantages where they were given.
+"""A scored group as it comes over the wire <-> a Group of rollouts, with its advantages where they were given.
 
 >>> plain = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
 >>> group, given = read_group(plain, "g", Limits(vocabulary=9, context_tokens=4), policy_version=3)
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
-from palestra.chat.messages import from_dict
+from palestra.chat.messages import from_dict, to_dict
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Rollout, Score, Turn
 
 NOT_TRAINED = -100
+_NO_LOGPROB = 1.0  # no sampled token can have it
 _MAX_ADVANTAGES = 32  # different ones in one sequence
 
 
@@ -59,6 +60,31 @@ def read_group(
             )
             given.append(advantage)
     return Group(name, tuple(rollouts)), given if plain.get("advantages") else None
+
+
+def write_group(group: Group, env_id: int, mask_truncated: bool) -> dict[str, Any]:
+    """The group as it goes over the wire: what `read_group` reads.
+
+    A failed attempt has no place there, but groups must keep their size: it trains nothing, and its score is
+    the mean of the others, which leaves their baseline as it is.
+    """
+    whole = [r.reward for r in group.rollouts if r.error is None]
+    mean = sum(whole) / len(whole)
+    silent = [r.error is not None or (mask_truncated and r.stop == "truncated") for r in group.rollouts]
+    return {
+        "tokens": [[i for turn in r.turns for i in turn.token_ids] for r in group.rollouts],
+        "masks": [
+            [i if turn.maker == "model" and not quiet else NOT_TRAINED for turn in r.turns for i in turn.token_ids]
+            for r, quiet in zip(group.rollouts, silent, strict=True)
+        ],
+        "scores": [mean if r.error is not None else r.reward for r in group.rollouts],
+        "inference_logprobs": [
+            [p for turn in r.turns for p in (turn.logprobs or (_NO_LOGPROB,) * len(turn.token_ids))]
+            for r in group.rollouts
+        ],
+        "messages": [[to_dict(message, arguments_as_text=True) for message in r.messages] for r in group.rollouts],
+        "env_id": env_id,
+    }
 
 
 def _check(tokens: Sequence[Sequence[int]], limits: Limits) -> None:

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
 from palestra.train.samples import to_samples
-from palestra.train.wire_groups import Limits, read_group
+from palestra.train.wire_groups import Limits, read_group, write_group
 
 LIMITS = Limits(vocabulary=100, context_tokens=16)
 
@@ -88,3 +89,49 @@ def test_what_the_model_cannot_take_is_refused():
         read_group(plain(), "g", Limits(vocabulary=9, context_tokens=16), 0)
     with pytest.raises(PalestraError, match="holds 4"):
         read_group(plain(), "g", Limits(vocabulary=100, context_tokens=4), 0)
+
+
+def attempt(reward: float, *ids: int, **more) -> Rollout:
+    """A call, a tool's result of three tokens, and an answer."""
+    turns = (
+        Turn("template", (1, 2, 3)),
+        Turn("model", ids, tuple(-0.1 * i for i in ids), 4),
+        Turn("environment", (20, 21, 22)),
+        Turn("model", (9,), (0.0,), 4),
+    )
+    call = Message("assistant", "", (ToolCall("c", "add", {"a": 1}),))
+    messages = (Message("user", "1 + 1?"), call, Message("tool", "2", tool_call_id="c", name="add"))
+    return Rollout("p", turns, messages, **({"stop": "answered", "reward": reward} | more))
+
+
+def test_a_group_that_is_written_and_read_trains_the_same():
+    group = Group("p", (attempt(1.0, 5, 6), attempt(0.25, 7), attempt(0.0, 8, 4, 5, stop="truncated")))
+    again, given = read_group(write_group(group, 0, mask_truncated=True), "p", LIMITS, 4)
+    assert given is None
+    assert again.rewards == group.rewards
+    assert [r.messages for r in again.rollouts] == [r.messages for r in group.rollouts]
+    advantages = [1.0, -0.5, -0.5]
+    for ours, theirs in zip(samples(group, advantages), samples(again, advantages), strict=True):
+        assert (ours.token_ids, ours.trained, ours.prompt_length) == (
+            theirs.token_ids,
+            theirs.trained,
+            theirs.prompt_length,
+        )
+        trained = [i for i, counts in enumerate(ours.trained) if counts]
+        assert [ours.logprobs[i] for i in trained] == [theirs.logprobs[i] for i in trained]
+
+
+def test_truncated_attempts_train_where_the_settings_say_so():
+    group = Group("p", (attempt(1.0, 5), attempt(0.0, 7, stop="truncated")))
+    assert write_group(group, 0, mask_truncated=False)["masks"][1] == [-100, -100, -100, 7, -100, -100, -100, 9]
+    assert set(write_group(group, 0, mask_truncated=True)["masks"][1]) == {-100}
+
+
+def test_a_failed_attempt_trains_nothing_and_leaves_the_baseline():
+    failed = Rollout("p", (Turn("template", (1, 2, 3)),), (), "failed", error="the tool broke")
+    plain = write_group(Group("p", (attempt(1.0, 5), failed, attempt(0.5, 7))), 3, mask_truncated=True)
+    assert plain["scores"] == [1.0, 0.75, 0.5]
+    assert plain["masks"][1] == [-100, -100, -100]
+    assert plain["env_id"] == 3
+    group, _ = read_group(plain, "p", LIMITS, 4)
+    assert [any(sample.trained) for sample in samples(group, [1.0, 0.0, -1.0])] == [True, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.group("env")
 def command() -> None:
-    """Run one environment: `process` to look at what it gives, `evaluate` to score a model on it."""
+    """One environment: `process` shows what it gives, `evaluate` scores a model on it, `serve` feeds a trainer."""
 
 
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +38,14 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
         function = option(function)
     return function
 
+
+_TRAINERS_MODEL = {
+    "base_url": "http://127.0.0.1:9001/v1",
+    "api_key_env": "PALESTRA_TOKEN",
+    "timeout_s": 600,  # a trainer answers nobody during a step
+    "max_concurrent": 128,
+}
+_API_GONE_S = 60.0
 
 _FORM = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 
@@ -100,6 +109,54 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
         click.echo(json.dumps({**report.to_dict(), "more": more}))
 
 
+@command.command("serve", cls=EnvCommand, options_metavar=_FORM)
+@click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
+@_options
+def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
+    """Feed a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
+
+    In three terminals, in any order; several environments may serve one trainer:
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 100
+    palestra env serve my_env.py
+
+    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is looked for
+    at --openai.base_url (http://127.0.0.1:9001/v1), and its tokenizer by the name that it is served under, or
+    by --model. Where servers ask for a token, it is in PALESTRA_TOKEN.
+    """
+    from rich.console import Console
+
+    given = settings.given(parameters) | ({"model.name": model} if model else {})
+    env, config, apart = open_env(name_or_file, config_file, given)
+    console = Console(stderr=parameters["as_json"])
+    from palestra.faces.cli.libraries import load_libraries
+    from palestra.policy.openai import OpenAISettings
+
+    served_as = apart.openai.get("model_name") or apart.run.get("model.name")
+    server = OpenAISettings.read({**_TRAINERS_MODEL, **apart.openai, "model_name": served_as or ""})
+    load_libraries(console, config.model.name)
+    from palestra.env_api import serve_env
+    from palestra.faces.cli.display import make_display
+    from palestra.policy.remote import RemotePolicy
+    from palestra.train.wire import WireClient
+
+    wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_GONE_S)
+    policy = RemotePolicy(
+        server.base_url,
+        token=os.environ.get(server.api_key_env),
+        timeout_s=server.timeout_s,
+        max_concurrent=server.max_concurrent,
+    )
+    with make_display(console, config.track.log_every) as display:
+        fed = serve_env(env, config, wire, policy, model_name=served_as, watcher=display)
+    mean = sum(fed.scores) / max(1, len(fed.scores))
+    console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
+    if parameters["as_json"]:
+        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": len(fed.scores), "mean_score": mean}))
+
+
 def _prepare(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
@@ -135,4 +192,5 @@ def open_env(
 
 settings.options(process)
 settings.options(evaluate)
+settings.options(serve)
 command.add_command(run_atropos.command)
