@@ -32,12 +32,13 @@ MAY_IMPORT = {
     "rollout": "core chat tools evals envs policy",
     "serve": "core chat engine policy",
     "train": "core chat algo engine models tracking export evals envs policy serve rollout",
+    "bench": "core engine models policy train",
     "result": "core chat tools agents evals runs export rollout train",
     "api": "core agents evals envs models rollout runs train result",
     "env_api": "core chat agents envs evals models policy rollout train result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core agents chat evals envs policy rollout runs serve train result api env_api __init__",
+    "faces": "core agents chat evals envs policy rollout runs serve train bench result api env_api __init__",
     "__main__": "faces",
 }
 
@@ -48,7 +49,7 @@ UPWARDS = {
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo engine models policy train",
+    "torch": "algo bench engine models policy train",
     "transformers": "engine models policy train",
     "peft": "train",
     "safetensors": "export models train",

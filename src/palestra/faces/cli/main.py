@@ -19,6 +19,7 @@ COMMANDS = {
     "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
     "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
     "trajectory": ("palestra.faces.cli.trajectory", "Serve the API between environments and a trainer."),
+    "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples here, beside the usual ways."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
     "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
 }

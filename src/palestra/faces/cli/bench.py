@@ -1,0 +1,175 @@
+"""`palestra bench`: the engine beside plain batched sampling and `generate`, on this machine and model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from palestra.bench.workload import SIDES, Measured, Results, Side, Workload, check_least
+from palestra.core.errors import PalestraError
+from palestra.faces.cli import settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from palestra.bench.measure import Bench
+
+_DEFAULT = Workload()
+_RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "computed_tokens": "fewer tokens computed"}
+
+
+@click.command("bench", context_settings={"max_content_width": 100})
+@click.option("--model", default="palestra/tiny", show_default=True, metavar="NAME", help="A hub id or local folder.")
+@click.option("--prompts", default=_DEFAULT.prompts, show_default=True, help="Different prompts.")
+@click.option("--group-size", default=_DEFAULT.group_size, show_default=True, help="Rollouts of each prompt.")
+@click.option("--prompt-tokens", default=_DEFAULT.prompt_tokens, show_default=True, help="Length of a prompt.")
+@click.option("--new-tokens", default=_DEFAULT.new_tokens, show_default=True, help="Tokens sampled in each turn.")
+@click.option("--tool-rounds", default=_DEFAULT.tool_rounds, show_default=True, help="0: only the single turn.")
+@click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; all else goes to stderr.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write a bar chart.")
+@settings.debug_option
+def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
+    """Measure how fast a model samples here: the engine, plain batched sampling and transformers' generate.
+
+    All three sample the same number of tokens from the same prompts: in a single turn, and in a
+    conversation with tool results in between.
+
+    \b
+    Examples:
+      palestra bench
+      palestra bench --model Qwen/Qwen3-0.6B --threads 8 --plot bench.svg
+    """
+    from rich.console import Console
+
+    work = Workload(**sizes)
+    work.check()
+    if threads is not None:
+        check_least("threads", threads, 1)
+    if plot is not None:
+        _check_plot(plot)
+    console = Console(stderr=as_json)
+    bench = _load(console, model, work, threads)
+    results = _measure(console, bench, work)
+    if console.is_terminal:
+        console.print(_table(results))
+    _print_ratios(console, results)
+    if plot is not None:
+        from palestra.faces.bench_chart import chart
+
+        plot.write_text(chart(results, f"{model}: {_describe(work)}, on {bench.device}"), encoding="utf-8")
+        console.print(f"chart {plot}", highlight=False, soft_wrap=True)
+    if as_json:
+        where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
+        click.echo(json.dumps(where | {"scenarios": {name: _summary(sides) for name, sides in results.items()}}))
+
+
+def _check_plot(plot: Path) -> None:
+    """Told before the measuring, not after it."""
+    if plot.suffix.lower() != ".svg":
+        raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example bench.svg")
+    if not plot.parent.is_dir():
+        raise PalestraError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
+
+
+def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
+    from palestra.faces.cli.libraries import load_libraries
+
+    load_libraries(console, model)
+    from palestra.bench.measure import Bench
+
+    with console.status(f"loading {model} …"):
+        bench = Bench(model, work, threads)
+    threads_used = f"{bench.threads} thread{'s' * (bench.threads > 1)}"
+    console.print(f"{model} on {bench.device}, {threads_used}: {_describe(work)}", highlight=False, soft_wrap=True)
+    return bench
+
+
+def _describe(work: Workload) -> str:
+    return (
+        f"{work.prompts} prompts of {work.prompt_tokens} tokens × {work.group_size} rollouts, "
+        f"{work.new_tokens} new tokens a turn"
+    )
+
+
+def _measure(console: Console, bench: Bench, work: Workload) -> Results:
+    """Every side of every scenario: a line for each when it is done, or a spinner on a terminal."""
+    results: Results = {name: {} for name in work.scenarios}
+    total, done = len(work.scenarios) * len(SIDES), 0
+    for name, rounds in work.scenarios.items():
+        for side in SIDES:
+            done += 1
+            with _spinner(console, f"{done}/{total}  {name}: {side} …"):
+                measured = results[name][side] = bench.measure(side, rounds)
+            if not console.is_terminal:
+                console.print(f"{name}: " + "  ".join([side, *_cells(measured)]), highlight=False, soft_wrap=True)
+    return results
+
+
+def _spinner(console: Console, text: str) -> AbstractContextManager[Any]:
+    return console.status(text) if console.is_terminal else nullcontext()
+
+
+def _cells(measured: Measured) -> list[str]:
+    return [
+        f"{measured.tokens_per_s:,.0f} tokens/s",
+        f"{measured.cpu_s:.2f} CPU s",
+        f"{measured.computed_tokens:,} tokens computed "
+        f"({measured.prefilled_tokens:,} prefilled + {measured.sampled_tokens:,} sampled)",
+    ]
+
+
+def _table(results: Results) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("scenario")
+    table.add_column("side")
+    for heading in ("tokens/s", "CPU s", "prefilled", "sampled", "computed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, sides in results.items():
+        for side, m in sides.items():
+            table.add_row(
+                name if side == SIDES[0] else "",
+                side,
+                f"{m.tokens_per_s:,.0f}",
+                f"{m.cpu_s:.2f}",
+                f"{m.prefilled_tokens:,}",
+                f"{m.sampled_tokens:,}",
+                f"{m.computed_tokens:,}",
+                style="bold" if side == "engine" else None,
+                end_section=side == SIDES[-1],
+            )
+    return table
+
+
+def _print_ratios(console: Console, results: Results) -> None:
+    for name, sides in results.items():
+        for other in SIDES[1:]:
+            ratios = sides["engine"].ratios_to(sides[other])
+            shown = ", ".join(f"{ratios[key]:.2f} × {label}" for key, label in _RATIO_NAMES.items())
+            console.print(f"{name}: engine against {other}: {shown}", highlight=False, soft_wrap=True)
+
+
+def _summary(sides: Mapping[Side, Measured]) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        side: {
+            "tokens_per_s": round(m.tokens_per_s, 1),
+            "wall_s": round(m.wall_s, 4),
+            "cpu_s": round(m.cpu_s, 4),
+            "prefilled_tokens": m.prefilled_tokens,
+            "sampled_tokens": m.sampled_tokens,
+            "computed_tokens": m.computed_tokens,
+        }
+        for side, m in sides.items()
+    }
+    for other in SIDES[1:]:
+        ratios = sides["engine"].ratios_to(sides[other])
+        rows[f"engine_to_{other}"] = {key: round(ratio, 3) for key, ratio in ratios.items()}
+    return rows
