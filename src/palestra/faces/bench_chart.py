@@ -11,9 +11,11 @@ _LEFT, _PANEL, _GAP, _VALUE = 100, 300, 40, 90
 _WIDTH = _LEFT + 2 * _PANEL + _GAP + 20
 _THICK, _STEP, _HEAD = 22, 28, 56
 _STYLE = """
-svg{background:#fff}text{font:14px system-ui,sans-serif;fill:#222}.title{font-weight:600}.name{font-weight:600}.head{fill:#777}
+svg{background:#fff}
+text{font:14px system-ui,sans-serif;fill:#222}.title,.name{font-weight:600}.head{fill:#777}
 .bar{fill:#b4bac4}.engine{fill:#2563eb}
-@media(prefers-color-scheme:dark){svg{background:#111}text{fill:#eee}.head{fill:#999}.bar{fill:#5b6472}.engine{fill:#60a5fa}}
+@media(prefers-color-scheme:dark){svg{background:#111}
+text{fill:#eee}.head{fill:#999}.bar{fill:#5b6472}.engine{fill:#60a5fa}}
 """
 
 
