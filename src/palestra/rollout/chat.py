@@ -11,9 +11,8 @@ from typing import Protocol
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Group, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult
 from palestra.envs.base import Environment, Episode
-from palestra.rollout.collect import seed_of, weighted_reward
-from palestra.rollout.run import Limits, from_outside, tool_message
-from palestra.tools.run import run_calls
+from palestra.rollout.collect import require_one_good, seed_of, weighted_reward
+from palestra.rollout.run import Limits, from_outside, replies_to
 
 
 class Chat(Protocol):
@@ -50,10 +49,9 @@ class ChatCollector:
             return rollout
 
         rows = await asyncio.gather(*(asyncio.gather(*(one(p, i) for i in range(group_size))) for p in problems))
-        errors = [r.error for row in rows for r in row]
-        if errors and None not in errors:
-            raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
-        return [Group(problem.id, tuple(row)) for problem, row in zip(problems, rows, strict=True)]
+        groups = [Group(problem.id, tuple(row)) for problem, row in zip(problems, rows, strict=True)]
+        require_one_good(groups)
+        return groups
 
 
 async def run_chat(chat: Chat, episode: Episode, problem: Problem, limits: Limits) -> Rollout:
@@ -97,11 +95,8 @@ async def _converse(
             if rounds == limits.max_tool_rounds:
                 return "tool_limit"
             rounds += 1
-            answers = await run_calls(tools, message.tool_calls, limits.tool_timeout_s)
-            results += answers
-            replies: Sequence[Message] = [tool_message(answer) for answer in answers]
-        else:
-            replies = await from_outside("the environment's reply", episode.reply(messages))
+        replies, answers = await replies_to(messages, episode, tools, limits)
+        results += answers
         if not replies:
             return "answered"
         messages += replies

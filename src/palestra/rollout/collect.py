@@ -48,9 +48,7 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
-        errors = [r.error for group in groups for r in group.rollouts]
-        if None not in errors:
-            raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
+        require_one_good(groups)
         return groups
 
     async def _begin(self, problem: Problem, size: int) -> list[Episode]:
@@ -113,6 +111,13 @@ class Collector:
             more = call_reward_function(function, problem, rollouts, given)
             rewards = [a + b for a, b in zip(rewards, more, strict=True)]
         return [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
+
+
+def require_one_good(groups: Sequence[Group]) -> None:
+    """Attempts that all failed tell nothing: stop, with the first error named."""
+    errors = [r.error for group in groups for r in group.rollouts]
+    if errors and None not in errors:
+        raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
 
 
 def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopR
 from palestra.envs.base import Episode
 from palestra.policy.base import Policy
 from palestra.tools.run import run_calls
+from palestra.tools.tool import Tool
 
 T = TypeVar("T")
 
@@ -108,19 +109,27 @@ async def _converse(
             if rounds == limits.max_tool_rounds:
                 return "tool_limit"
             rounds += 1
-            began = time.perf_counter()
-            results = await run_calls(tools, message.tool_calls, limits.tool_timeout_s)
+        began = time.perf_counter()
+        replies, results = await replies_to(attempt.messages, episode, tools, limits)
+        if results:
             attempt.tool_seconds += time.perf_counter() - began
             attempt.tool_results += results
-            replies: Sequence[Message] = [tool_message(result) for result in results]
-        else:
-            replies = await from_outside("the environment's reply", episode.reply(attempt.messages))
         if not replies:
             return "answered"
         attempt.messages += replies
         fed = chat.continuation(replies)
         attempt.turns += fed
         policy.append(session, [i for turn in fed for i in turn.token_ids])
+
+
+async def replies_to(
+    messages: Sequence[Message], episode: Episode, tools: Mapping[str, Tool], limits: Limits
+) -> tuple[Sequence[Message], list[ToolResult]]:
+    """What the last message is answered with: the results of its tool calls, or what the environment says."""
+    if calls := messages[-1].tool_calls:
+        results = await run_calls(tools, calls, limits.tool_timeout_s)
+        return [tool_message(result) for result in results], results
+    return await from_outside("the environment's reply", episode.reply(messages)), []
 
 
 async def from_outside(boundary: str, call: Awaitable[T]) -> T:

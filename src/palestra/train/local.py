@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
 from palestra.train import learner_state
 from palestra.train.forward import Scorer, causal_lm
+from palestra.train.metrics import peak_memory_gib
 from palestra.train.minibatch import Minibatch, Work, make_minibatches
 from palestra.train.optimizer import Optimizer, learning_rate_at
 
@@ -281,7 +281,7 @@ class LocalLearner:
     def _peak_memory_gib(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return peak_memory_gib()
 
 
 def _formula(objective: TrainSection) -> Objective:

@@ -112,7 +112,7 @@ class Training:
         began, groups = time.perf_counter(), harvest.groups
         train, state = self.config.train, self.state
         advantages = self._advantages(groups)
-        metrics = rollout_metrics(groups, advantages, state.policy_version)
+        metrics = {"peak_memory_gib": peak_memory_gib()} | rollout_metrics(groups, advantages, state.policy_version)
         kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
         samples = to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
         version = state.policy_version
@@ -127,7 +127,6 @@ class Training:
             "sample_seconds": harvest.seconds,
             "train_seconds": time.perf_counter() - began,
             "sample_tokens_per_second": metrics["sampled_tokens"] / harvest.seconds,
-            "peak_memory_gib": peak_memory_gib(),
         }
         self.tracker.rollouts(self.state.step, groups)
         self.tracker.metrics(self.state.step, metrics)
