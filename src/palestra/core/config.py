@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from palestra.core.errors import PalestraError, did_you_mean
 
@@ -196,6 +197,11 @@ class RunConfig(Section):
     @classmethod
     def keys(cls) -> dict[str, str]:
         """Every dotted key with its one-line description."""
+        return {key: info.description or "" for key, info in cls.settings().items()}
+
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """Every setting by its dotted key."""
         return dict(_walk(cls, ""))
 
 
@@ -212,15 +218,15 @@ def _overlay(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _walk(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, info in model.model_fields.items():
+def _walk(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
+    found: list[tuple[str, FieldInfo]] = []
+    for name, info in section.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            rows += _walk(kind, f"{prefix}{name}.")
+            found += _walk(kind, f"{prefix}{name}.")
         else:
-            rows.append((f"{prefix}{name}", info.description or ""))
-    return rows
+            found.append((f"{prefix}{name}", info))
+    return found
 
 
 def explain(error: ValidationError, known: list[str]) -> str:

@@ -79,7 +79,3 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
-
-    def metrics(self) -> list[dict[str, float]]:
-        path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

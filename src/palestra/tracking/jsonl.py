@@ -32,6 +32,12 @@ class JsonlTracker:
         pass
 
 
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """What has been written to a run folder's metrics.jsonl so far, a row a step."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as plain data: what was said, who made which tokens, and how it was scored."""
     return {

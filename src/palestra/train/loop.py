@@ -22,7 +22,7 @@ from palestra.train.checkpoint import TrainState, last_checkpoint, prune, save_c
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.learner import Learner
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
-from palestra.train.samples import group_advantages, has_signal, to_samples
+from palestra.train.samples import group_advantages, has_signal, trainable_samples
 
 
 class Watcher:
@@ -113,8 +113,7 @@ class Training:
         train, state = self.config.train, self.state
         advantages = self._advantages(groups)
         metrics = {"peak_memory_gib": peak_memory_gib()} | rollout_metrics(groups, advantages, state.policy_version)
-        kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
-        samples = to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
+        samples = trainable_samples(groups, advantages, train)
         version = state.policy_version
         if any(any(sample.trained) for sample in samples):
             metrics |= self.learner.step(samples, train)

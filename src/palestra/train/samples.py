@@ -54,6 +54,14 @@ def _require_finite(groups: Sequence[Group]) -> None:
                 )
 
 
+def trainable_samples(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection
+) -> list[Sample]:
+    """The samples of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
+    kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
+    return to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
+
+
 def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], mask_truncated: bool) -> list[Sample]:
     """One sample for each rollout that did not fail.
 

@@ -19,6 +19,7 @@ from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf
 from palestra.models.loading import LoadedModel
 from palestra.rollout.collect import Collector, RewardFunction
+from palestra.tracking.jsonl import read_metrics
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.local import LocalLearner
@@ -83,8 +84,7 @@ def train_in_folder(
     finally:
         tracker.close()
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
-    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(model, loaded.tokenizer, path, before, after, history, time.perf_counter() - began)
+    return Outcome(model, loaded.tokenizer, path, before, after, read_metrics(folder), time.perf_counter() - began)
 
 
 def evaluate_only(

@@ -26,7 +26,7 @@ from palestra.train.given_optimizer import GivenOptimizer
 from palestra.train.local import LocalLearner
 from palestra.train.loop import draw, total_steps
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import has_signal, to_samples
+from palestra.train.samples import trainable_samples
 from palestra.train.setup import build_policy, sampling_params
 from palestra.train.step_inputs import (
     Input,
@@ -229,8 +229,7 @@ class StepTrainer:
         )
         advantages = [flat[i : i + size] for i in range(0, len(flat), size)]
         metrics = {"loss": 0.0, **rollout_metrics(groups, advantages, self._learner.version)}
-        kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
-        samples = to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
+        samples = trainable_samples(groups, advantages, train)
         if any(any(sample.trained) for sample in samples):
             metrics |= self._learner.step(samples, train)
             metrics |= self._optimizer.after_step()

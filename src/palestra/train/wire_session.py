@@ -20,6 +20,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Ask, Completer
 from palestra.serve.inference import inference_app
 from palestra.serve.web import Server, open_port, url_of
+from palestra.tracking.jsonl import read_metrics
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.loop import Watcher
@@ -92,8 +93,7 @@ def train_over_wire(
     finally:
         tracker.close()
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
-    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return WireOutcome(path, history, time.perf_counter() - began)
+    return WireOutcome(path, read_metrics(folder), time.perf_counter() - began)
 
 
 def _restore(learner: WireLearner, policy: LocalPolicy, checkpoints: Path, watcher: Watcher) -> TrainState:

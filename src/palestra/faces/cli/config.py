@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from palestra.core.config import RunConfig
 from palestra.faces.cli import settings
 
 
@@ -39,7 +40,7 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, **para
 
 
 def _print_keys() -> None:
-    rows = [settings.describe(key, info) for key, info in settings.fields().items()]
+    rows = [settings.describe(key, info) for key, info in RunConfig.settings().items()]
     formatter = click.HelpFormatter(width=min(shutil.get_terminal_size().columns, 120))
     for section, members in groupby(rows, lambda row: row[0].rpartition(".")[0]):
         with formatter.section(section or "run"):

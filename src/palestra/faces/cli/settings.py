@@ -11,30 +11,14 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
-from palestra.core.config import RunConfig, Section
+from palestra.core.config import RunConfig
 
 _HELP = {"seed": "The same seed and settings give the same run.", "output_dir": "Where run folders are made."}
 
 
-def fields() -> dict[str, FieldInfo]:
-    """Every setting by its dotted name."""
-    return dict(_fields(RunConfig, ""))
-
-
-def _fields(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
-    found: list[tuple[str, FieldInfo]] = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            found += _fields(kind, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", info))
-    return found
-
-
 def options(command: click.Command) -> click.Command:
     """Add an option for every setting. Those of the sections are hidden from --help, which would drown in them."""
-    for key in fields():
+    for key in RunConfig.settings():
         names = [f"--{key}", _parameter(key)]
         command.params.append(click.Option(names, metavar="VALUE", hidden="." in key, help=_HELP.get(key)))
     return command
@@ -43,7 +27,9 @@ def options(command: click.Command) -> click.Command:
 def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Of a command's parameters, the settings that were given, by their dotted names."""
     return {
-        key: read(info, text) for key, info in fields().items() if (text := parameters.get(_parameter(key))) is not None
+        key: read(info, text)
+        for key, info in RunConfig.settings().items()
+        if (text := parameters.get(_parameter(key))) is not None
     }
 
 
