@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +17,64 @@ from palestra.core.errors import PalestraError
 from palestra.envs.discover import Found
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+# as a text, so that the folder of the file does not become a place to import from
+_CHILD = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
+
+
+@dataclass(frozen=True)
+class EnvDescription:
+    """What an environment says of its config: a row a field, and the settings of a training that suit it."""
+
+    fields: list[dict[str, Any]]  # name, type, default (the environment's own), description, schema
+    run_settings: dict[str, Any]
 
 
 def config_fields(found: Found, timeout_s: float = 30.0) -> list[dict[str, Any]]:
-    """The fields of `config_init()`: name, type, default (the environment's own) and description."""
-    arguments = [sys.executable, "-m", __name__, str(found.file_path), found.class_name]
+    """The fields of `config_init()`: name, type, default (the environment's own), description and JSON schema."""
+    return describe_env(found, timeout_s=timeout_s).fields
+
+
+def describe_env(
+    found: Found, settings: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0, python: Path | None = None
+) -> EnvDescription:
+    """Ask the environment for its config, with `settings` laid over it; what does not fit raises PalestraError.
+
+    `python` is the interpreter that has what the environment imports; ours unless given.
+    """
+    asked = {
+        "file": str(found.file_path),
+        "class_name": found.class_name,
+        "settings": {**found.preset, **(settings or {})},
+    }
+    answer, complaints = _ask(found.name, python or Path(sys.executable), asked, timeout_s)
+    try:
+        told = json.loads(answer)
+    except ValueError:
+        lines = complaints.strip().splitlines()
+        told = {"error": lines[-1] if lines else "its process ended without an answer"}
+    if "error" in told:
+        raise PalestraError(f"the config of {found.name} cannot be read: {told['error']}")
+    return EnvDescription(told["fields"], told["run_settings"])
+
+
+def _ask(name: str, python: Path, asked: dict[str, Any], timeout_s: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as home:
         clean = {key: os.environ[key] for key in _KEPT if key in os.environ} | {"HOME": home}
         process = subprocess.Popen(
-            arguments,
+            [str(python), "-c", _CHILD, str(Path(__file__).with_name("config_child.py"))],
             env=clean,
             cwd=home,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         try:
-            answer, complaints = process.communicate(timeout=timeout_s)
+            return process.communicate(json.dumps(asked), timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
-            process.wait()
-            raise PalestraError(f"reading the config of {found.name} took longer than {timeout_s:g} s") from None
-    if process.returncode:
-        lines = complaints.strip().splitlines()
-        raise PalestraError(f"the config of {found.name} cannot be read: {lines[-1] if lines else process.returncode}")
-    fields: list[dict[str, Any]] = json.loads(answer)
-    for row in fields:
-        row["default"] = found.preset.get(row["name"], row["default"])
-    return fields
-
-
-def _describe(config: Any) -> list[dict[str, Any]]:
-    values = config.model_dump(mode="json")
-    return [
-        {
-            "name": name,
-            "type": info.annotation.__name__ if isinstance(info.annotation, type) else str(info.annotation),
-            "default": values[name],
-            "description": info.description or "",
-        }
-        for name, info in type(config).model_fields.items()
-    ]
-
-
-def _main(file: str, class_name: str) -> None:
-    """What runs in the other process: only the answer goes to stdout, whatever the environment prints."""
-    answer, sys.stdout = sys.stdout, sys.stderr
-    from palestra.core.import_file import import_file
-
-    cls = getattr(import_file(Path(file), file, ""), class_name)
-    config = cls.config_init()
-    if isinstance(config, tuple):  # Atropos gives (config, servers)
-        config = config[0]
-    json.dump(_describe(config), answer)
-
-
-if __name__ == "__main__":
-    try:
-        _main(*sys.argv[1:])
-    except Exception as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+            raise PalestraError(f"reading the config of {name} took longer than {timeout_s:g} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                process.wait()

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from palestra.core.errors import did_you_mean
 from palestra.tools.tool import Tool
+
+
+_BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
+    ("minimum", "at least", operator.ge),
+    ("maximum", "at most", operator.le),
+    ("exclusiveMinimum", "more than", operator.gt),
+    ("exclusiveMaximum", "less than", operator.lt),
+)
 
 
 class ArgumentError(Exception):
@@ -75,7 +85,16 @@ def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> s
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds and not any(_is_kind(value, kind) for kind in kinds):
         return f"should be of type {' or '.join(kinds)}, got {_short(value)}"
-    return _find_inside(value, schema, root)
+    return _find_out_of_bounds(value, schema) or _find_inside(value, schema, root)
+
+
+def _find_out_of_bounds(value: Any, schema: dict[str, Any]) -> str | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    for keyword, words, holds in _BOUNDS:
+        if keyword in schema and not holds(value, schema[keyword]):
+            return f"should be {words} {schema[keyword]}, got {_short(value)}"
+    return None
 
 
 def _find_inside(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:

@@ -1,0 +1,26 @@
+"""What may be seen of the environment."""
+
+from palestra.core.secrets import clean_environment, redact
+
+ENVIRON = {
+    "PATH": "/bin",
+    "HF_HOME": "/cache",
+    "HF_TOKEN": "hf_0123456789",
+    "OPENROUTER_API_KEY": "or-0123456789",
+    "MY_PLAN": "invade",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PALESTRA_TOKEN": "short",
+}
+
+
+def test_a_program_of_others_sees_no_secret_and_nothing_unknown():
+    assert clean_environment(environ=ENVIRON).keys() == {"PATH", "HF_HOME", "TOKENIZERS_PARALLELISM"}
+
+
+def test_a_program_gets_the_one_secret_that_it_was_promised():
+    assert "OPENROUTER_API_KEY" in clean_environment(["OPENROUTER_API_KEY"], ENVIRON)
+
+
+def test_secrets_are_replaced_by_their_names_and_ordinary_words_are_left():
+    text = redact("key or-0123456789 in a short text", ENVIRON)
+    assert text == "key [OPENROUTER_API_KEY] in a short text"
