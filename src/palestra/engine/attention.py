@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError
@@ -100,14 +99,39 @@ class AttentionSwitch:
                 module.__dict__["training"] = mode
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Attention of q [KV, G, Q, D] over k, v [KV, L, D]; `hidden` [Q, L] is added to the scores -> [Q, KV, G, D]."""
-    heads, group, queries, dim = q.shape
-    flat = q.reshape(1, heads, group * queries, dim)
-    mask = hidden.repeat(group, 1)[None, None]
-    if softcap is None:
-        out = F.scaled_dot_product_attention(flat, k[None], v[None], attn_mask=mask, scale=scale)
-    else:
-        scores = torch.matmul(flat, k[None].transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        out = torch.matmul(scores.add_(mask).softmax(-1), v[None])
-    return out.view(heads, group, queries, -1).permute(2, 0, 1, 3)
+def attend_part(
+    q: Tensor,  # [B, H, Q, D]
+    k: Tensor,  # [B, H, L, D]
+    v: Tensor,
+    hidden: Tensor | None,  # added to the scores, [B or 1, 1, Q or 1, L]
+    scale: float,
+    softcap: float | None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the keys [B, H, Q, D], and its log-sum-exp [B, H, Q], by which parts are merged.
+
+    `causal` is for as many queries as keys, without `hidden`.
+    """
+    if softcap is None and k.shape[-1] == v.shape[-1]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=hidden, scale=scale
+        )
+    scores = torch.matmul(q * scale, k.transpose(-1, -2))
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), hidden_value(scores.dtype))
+    elif hidden is not None:
+        scores += hidden
+    total = scores.logsumexp(-1)
+    return torch.matmul(scores.sub_(total[..., None]).exp_(), v), total
+
+
+def merge_parts(a: Tensor, a_total: Tensor, b: Tensor, b_total: Tensor) -> Tensor:
+    """Attention over two disjoint parts of the keys out of the attention over each."""
+    return torch.lerp(a, b, (b_total - a_total).sigmoid_()[..., None].to(a.dtype))
+
+
+def hidden_value(dtype: torch.dtype) -> float:
+    """What hides a key. Finite, so that a part of which a query sees nothing merges with weight 0 and not as NaN."""
+    return torch.finfo(dtype).min / 2

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import attend_rows
+from palestra.engine.attention import attend_part, hidden_value, merge_parts
 from palestra.engine.lanes import Lanes
-
-HIDDEN = float("-inf")
 
 
 @dataclass(slots=True)
@@ -18,40 +16,40 @@ class Decode:
     """Lanes 0..n-1, one token each, attended in one go."""
 
     lanes: Lanes
-    own_len: Tensor  # [n], the new token included
+    own_len: list[int]  # by lane, the new token included
     width: int
     groups: Groups | None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    prefix_masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
-        """[n, 1, 1, prefix width + own width], minus infinity where a lane must not look."""
+    def mask(self, window: int | None) -> Tensor | None:
+        """[n, 1, 1, own width], what hides columns that a lane must not see; None when it may see all."""
         if window not in self.masks:
-            columns = torch.arange(self.width)
-            last = self.own_len[:, None] - 1
-            hidden = columns > last
-            if window is not None:
-                hidden |= columns <= last - window
-            if self.groups is not None:
-                hidden = torch.cat([self.groups.hidden(last, window), hidden], dim=1)
-            mask = torch.zeros(hidden.shape, dtype=self.lanes.own.keys.dtype).masked_fill_(hidden, HIDDEN)
-            self.masks[window] = mask[:, None, None]
+            self.masks[window] = None
+            if min(self.own_len) < self.width or (window is not None and self.width > window):
+                columns, last = torch.arange(self.width), torch.tensor(self.own_len)[:, None] - 1
+                hidden = columns > last
+                if window is not None:
+                    hidden |= columns <= last - window
+                self.masks[window] = hiding(hidden, self.lanes)[:, None, None]
         return self.masks[window]
+
+    def prefix_mask(self, groups: Groups, window: int | None, group: int) -> Tensor | None:
+        if window is None:
+            return groups.mask(group)
+        if window not in self.prefix_masks:
+            self.prefix_masks[window] = groups.window_mask(torch.tensor(self.own_len), window, group)
+        return self.prefix_masks[window]
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """q [n, KV, G, D] -> [n, KV, G, D]."""
         own, n = self.lanes.own, q.shape[0]
         keys, values = own.keys[layer, :n, :, : self.width], own.values[layer, :n, :, : self.width]
-        q = q * scale
-        scores = torch.matmul(q, keys.transpose(-1, -2))
-        if self.groups is not None:
-            scores = torch.cat([self.groups.scores(layer, q), scores], dim=-1)
-        if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        weights = scores.add_(self.mask(window)).softmax(-1)
+        out, total = attend_part(q, keys, values, self.mask(window), scale, softcap)
         if self.groups is None:
-            return torch.matmul(weights, values)
-        out = torch.matmul(weights[..., self.groups.width :], values)
-        return out.add_(self.groups.mix(layer, weights[..., : self.groups.width]))
+            return out
+        prefix_mask = self.prefix_mask(self.groups, window, q.shape[2])
+        return merge_parts(out, total, *self.groups.attend(layer, q, prefix_mask, scale, softcap))
 
 
 @dataclass(slots=True)
@@ -69,6 +67,7 @@ class Groups:
     to_slots: Tensor
     to_lanes: Tensor
     prefix_len: Tensor  # [n], 0 for a lane without a prefix
+    masks: dict[int, Tensor | None] = field(default_factory=dict)  # by query heads a KV head
 
     @classmethod
     def of(cls, lanes: Lanes, n: int) -> Groups | None:
@@ -93,11 +92,23 @@ class Groups:
             lanes, slots, members, max(lengths), torch.tensor(to_slots), torch.tensor(to_lanes), torch.tensor(lengths)
         )
 
-    def hidden(self, last: Tensor, window: int | None) -> Tensor:
-        """[n, width], true where a lane must not look; `last` [n, 1] is its newest column in its own part."""
+    def mask(self, group: int) -> Tensor | None:
+        """[slots, 1, members * G, width], what hides columns past a lane's prefix; None when nothing does."""
+        if group not in self.masks:
+            hidden = torch.arange(self.width) >= self.prefix_len[:, None]
+            self.masks[group] = self._spread(hidden, group) if hidden.any() else None
+        return self.masks[group]
+
+    def window_mask(self, own_len: Tensor, window: int, group: int) -> Tensor:
+        """The same where a lane sees only its newest `window` tokens."""
         columns, length = torch.arange(self.width), self.prefix_len[:, None]
-        hidden = columns >= length
-        return hidden if window is None else hidden | (columns <= length + last - window)
+        hidden = (columns >= length) | (columns <= length + own_len[:, None] - 1 - window)
+        return self._spread(hidden, group)
+
+    def _spread(self, hidden: Tensor, group: int) -> Tensor:
+        places = hidden[self.to_slots].view(self.slots, 1, self.members, 1, self.width)
+        places = places.expand(-1, -1, -1, group, -1).reshape(self.slots, 1, self.members * group, self.width)
+        return hiding(places, self.lanes)
 
     def _by_slot(self, rows: Tensor) -> Tensor:
         """[n, KV, G, X] -> [slots, KV, members * G, X]."""
@@ -106,18 +117,18 @@ class Groups:
         return places.transpose(1, 2).reshape(self.slots, heads, self.members * group, x)
 
     def _by_lane(self, rows: Tensor, group: int) -> Tensor:
-        """[slots, KV, members * G, X] -> [n, KV, G, X]."""
-        slots, heads, _, x = rows.shape
-        places = rows.view(slots, heads, self.members, group, x).transpose(1, 2)
-        return places.reshape(slots * self.members, heads, group, x).index_select(0, self.to_lanes)
+        """[slots, KV, members * G, ...] -> [n, KV, G, ...]."""
+        places = rows.unflatten(2, (self.members, group)).transpose(1, 2)
+        return places.flatten(0, 1).index_select(0, self.to_lanes)
 
-    def scores(self, layer: int, q: Tensor) -> Tensor:
-        keys = self.lanes.prefix.keys[layer, : self.slots, :, : self.width]
-        return self._by_lane(torch.matmul(self._by_slot(q), keys.transpose(-1, -2)), q.shape[2])
-
-    def mix(self, layer: int, weights: Tensor) -> Tensor:
-        values = self.lanes.prefix.values[layer, : self.slots, :, : self.width]
-        return self._by_lane(torch.matmul(self._by_slot(weights), values), weights.shape[2])
+    def attend(
+        self, layer: int, q: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """q [n, KV, G, D] over the lanes' prefixes: [n, KV, G, D] and its log-sum-exp [n, KV, G]."""
+        prefix, group = self.lanes.prefix, q.shape[2]
+        keys, values = (store[layer, : self.slots, :, : self.width] for store in (prefix.keys, prefix.values))
+        out, total = attend_part(self._by_slot(q), keys, values, mask, scale, softcap)
+        return self._by_lane(out, group), self._by_lane(total, group)
 
 
 @dataclass(slots=True)
@@ -132,26 +143,39 @@ class Feed:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
-        """[count, prefix + own], minus infinity where a token must not look."""
+        """[1, 1, count, prefix + own], what hides columns that a token must not see."""
         if window not in self.masks:
             length = self.lanes.base[self.lane] + self.own_len
             columns, rows = torch.arange(length), torch.arange(length - self.count, length)[:, None]
             hidden = columns > rows
             if window is not None:
                 hidden |= columns <= rows - window
-            dtype = self.lanes.own.keys.dtype
-            self.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, HIDDEN)
+            self.masks[window] = hiding(hidden, self.lanes)[None, None]
         return self.masks[window]
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """q [count, KV, G, D] -> [count, KV, G, D]."""
-        own, slot = self.lanes.own, self.lanes.slot[self.lane]
-        keys, values = (store[layer, self.lane, :, : self.own_len] for store in (own.keys, own.values))
+        own, slot, base = self.lanes.own, self.lanes.slot[self.lane], self.lanes.base[self.lane]
+        q = q.permute(2, 1, 0, 3)  # a KV head's queries as a batch, so that its keys are read in place
+
+        def part(store: Tensor, row: int, length: int) -> Tensor:
+            return store[layer, row, :, :length].expand(q.shape[0], -1, -1, -1)
+
+        causal = window is None and self.own_len == self.count
+        hidden = None if causal else self.mask(window)[..., base:]
+        keys, values = (part(store, self.lane, self.own_len) for store in (own.keys, own.values))
+        out, total = attend_part(q, keys, values, hidden, scale, softcap, causal)
         if slot >= 0:
-            prefix, length = self.lanes.prefix, self.lanes.prefix_len[slot]
-            keys = torch.cat([prefix.keys[layer, slot, :, :length], keys], dim=1)
-            values = torch.cat([prefix.values[layer, slot, :, :length], values], dim=1)
-        return attend_rows(q.permute(1, 2, 0, 3), keys, values, self.mask(window), scale, softcap)
+            keys, values = (part(store, slot, base) for store in (self.lanes.prefix.keys, self.lanes.prefix.values))
+            hidden = None if window is None else self.mask(window)[..., :base]
+            out = merge_parts(out, total, *attend_part(q, keys, values, hidden, scale, softcap))
+        return out.permute(2, 1, 0, 3)
+
+
+def hiding(hidden: Tensor, lanes: Lanes) -> Tensor:
+    """What is added to scores: 0, and `hidden_value` where hidden."""
+    dtype = lanes.own.keys.dtype
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, hidden_value(dtype))
 
 
 @dataclass(slots=True)
@@ -181,7 +205,7 @@ class LanePlan:
         q = q[0].transpose(0, 1).unflatten(1, (heads, -1))  # [N, KV, G, D]
         parts = []
         if self.decode is not None:
-            singles = q[: self.decode.own_len.shape[0]]
+            singles = q[: len(self.decode.own_len)]
             parts.append(self.decode.attend(layer, singles, scale, window, softcap))
         for feed in self.feeds:
             parts.append(feed.attend(layer, q[feed.first : feed.first + feed.count], scale, window, softcap))

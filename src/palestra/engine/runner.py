@@ -104,7 +104,7 @@ class CpuRunner:
         decode = None
         if decoding:
             lens = own_lens[:decoding]
-            decode = Decode(lanes, torch.tensor(lens), max(lens), self._grouping(decoding))
+            decode = Decode(lanes, lens, max(lens), self._grouping(decoding))
         feeds, first = [], decoding
         for chunk, own_len in zip(chunks[decoding:], own_lens[decoding:], strict=True):
             feeds.append(Feed(lanes, chunk.job.session.lane, first, chunk.count, own_len))
