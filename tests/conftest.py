@@ -1,11 +1,13 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
 import os
+import tempfile
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["PALESTRA_HOME"] = tempfile.mkdtemp(prefix="palestra-home-")  # trainings are listed; not among the user's
 
 
 @pytest.fixture(scope="session")

@@ -43,11 +43,13 @@ def train_grpo(
     watcher: Watcher | None = None,
     name: str | None = None,
     source: str | None = None,
+    folder: Path | str | None = None,
     resume: Path | str | None = None,
 ) -> GRPOTrainingResult:
     """Train `agent` on the cases of `suite` with the measures as its reward.
 
     `held_out` is a suite, or the share of `suite` kept aside for the before/after report.
+    `folder` becomes the run folder, instead of a new one in the config's output_dir.
     `resume` is a run folder to go on with; its config is used.
     """
     trainer = GRPOTrainer(
@@ -63,6 +65,7 @@ def train_grpo(
         watcher=watcher,
         name=name,
         source=source,
+        folder=folder,
     )
     return trainer.train(suite, held_out=held_out, resume=resume)
 
@@ -85,6 +88,7 @@ class GRPOTrainer:
         watcher: Watcher | None = None,
         name: str | None = None,
         source: str | None = None,
+        folder: Path | str | None = None,
     ) -> None:
         self.agent = as_agent(agent)
         self._model_name = self.agent.required_model
@@ -98,6 +102,7 @@ class GRPOTrainer:
         self._watcher = watcher or Watcher()
         self._name = name or self.agent.name
         self._source = source
+        self._folder = None if folder is None else Path(folder)
         self._loaded: Any = None
 
     @property
@@ -166,7 +171,8 @@ class GRPOTrainer:
         else:
             config = self._resolve(len(environment.problems("train")))
             self._load(config)  # a model that cannot be loaded leaves no run folder behind
-            run = RunFolder.create(Path(config.output_dir), self._name, config, self._record() | dict(record or {}))
+            record = self._record() | dict(record or {})
+            run = RunFolder.create(Path(config.output_dir), self._name, config, record, at=self._folder)
         return outside_event_loop(lambda: self._run(environment, config, run, resumed=resume is not None))
 
     def _record(self) -> dict[str, Any]:

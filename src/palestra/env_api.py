@@ -36,13 +36,14 @@ def train_env(
     *,
     watcher: Watcher | None = None,
     record: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
     resume: Path | None = None,
 ) -> GRPOTrainingResult:
     """Train a model on an environment; scored before and after on its held-out problems."""
     episode = env.open(env.problems("train")[0])
     agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, list(episode.tools))
     episode.close()
-    trainer = GRPOTrainer(agent, config=config, watcher=watcher)
+    trainer = GRPOTrainer(agent, config=config, watcher=watcher, folder=folder)
     return trainer.train_on(env, record=record, resume=resume)
 
 

@@ -3,111 +3,190 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.errors import NotYetError
+from palestra.core.errors import PalestraError
+from palestra.runs import limits, plan
+from palestra.runs.explain import tail
+from palestra.runs.index import ACTIVE, ENDED, Index, Row, State
+from palestra.runs.processes import MARK, send, this_host
+from palestra.runs.processes import signal as signals
+from palestra.runs.recovery import reconcile
+from palestra.runs.request import FILE, RunRequest
+from palestra.runs.store import new_folder
+from palestra.runs.view import Run, results, view
+from palestra.tracking.jsonl import read_metrics
 
-State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
+__all__ = ["ACTIVE", "Part", "Run", "RunManager", "RunRequest", "State", "palestra_home"]
+
 Part = Literal["trainer", "env", "api", "supervisor"]
+Runs = list[Run]
+Lines = list[str]
+Rows = list[dict[str, float]]
 
-ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What to train on, and how.
-
-    `settings` are dotted keys of RunConfig, `env_settings` fields of the environment's own config, and
-    `server_settings` what an Atropos environment is told of its inference server. `wire` says whether the
-    environment runs as a process of its own; None: only where it must (Atropos). Neither environment nor
-    agent file: the demo.
-    """
-
-    environment: str | None = None
-    agent_file: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    env_settings: Mapping[str, Any] = field(default_factory=dict)
-    server_settings: Mapping[str, Any] = field(default_factory=dict)
-    wire: bool | None = None
-    name: str | None = None
-    backend: str = "local"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run as it stands at the moment of asking."""
-
-    run_id: str  # 8 characters
-    name: str
-    environment: str
-    state: State
-    reason: str | None  # why it failed, or is waiting
-    folder: Path
-    created: float  # seconds since the epoch, as the two below
-    started: float | None
-    ended: float | None
-    processes: Mapping[str, str]  # api, trainer, env -> "running", "exited (code)" or "not started"
-    logs: Mapping[str, Path]  # the same parts, and supervisor
-    ports: Mapping[str, int]  # api, trainer
-    progress: Mapping[str, float]  # of step, reward_mean, percent_correct, eval_percent_correct, loss: what is known
-
-    @property
-    def is_active(self) -> bool:
-        return self.state in ACTIVE
+_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+_POLL_S = 0.1
 
 
 def palestra_home() -> Path:
     """Where the index of runs lives: PALESTRA_HOME, or ~/.palestra."""
-    return Path(os.environ.get("PALESTRA_HOME") or Path.home() / ".palestra")
+    return Path(os.environ.get("PALESTRA_HOME") or Path.home() / ".palestra").expanduser().absolute()
 
 
 class RunManager:
-    """All runs of one home. Every call first finds out which of them have died."""
+    """All runs of one home. Every call first finds out which of them have died.
+
+    A new run's folder is made in its setting `output_dir`, or in `runs` of the home.
+    """
 
     def __init__(self, home: Path | None = None, *, max_runs: int | None = None) -> None:
-        self.home = home or palestra_home()
+        self.home = palestra_home() if home is None else home.absolute()
         self.max_runs = max_runs
+        self._index = Index(self.home)
 
     def start(self, request: RunRequest) -> Run:
         """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError."""
-        raise NotYetError("the run manager is not built yet")
+        request.check()
+        wire = plan.is_on_the_wire(request)
+        parent = Path(str(request.settings.get("output_dir") or self.home / "runs")).expanduser().absolute()
+        name = request.name or request.subject
+        folder = new_folder(parent, name)
+        request.save(folder, Path.cwd())
+        if wire:
+            (folder / plan.WIRE).mkdir()
+        demand = limits.demand_of(request.settings, limits.count_gpus(), 3 if wire else 1)
+        now, run_id = time.time(), new_id(self._index)
+        self._index.add(
+            run_id=run_id, name=name, environment=request.subject, folder=str(folder), kind="managed",
+            state="pending", created=now, launched=now, host=this_host(), gpus=demand.gpus,
+            memory_gib=demand.memory_gib, max_runs=self.max_runs,
+        )  # fmt: skip
+        self._launch(run_id, folder)
+        return self._view(self._index.row(run_id))
 
     def get(self, run_id: str) -> Run:
         """The run, or PalestraError where there is none of this id."""
-        raise NotYetError("the run manager is not built yet")
+        return self._view(self._row(run_id))
 
-    def list(self) -> list[Run]:
+    def list(self) -> Runs:
         """All runs, newest first."""
-        raise NotYetError("the run manager is not built yet")
+        reconcile(self._index)
+        return [self._view(row) for row in self._index.rows()]
 
     def stop(self, run_id: str, wait_s: float = 60.0) -> Run:
         """Stop a run with a checkpoint, and wait until it has ended (at most `wait_s`)."""
-        raise NotYetError("the run manager is not built yet")
+        row = self._row(run_id)
+        if row.state in ENDED:
+            raise PalestraError(f"the run {run_id} has ended already; it is {row.state}")
+        self._index.move(run_id, ["pending", "starting", "running"], "stopping")
+        if row.kind == "foreground" and row.supervisor is not None and row.host == this_host():
+            send(row.supervisor, signals.SIGTERM)
+        until = time.monotonic() + wait_s
+        while self._row(run_id).state not in ENDED and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return self.get(run_id)
 
     def resume(self, run_id: str) -> Run:
         """Go on with a run that was stopped or failed, from its last checkpoint."""
-        raise NotYetError("the run manager is not built yet")
+        row = self._row(run_id)
+        if row.state not in ("stopped", "failed"):
+            state = "complete" if row.state == "completed" else row.state
+            raise PalestraError(f"the run {run_id} is {state}; only one that was stopped or has failed can go on")
+        folder = Path(row.folder)
+        if not folder.is_dir():
+            raise PalestraError(f"the folder of run {run_id} is gone: {folder}; start a new run")
+        if not (folder / FILE).is_file():
+            _adopt(folder)
+        now = time.time()
+        back = {"reason": None, "ended": None, "launched": now, "pid": None, "born": None, "heartbeat": None}
+        self._index.forget_parts(run_id)
+        if not self._index.move(
+            run_id, ["stopped", "failed"], "pending", kind="managed", host=this_host(), max_runs=self.max_runs, **back
+        ):
+            raise PalestraError(f"the run {run_id} was just resumed by somebody else")
+        self._launch(run_id, folder)
+        return self.get(run_id)
 
     def remove(self, run_id: str, *, keep_folder: bool = False) -> None:
         """Forget a run that has ended, and delete its folder."""
-        raise NotYetError("the run manager is not built yet")
+        row = self._row(run_id)
+        if not self._index.remove(run_id):
+            raise PalestraError(f"the run {run_id} is {row.state}; stop it first: palestra runs stop {run_id}")
+        folder = Path(row.folder)
+        if not keep_folder and any((folder / name).is_file() for name in (FILE, "run.json")):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> list[str]:
+    def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> Lines:
         """The last lines of a part's log, without secrets; empty where it has written nothing."""
-        raise NotYetError("the run manager is not built yet")
+        known = self.get(run_id).logs
+        if part not in known:
+            has = f"it has {', '.join(known)}" if known else "it was started in a terminal, and wrote there"
+            raise PalestraError(f"the run {run_id} has no log of {str(part)[:80]!r}; {has}")
+        return tail(known[part], lines)
 
-    def metrics(self, run_id: str) -> list[dict[str, float]]:
+    def metrics(self, run_id: str) -> Rows:
         """One row a step."""
-        raise NotYetError("the run manager is not built yet")
+        return read_metrics(Path(self._row(run_id).folder))
 
     def results(self, run_id: str) -> dict[str, Any]:
         """run_id, state, reason, final_metrics, history (at most 50 rows), report (before and after, or None),
-        report_path and model_path (text, or None while there is none); `load_model(model_path)` loads it."""
-        raise NotYetError("the run manager is not built yet")
+        report_path, checkpoint (the last) and model_path (text, or None while there is none), which
+        `load_model` loads."""
+        return results(self.get(run_id))
 
     def watch(self, run_id: str, every_s: float = 0.5) -> Iterator[Run]:
         """The run now, and again whenever something about it has changed, until it has ended."""
-        raise NotYetError("the run manager is not built yet")
+        last: Run | None = None
+        while True:
+            run = self.get(run_id)
+            if run != last:
+                yield run
+            if not run.is_active:
+                return
+            last = run
+            time.sleep(every_s)
+
+    def _row(self, run_id: str) -> Row:
+        self._index.row(run_id)
+        reconcile(self._index)
+        return self._index.row(run_id)
+
+    def _view(self, row: Row) -> Run:
+        return view(self._index, row)
+
+    def _launch(self, run_id: str, folder: Path) -> None:
+        """Send the supervisor off: a process of its own session, whose parent it soon is not."""
+        (folder / "logs").mkdir(exist_ok=True)
+        env = {name: value for name, value in os.environ.items() if name != MARK}
+        with (folder / "logs" / "supervisor.log").open("a") as log:
+            words = [sys.executable, "-P", "-m", "palestra.runs.supervisor", str(self.home), run_id]
+            subprocess.run(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True, check=True
+            )
+
+
+def new_id(index: Index) -> str:
+    """Eight letters and digits that no run has; without those that look like others."""
+    known = {row.run_id for row in index.rows()}
+    while (run_id := "".join(secrets.choice(_LETTERS) for _ in range(8))) in known:
+        pass
+    return run_id
+
+
+def _adopt(folder: Path) -> None:
+    """A run that was started in a terminal goes on in the background: its own record says with what."""
+    import json
+
+    record = json.loads((folder / "run.json").read_text())
+    if "env_url" in record:
+        raise PalestraError(
+            f"{folder.name} is fed by environments elsewhere: palestra train --env-url URL --resume {folder} goes on"
+        )
+    RunRequest(name=record["name"]).save(folder, Path.cwd())

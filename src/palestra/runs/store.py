@@ -32,27 +32,18 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, parent: Path, name: str, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
-        """Make a new, uniquely named run folder."""
-        name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        for attempt in range(1000):
-            path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
-            try:
-                path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise PalestraError(
-                    f"cannot make the run folder {path} ({error.strerror}); choose another --output_dir"
-                ) from None
-        else:
-            raise PalestraError(f"too many runs named {name} in {parent}; choose another output_dir")
-        run = cls(path)
+    def create(
+        cls, parent: Path, name: str, config: RunConfig, record: Mapping[str, Any], *, at: Path | None = None
+    ) -> RunFolder:
+        """Make a new, uniquely named run folder; or make the folder `at` one, which may exist but hold no run."""
+        path = new_folder(parent, name) if at is None else at
+        if (path / "run.json").exists():
+            raise PalestraError(f"{path} holds a run already; go on with it by --resume, or choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
         config.save(path / "config.yaml")
-        write_json(path / "run.json", {"name": name, "created": stamp, **record})
-        return run
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        write_json(path / "run.json", {"name": plain_name(name), "created": stamp, **record})
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -79,3 +70,29 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make an empty folder that is named after the run and the time, and has never been there before."""
+    name, stamp = plain_name(name), time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise PalestraError(
+                f"cannot make the run folder {path} ({error.strerror}); choose another --output_dir"
+            ) from None
+    raise PalestraError(f"too many runs named {name} in {parent}; choose another output_dir")
+
+
+def plain_name(name: str) -> str:
+    """A name that can be one of a folder.
+
+    >>> plain_name("my env/v2")
+    'my-env-v2'
+    """
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"

@@ -35,7 +35,9 @@ class JsonlTracker:
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """What has been written to a run folder's metrics.jsonl so far, a row a step."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # a last line that is being written, or was when the run was killed, is not there yet
+    return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:

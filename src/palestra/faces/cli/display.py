@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -69,9 +70,11 @@ class Display(Watcher):
         self.console = console
         self.log_every = log_every
         self.run_dir: Path | None = None
+        self.on_start: Callable[[Path], None] = lambda folder: None
 
     def started(self, folder: Path) -> None:
         self.run_dir = folder
+        self.on_start(folder)
         self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
 
     def note(self, text: str) -> None:

@@ -124,13 +124,18 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
 
     Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is looked for
     at --openai.base_url (http://127.0.0.1:9001/v1), and its tokenizer by the name that it is served under, or
-    by --model. Where servers ask for a token, it is in PALESTRA_TOKEN.
+    by --model. Where servers ask for a token, it is in PALESTRA_TOKEN. A file written for atroposlib is started
+    in a venv of its own.
     """
     from rich.console import Console
 
+    from palestra.envs.load import find_env
+
     given = settings.given(parameters) | ({"model.name": model} if model else {})
-    env, config, apart = open_env(name_or_file, config_file, given)
     console = Console(stderr=parameters["as_json"])
+    if (found := find_env(name_or_file)).dialect == "atropos":
+        run_atropos.serve(found.file_path, read_settings(config_file, given), api_url, console)
+    env, config, apart = open_env(name_or_file, config_file, given)
     from palestra.faces.cli.libraries import load_libraries
     from palestra.policy.openai import OpenAISettings
 

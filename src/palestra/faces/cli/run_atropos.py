@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,6 +17,8 @@ from palestra.faces.cli import settings
 from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from palestra.core.config import RunConfig
     from palestra.runs.store import RunFolder
 
@@ -49,10 +52,7 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
     if config.train.max_steps is None:
         raise PalestraError("such an environment has no last problem; say when to stop: --train.max_steps 100")
     console = Console(stderr=as_json)
-    from palestra.serve.atropos import cache_folder, ensure_python
-
-    name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
-    python = ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))
+    python = _python(packages, console)
     run = new_run(config, "")
     with trajectory_process(run) as url:
         outcome = _train(run, config, file, python, url, read, console)
@@ -64,21 +64,13 @@ def _train(
 ) -> Any:
     """The environment starts when the model is served, and ends with the training."""
     from palestra.faces.cli.train_wire import run_on_wire
-    from palestra.serve.atropos import EnvProcess, serve_command, write_tokenizer
+    from palestra.serve.atropos import EnvProcess, write_tokenizer
 
     started: list[EnvProcess] = []
 
     def start(inference: str, tokenizer: Any) -> None:
         folder = write_tokenizer(tokenizer, run.path / "tokenizer").resolve()
-        env = {
-            "rollout_server_url": url,
-            "tokenizer_name": folder,
-            "group_size": config.rollout.group_size,
-            "total_steps": config.train.max_steps,
-            "use_wandb": False,
-        }
-        openai = {"base_url": f"{inference}/v1", "model_name": folder, "api_key": "none"}
-        words = serve_command(python, file, env | read.env, openai | read.openai)
+        words = _serve_words(python, file, read, config, url, f"{inference}/v1", folder)
         started.append(EnvProcess(words, run.path / "environment.log"))
 
     def check() -> None:
@@ -90,6 +82,50 @@ def _train(
     finally:
         for process in started:
             process.stop()
+
+
+def serve(file: Path, read: EnvSettings, url: str, console: Console) -> NoReturn:
+    """Become the environment's program, feeding a trainer elsewhere; the model's tokenizer lies in the cache."""
+    from palestra.core.config import RunConfig
+    from palestra.faces.cli.libraries import load_libraries
+    from palestra.faces.cli.train_wire import WIRE_DEFAULTS
+    from palestra.runs.store import plain_name
+    from palestra.serve.atropos import cache_folder, write_tokenizer
+
+    config = RunConfig.build(WIRE_DEFAULTS, read.run)
+    python = _python((), console)
+    load_libraries(console, config.model.name)
+    from palestra.models.loading import load_tokenizer
+
+    where = cache_folder() / "tokenizers" / plain_name(config.model.name)
+    folder = write_tokenizer(load_tokenizer(config.model.name), where)
+    inference = str(read.openai.get("base_url", "http://127.0.0.1:9001/v1"))
+    words = _serve_words(python, file, read, config, url, inference, folder)
+    quiet = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
+    os.execve(words[0], words, quiet | {"PYTHONUNBUFFERED": "1"})
+
+
+def _python(packages: Sequence[str], console: Console) -> Path:
+    from palestra.serve.atropos import cache_folder, ensure_python
+
+    name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
+    return ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))
+
+
+def _serve_words(
+    python: Path, file: Path, read: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
+) -> list[str]:
+    from palestra.serve.atropos import serve_command
+
+    env = {
+        "rollout_server_url": url,
+        "tokenizer_name": tokenizer,
+        "group_size": config.rollout.group_size,
+        "total_steps": config.train.max_steps,
+        "use_wandb": False,
+    }
+    openai = {"base_url": inference, "model_name": tokenizer, "api_key": "none"}
+    return serve_command(python, file, env | read.env, openai | read.openai)
 
 
 @contextlib.contextmanager

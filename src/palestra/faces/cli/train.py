@@ -44,6 +44,9 @@ class Plan:
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--env-url", metavar="URL", help="Train on what environments post to a trajectory API at this URL.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Make this the run folder, instead of a new one.")
+@click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows how it goes.")
+@click.option("--wire", is_flag=True, help="With --detach: the environment runs as a process of its own.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was stopped: its folder, or its name in ./runs.")
@@ -53,6 +56,9 @@ def command(
     agent_file: str | None,
     env: str | None,
     env_url: str | None,
+    folder: Path | None,
+    detach: bool,
+    wire: bool,
     serve_port: int,
     config_file: Path | None,
     resume: str | None,
@@ -71,6 +77,7 @@ def command(
       palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
       palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
       palestra train --env calculator --env.operations 1
+      palestra train my_agent.py --detach
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
 
@@ -81,19 +88,27 @@ def command(
     from rich.console import Console
 
     console = Console(stderr=as_json)
-    if env_url is not None:
-        from palestra.faces.cli.train_wire import train_on_url
-
-        if env is not None or agent_file is not None:
-            raise PalestraError(f"train on what comes from {env_url} or on {env or agent_file}, not on both")
-        train_on_url(env_url, serve_port, config_file, settings.given(parameters), resume, console, as_json)
-        return
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    if detach:
+        from palestra.faces.cli.detach import detach as start
+
+        if resume or env_url or folder:
+            raise PalestraError("--detach starts new runs, in folders of their own; `palestra runs resume` goes on")
+        start(agent_file, env, config_file, settings.given(parameters), wire or None, console, as_json)
+        return
+    if env_url is not None:
+        from palestra.faces.cli.train_wire import Wire, train_on_url
+
+        if agent_file is not None:
+            raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
+        wired = Wire(env_url, serve_port, env, folder)
+        train_on_url(wired, config_file, settings.given(parameters), resume, console, as_json)
+        return
     if resume is None and env is not None:
-        plan = _on_environment(env, config_file, settings.given(parameters))
+        plan = _on_environment(env, config_file, settings.given(parameters), folder)
     elif resume is None:
-        plan = _new(agent_file, config_file, settings.given(parameters))
+        plan = _new(agent_file, config_file, settings.given(parameters), folder)
     else:
         given = [f"--{key}" for key in settings.given(parameters)] + (["--config"] if config_file else [])
         if given:
@@ -103,17 +118,19 @@ def command(
     _present(result, console, as_json)
 
 
-def _new(agent_file: str | None, config_file: Path | None, given: dict[str, Any]) -> Plan:
+def _new(agent_file: str | None, config_file: Path | None, given: dict[str, Any], folder: Path | None) -> Plan:
     from palestra.core.yaml_config import read_yaml_config
     from palestra.faces.cli.agent_file import configure, load_agent_file
 
     layer = read_yaml_config(config_file) if config_file else {}
     file = load_agent_file(agent_file)
     agent, config = configure(file, layer, given)
-    return _on_file(file, agent, config)
+    return _on_file(file, agent, config, folder=folder)
 
 
-def _on_file(file: AgentFile, agent: Agent, config: RunConfig, resume: Path | None = None) -> Plan:
+def _on_file(
+    file: AgentFile, agent: Agent, config: RunConfig, *, folder: Path | None = None, resume: Path | None = None
+) -> Plan:
     def train(watcher: Watcher) -> GRPOTrainingResult:
         from palestra.api import train_grpo
 
@@ -126,25 +143,33 @@ def _on_file(file: AgentFile, agent: Agent, config: RunConfig, resume: Path | No
             held_out=file.held_out,
             watcher=watcher,
             source=file.source,
+            folder=folder,
             resume=resume,
         )
 
     return Plan(config, train)
 
 
-def _on_environment(name: str, config_file: Path | None, given: dict[str, Any]) -> Plan:
+def _on_environment(name: str, config_file: Path | None, given: dict[str, Any], folder: Path | None) -> Plan:
     from palestra.faces.cli.env import open_env
 
     env, config, read = open_env(name, config_file, given)
     where = str(Path(name).resolve()) if name.endswith(".py") else name
-    return _train_env(env, config, {"environment": {"name": where, "settings": read.env}})
+    return _train_env(env, config, {"environment": {"name": where, "settings": read.env}}, folder=folder)
 
 
-def _train_env(env: RunningEnv, config: RunConfig, record: dict[str, Any], resume: Path | None = None) -> Plan:
+def _train_env(
+    env: RunningEnv,
+    config: RunConfig,
+    record: dict[str, Any],
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+) -> Plan:
     def train(watcher: Watcher) -> GRPOTrainingResult:
         from palestra.env_api import train_env
 
-        return train_env(env, config, watcher=watcher, record=record, resume=resume)
+        return train_env(env, config, watcher=watcher, record=record, folder=folder, resume=resume)
 
     return Plan(config, train)
 
@@ -159,7 +184,7 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
 
         environment = run.record["environment"]
         env = load_env(environment["name"], environment["settings"])
-        return _train_env(env, run.config, {}, run.path)
+        return _train_env(env, run.config, {}, resume=run.path)
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(
@@ -167,7 +192,7 @@ def _resumed(agent_file: str | None, name: str) -> Plan:
             f"or name the agent's file: palestra train my_agent.py --resume {name}"
         )
     file, config = load_agent_file(source), run.config
-    return _on_file(file, replace(file.agent, model=config.model.name), config, run.path)
+    return _on_file(file, replace(file.agent, model=config.model.name), config, resume=run.path)
 
 
 def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
@@ -175,10 +200,11 @@ def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
 
     load_libraries(console, plan.config.model.name)
     from palestra.faces.cli.display import make_display, show_path
+    from palestra.faces.cli.listed import listed
 
     display = make_display(console, plan.config.track.log_every)
     try:
-        with display:
+        with listed(display), display:
             return plan.train(display)
     except KeyboardInterrupt:
         if display.run_dir is None:

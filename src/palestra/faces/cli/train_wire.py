@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,44 +26,63 @@ if TYPE_CHECKING:
 WIRE_DEFAULTS = {"train.filter_equal_groups": False, "rollout.temperature": 1.0}
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Where groups come from, where the model is served, whose settings hold, and the folder of the run."""
+
+    url: str
+    port: int
+    env: str | None = None
+    folder: Path | None = None
+
+
 def train_on_url(
-    url: str,
-    port: int,
+    wire: Wire,
     config_file: Path | None,
     given: dict[str, Any],
     resume: str | None,
     console: Console,
     as_json: bool,
 ) -> None:
-    """Serve the model on `port`, train it over the wire, and say where it is."""
+    """Serve the model, train it over the wire, and say where it is."""
     from palestra.faces.cli.find_run import find_run
     from palestra.faces.cli.serve import require_serve_extra
 
     require_serve_extra()
     if resume is None:
-        run = new_run(wire_config(config_file, given), url)
+        run = new_run(wire_config(config_file, given, wire.env), wire.url, wire.folder)
     elif given or config_file:
         raise PalestraError("a resumed run keeps its own settings; give --env-url and --resume alone")
     else:
         run = find_run(resume)
-    outcome = run_on_wire(run, url, port, console, resumed=resume is not None)
+    outcome = run_on_wire(run, wire.url, wire.port, console, resumed=resume is not None)
     present(run, outcome, console, as_json)
 
 
-def wire_config(config_file: Path | None, given: dict[str, Any]) -> RunConfig:
+def wire_config(config_file: Path | None, given: dict[str, Any], env: str | None = None) -> RunConfig:
+    """The settings of the run; what is said to the environment (`env:`, `openai:`) is not for the trainer."""
     from palestra.core.config import RunConfig
-    from palestra.core.yaml_config import read_yaml_config
+    from palestra.faces.cli.env_settings import read_settings
 
-    config = RunConfig.build(WIRE_DEFAULTS, read_yaml_config(config_file) if config_file else {}, given)
+    own = _settings_of(env) if env is not None else {}
+    config = RunConfig.build(WIRE_DEFAULTS, own, read_settings(config_file, given).run)
     if config.train.max_steps is None:
         raise PalestraError("environments over the wire have no last problem; say when to stop: --train.max_steps 100")
     return config
 
 
-def new_run(config: RunConfig, url: str) -> RunFolder:
+def _settings_of(name: str) -> Mapping[str, Any]:
+    """The settings of a training that suit an environment; those of other dialects say none."""
+    from palestra.envs.load import env_class, find_env
+
+    found = find_env(name)
+    return env_class(found).run_settings if found.dialect == "palestra" else {}
+
+
+def new_run(config: RunConfig, url: str, folder: Path | None = None) -> RunFolder:
     from palestra.runs.store import RunFolder
 
-    return RunFolder.create(Path(config.output_dir), "wire", config, {"env_url": url})
+    return RunFolder.create(Path(config.output_dir), "wire", config, {"env_url": url}, at=folder)
 
 
 def run_on_wire(
@@ -81,6 +101,7 @@ def run_on_wire(
     config = run.config
     load_libraries(console, config.model.name)
     from palestra.faces.cli.display import make_display, show_path
+    from palestra.faces.cli.listed import listed
     from palestra.train.serving import load_seeded
     from palestra.train.wire import WireClient
     from palestra.train.wire_session import Address, train_over_wire
@@ -94,7 +115,7 @@ def run_on_wire(
         served(address, tokenizer)
 
     try:
-        with display, asyncio.Runner() as runner:
+        with listed(display), display, asyncio.Runner() as runner:
             display.started(run.path)
             return train_over_wire(
                 loaded, config, run.path, WireClient(url, token), Address(port=port, token=token), runner, display,

@@ -1,0 +1,74 @@
+"""`palestra train --detach`: the same training, under a supervisor in the background."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from palestra.faces.cli.env_settings import EnvSettings
+
+
+def detach(
+    agent_file: str | None,
+    env: str | None,
+    config_file: Path | None,
+    given: dict[str, Any],
+    wire: bool | None,
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Check all that can be checked here, start the run, and say how to look after it."""
+    from palestra.faces.cli.display import show_path
+    from palestra.runs.manager import RunManager, RunRequest
+
+    read = _checked(agent_file, env, config_file, given)
+    request = RunRequest(
+        environment=_absolute(env),
+        agent_file=_absolute(agent_file),
+        settings={"output_dir": str(Path("runs").absolute()), **read.run},
+        env_settings=read.env,
+        server_settings=read.openai,
+        wire=wire,
+        name=Path(env or agent_file or "demo").stem,
+    )
+    run = RunManager().start(request)
+    if as_json:
+        click.echo(json.dumps(run.to_dict()))
+        return
+    console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
+    for words in (f"watch {run.run_id}", f"logs {run.run_id}", f"stop {run.run_id}"):
+        console.print(f"  palestra runs {words}", highlight=False)
+    console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
+
+
+def _checked(agent_file: str | None, env: str | None, config_file: Path | None, given: dict[str, Any]) -> EnvSettings:
+    """The settings, tried on the environment or the agent's file, so that a mistake is told here and now."""
+    from palestra.faces.cli.env_settings import EnvSettings, read_settings
+
+    if env is None:
+        from palestra.core.yaml_config import read_yaml_config
+        from palestra.faces.cli.agent_file import configure, load_agent_file
+
+        layer = read_yaml_config(config_file) if config_file else {}
+        configure(load_agent_file(agent_file), layer, given)
+        return EnvSettings(run={**layer, **given})
+    from palestra.envs.load import find_env
+    from palestra.faces.cli.env import open_env
+
+    if find_env(env).dialect != "palestra":
+        return read_settings(config_file, given)
+    return open_env(env, config_file, given)[2]
+
+
+def _absolute(name: str | None) -> str | None:
+    """A file by its whole path, and a class in it; other names as they are."""
+    if name is None:
+        return None
+    file, colon, cls = name.partition(":")
+    return f"{Path(file).resolve()}{colon}{cls}" if file.endswith(".py") else name

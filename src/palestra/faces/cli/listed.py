@@ -1,0 +1,38 @@
+"""What every training in a terminal does besides training: it is listed, and SIGTERM ends it as Ctrl-C does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from palestra.faces.cli.display import Display
+
+
+@contextmanager
+def listed(display: Display) -> Iterator[None]:
+    """Put the run into the index from its first moment to its last, unless a supervisor does."""
+    from palestra.runs.foreground import ForegroundRun
+    from palestra.runs.processes import MARK
+
+    if threading.current_thread() is threading.main_thread():
+        # whatever Ctrl-C means at that moment: be remembered during a step, cancel what is sampled
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    if MARK in os.environ:
+        yield
+        return
+    run = ForegroundRun()
+    display.on_start = run.begin
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.end("stopped")
+        raise
+    except BaseException as error:
+        run.end("failed", f"{type(error).__name__}: {error}")
+        raise
+    run.end("completed")

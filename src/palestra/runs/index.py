@@ -1,0 +1,249 @@
+"""The index of all runs: one SQLite file that any number of processes read and change at once."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import socket
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.runs.limits import Demand, Running, fits
+from palestra.runs.processes import Process
+
+State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
+ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
+ENDED: tuple[State, ...] = ("stopped", "completed", "failed")
+
+# Below the range from which systems take the ports of outgoing connections.
+_PORTS = range(20_000, 30_000)
+_BUSY_S = 30.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    run_id TEXT NOT NULL UNIQUE,
+    name TEXT NOT NULL,
+    environment TEXT NOT NULL,
+    folder TEXT NOT NULL UNIQUE,
+    kind TEXT NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT,
+    created REAL NOT NULL,
+    started REAL,
+    ended REAL,
+    launched REAL NOT NULL,
+    host TEXT NOT NULL,
+    pid INTEGER,
+    born TEXT,
+    heartbeat REAL,
+    gpus INTEGER NOT NULL DEFAULT 0,
+    memory_gib REAL NOT NULL DEFAULT 0,
+    max_runs INTEGER
+);
+CREATE TABLE IF NOT EXISTS processes (
+    run_id TEXT NOT NULL, part TEXT NOT NULL, pid INTEGER NOT NULL, born TEXT NOT NULL, exit_code INTEGER,
+    PRIMARY KEY (run_id, part)
+);
+CREATE TABLE IF NOT EXISTS ports (port INTEGER PRIMARY KEY, run_id TEXT NOT NULL, part TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run in the index. `pid` and `born` name its supervisor, or the command itself where it runs in a terminal."""
+
+    number: int
+    run_id: str
+    name: str
+    environment: str
+    folder: str
+    kind: Literal["managed", "foreground"]
+    state: State
+    reason: str | None
+    created: float
+    started: float | None
+    ended: float | None
+    launched: float  # when its supervisor was sent off
+    host: str
+    pid: int | None
+    born: str | None
+    heartbeat: float | None
+    gpus: int
+    memory_gib: float
+    max_runs: int | None
+
+    @property
+    def supervisor(self) -> Process | None:
+        return Process(self.pid, self.born) if self.pid is not None and self.born is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """One process of a run: the one that runs, or the last one that did."""
+
+    part: str
+    process: Process
+    exit_code: int | None
+
+
+_COLUMNS = [f.name for f in fields(Row)]
+
+
+class Index:
+    """`runs.db` in PALESTRA_HOME. Every change is one transaction; one of state names where it may come from."""
+
+    def __init__(self, home: Path) -> None:
+        self.path = home / "runs.db"
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            # switching to WAL is the one thing that SQLite does not wait for
+            with (home / "runs.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with self._open() as db:
+                    db.execute("PRAGMA journal_mode=WAL")
+                    db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise PalestraError(
+                f"the index of runs {self.path} cannot be opened ({error}); set PALESTRA_HOME to a folder of yours"
+            ) from None
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one use: none is carried through a fork or into another thread."""
+        db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous=NORMAL")
+            yield db
+        finally:
+            db.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        with self._open() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    def add(self, **values: Any) -> None:
+        names = ", ".join(values)
+        with self._change() as db:
+            db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
+
+    def rows(self) -> list[Row]:
+        """All runs, newest first."""
+        with self._open() as db:
+            return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC")]
+
+    def row(self, run_id: str) -> Row:
+        with self._open() as db:
+            found = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+            if found is None:
+                ids = [known for (known,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
+                raise PalestraError(
+                    f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`"
+                )
+        return Row(*found)
+
+    def move(self, run_id: str, come_from: Sequence[State], to: State, **values: Any) -> bool:
+        """Change a run's state, and more of its row, if it is in one of the states given."""
+        changes = {"state": to, **values}
+        words = ", ".join(f"{name} = ?" for name in changes)
+        states = ", ".join("?" * len(come_from))
+        with self._change() as db:
+            done = db.execute(
+                f"UPDATE runs SET {words} WHERE run_id = ? AND state IN ({states})",
+                [*changes.values(), run_id, *come_from],
+            )
+            if to in ENDED and done.rowcount:
+                db.execute("DELETE FROM ports WHERE run_id = ?", (run_id,))
+            return done.rowcount == 1
+
+    def update(self, run_id: str, **values: Any) -> None:
+        words = ", ".join(f"{name} = ?" for name in values)
+        with self._change() as db:
+            db.execute(f"UPDATE runs SET {words} WHERE run_id = ?", [*values.values(), run_id])
+
+    def remove(self, run_id: str) -> bool:
+        """Forget a run that has ended."""
+        with self._change() as db:
+            done = db.execute(f"DELETE FROM runs WHERE run_id = ? AND state IN {ENDED}", (run_id,)).rowcount == 1
+            if done:
+                db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+            return done
+
+    def admit(self, run_id: str, free_memory_gib: float, machine_gpus: int, default_runs: int) -> str | None:
+        """Let a pending run start if it is its turn and there is room; else what it waits for."""
+        with self._change() as db:
+            me = Row(*db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone())
+            if me.state != "pending":
+                return None
+            others = [
+                Row(*row)
+                for row in db.execute(
+                    f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id != ? AND host = ? AND state IN {ACTIVE}",
+                    (run_id, me.host),
+                )
+            ]
+            running = [Running(r.gpus) for r in others if r.state != "pending"]
+            before = [r for r in others if r.state == "pending" and r.number < me.number and r.gpus <= me.gpus]
+            wait = fits(
+                Demand(me.gpus, me.memory_gib), running, me.max_runs or default_runs, machine_gpus, free_memory_gib
+            ) or (f"run {before[0].run_id} is before it" if before else None)
+            if wait is None:
+                db.execute("UPDATE runs SET state = 'starting', reason = NULL WHERE run_id = ?", (run_id,))
+            elif wait != me.reason:
+                db.execute("UPDATE runs SET reason = ? WHERE run_id = ?", (wait, run_id))
+            return wait
+
+    def claim_port(self, run_id: str, part: str) -> int:
+        """A loopback port that is free, and that no other run is about to open."""
+        with self._change() as db:
+            taken = {port for (port,) in db.execute("SELECT port FROM ports")}
+            for port in random.sample(_PORTS, len(_PORTS)):
+                if port not in taken and _is_free(port):
+                    db.execute("DELETE FROM ports WHERE run_id = ? AND part = ?", (run_id, part))
+                    db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
+                    return port
+        raise PalestraError(f"no loopback port from {_PORTS.start} to {_PORTS.stop} is free")
+
+    def ports(self, run_id: str) -> dict[str, int]:
+        with self._open() as db:
+            return dict(db.execute("SELECT part, port FROM ports WHERE run_id = ? ORDER BY part", (run_id,)).fetchall())
+
+    def parts(self, run_id: str) -> list[PartRow]:
+        with self._open() as db:
+            rows = db.execute("SELECT part, pid, born, exit_code FROM processes WHERE run_id = ?", (run_id,)).fetchall()
+        return [PartRow(part, Process(pid, born), code) for part, pid, born, code in rows]
+
+    def part_started(self, run_id: str, part: str, process: Process) -> None:
+        with self._change() as db:
+            row = (run_id, part, process.pid, process.born)
+            db.execute("INSERT OR REPLACE INTO processes VALUES (?, ?, ?, ?, NULL)", row)
+
+    def part_ended(self, run_id: str, part: str, exit_code: int | None) -> None:
+        with self._change() as db:
+            db.execute("UPDATE processes SET exit_code = ? WHERE run_id = ? AND part = ?", (exit_code, run_id, part))
+
+    def forget_parts(self, run_id: str) -> None:
+        with self._change() as db:
+            db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
