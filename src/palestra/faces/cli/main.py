@@ -19,8 +19,13 @@ COMMANDS = {
     "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
     "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
     "trajectory": ("palestra.faces.cli.trajectory", "Serve the API between environments and a trainer."),
+    "mcp": ("palestra.faces.cli.mcp", "Let an agent train models, over the Model Context Protocol."),
+    "http": ("palestra.faces.cli.http", "Let an agent train models, over HTTP."),
+    "tools": ("palestra.faces.cli.tools", "Print the schemas of the tools by which an agent trains models."),
+    "locks": ("palestra.faces.cli.locks", "Show what an agent may not change here."),
     "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples here, beside the usual ways."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
+    "doctor": ("palestra.faces.cli.doctor", "Say what this machine can do, and what it lacks."),
     "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
 }
 

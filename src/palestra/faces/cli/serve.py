@@ -12,7 +12,7 @@ from palestra.core.errors import PalestraError
 from palestra.faces.cli import settings
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
 
 def address_options(port: int) -> Any:
@@ -88,7 +88,7 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, max_waitin
     run_server(app, socket, "the trajectory API is at")
 
 
-def run_server(app: Starlette, socket: Any, words: str, path: str = "") -> None:
+def run_server(app: ASGIApp, socket: Any, words: str, path: str = "") -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from palestra.serve.web import Server, url_of
 

@@ -1,0 +1,167 @@
+"""The tools over the Model Context Protocol, by its official SDK: on stdio, or as a server for many clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from importlib.metadata import version
+from typing import Any
+
+from mcp import types
+from mcp.server.lowlevel import Server
+from mcp.server.transport_security import TransportSecuritySettings
+from mcp.shared.exceptions import MCPError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from palestra.core.errors import PalestraError
+from palestra.faces.rl_tools import resources
+from palestra.faces.rl_tools.clients import Clients, call_in_thread, is_refusal
+from palestra.faces.rl_tools.session import RlTools, all_tools
+from palestra.serve.web import Guard
+
+_ON_STDIO = "stdio"  # one process, one client
+_SESSION_IDLE_S = 7 * 24 * 3600.0  # who looks at a training every few hours keeps what was selected
+_LISTED_RUNS = 25
+_READS = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
+_CHANGES = types.ToolAnnotations(
+    read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+)
+_ANNOTATIONS = {
+    "rl_list_environments": _READS,
+    "rl_select_environment": _CHANGES,
+    "rl_get_current_config": _READS,
+    "rl_edit_config": _CHANGES,
+    "rl_start_training": types.ToolAnnotations(
+        read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
+    ),
+    "rl_check_status": _READS,
+    "rl_stop_training": types.ToolAnnotations(
+        read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False
+    ),
+    "rl_get_results": _READS,
+    "rl_list_runs": _READS,
+    "rl_test_inference": types.ToolAnnotations(
+        read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
+    ),
+}
+_INSTRUCTIONS = (
+    "Train language models by reinforcement learning. rl_list_environments, rl_select_environment, rl_edit_config, "
+    "rl_test_inference to see whether a model can do the task at all, rl_start_training; then rl_check_status now and "
+    "then, and rl_get_results at the end. A training goes on when you disconnect."
+)
+
+Context = Any  # the SDK's ServerRequestContext, whose type parameters say nothing here
+
+
+def make_server(clients: Clients) -> Server[Any]:
+    """A server of the ten tools, and of what there is to read of the runs."""
+
+    def tools_of(ctx: Context) -> RlTools:
+        request = ctx.request
+        return clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
+
+    async def list_tools(ctx: Context, params: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[_described(name) for name in all_tools()])
+
+    async def call_tool(ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
+        loop = asyncio.get_running_loop()
+
+        def progress(done: float, total: float, text: str) -> None:
+            asyncio.run_coroutine_threadsafe(ctx.session.report_progress(done, total, text), loop)
+
+        answer = await call_in_thread(tools_of(ctx), params.name, params.arguments, progress)
+        text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
+        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_refusal(answer))
+
+    async def list_resources(ctx: Context, params: Any) -> types.ListResourcesResult:
+        runs = await asyncio.to_thread(tools_of(ctx).manager.list)
+        return types.ListResourcesResult(
+            resources=[
+                types.Resource(uri=r.uri, name=r.name, mime_type=r.mime_type, description=r.description)
+                for r in resources.resources_of(runs[:_LISTED_RUNS])
+            ]
+        )
+
+    async def list_templates(ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
+        return types.ListResourceTemplatesResult(
+            resource_templates=[
+                types.ResourceTemplate(
+                    uri_template=resources.uri_of("{run_id}", kind), name=kind, mime_type=mime, description=text
+                )
+                for kind, (mime, text) in resources.KINDS.items()
+            ]
+        )
+
+    async def read_resource(ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+        uri = str(params.uri)
+        try:
+            mime_type, text = await asyncio.to_thread(resources.read_uri, tools_of(ctx), uri)
+        except PalestraError as error:
+            raise MCPError(types.INVALID_PARAMS, str(error)) from None
+        content = types.TextResourceContents(uri=uri, mime_type=mime_type, text=text)
+        return types.ReadResourceResult(contents=[content])
+
+    return Server(
+        "palestra",
+        version=version("palestra"),
+        instructions=_INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+        on_list_resources=list_resources,
+        on_list_resource_templates=list_templates,
+        on_read_resource=read_resource,
+    )
+
+
+def _described(name: str) -> types.Tool:
+    tool = all_tools()[name]
+    return types.Tool(
+        name=name, description=tool.description, input_schema=tool.parameters, annotations=_ANNOTATIONS[name]
+    )
+
+
+async def serve_stdio(server: Server[Any]) -> None:
+    """Serve the one client that has started this process. Its stdout carries the protocol and nothing else."""
+    from mcp.server.stdio import stdio_server
+
+    async with stdio_server() as (reads, writes):
+        await server.run(reads, writes, server.create_initialization_options())
+
+
+def http_app(server: Server[Any], token: str | None) -> ASGIApp:
+    """The server for many clients over streamable HTTP, at /mcp. Who may ask is the guard's to say."""
+    unguarded = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    app = server.streamable_http_app(transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S)
+    return Guard(WithSessions(app), token)
+
+
+class WithSessions:
+    """Keeps clients to the protocol versions that have sessions.
+
+    The newest has none over HTTP, and what a client has selected and edited is its own. A client that asks for
+    it is told which versions there are, and goes on with one of them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS as WITH_SESSIONS
+
+        asked = Request(scope).headers.get("mcp-protocol-version") if scope["type"] == "http" else None
+        if asked is None or asked in WITH_SESSIONS:
+            await self._app(scope, receive, send)
+            return
+        request_id = None
+        with contextlib.suppress(ValueError, AttributeError):
+            request_id = (await Request(scope, receive).json()).get("id")
+        error = {
+            "code": types.UNSUPPORTED_PROTOCOL_VERSION,
+            "message": "this server keeps what each client has selected, so it needs a protocol version with sessions",
+            "data": {"supported": list(WITH_SESSIONS), "requested": asked},
+        }
+        answer = JSONResponse({"jsonrpc": "2.0", "id": request_id, "error": error}, 400)
+        await answer(scope, receive, send)

@@ -1,0 +1,84 @@
+"""Answers of the tools: always a JSON object, whatever happened on the way to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.secrets import redact
+
+MAX_ARGUMENT_CHARS = 100_000
+_MAX_DEPTH = 40
+log = logging.getLogger("palestra")
+
+Answer = dict[str, Any]
+
+
+class Refusal(PalestraError):
+    """An error with more to say than its text: the choices there are, the value that is locked."""
+
+    def __init__(self, text: str, **more: Any) -> None:
+        super().__init__(text)
+        self.more = more
+
+
+def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
+    """What `make` gives as plain JSON without secrets; what it raises as an answer with `error`."""
+    try:
+        made: Mapping[str, Any] = make()
+    except Refusal as refusal:
+        made = {"error": str(refusal), **refusal.more}
+    except PalestraError as error:
+        made = {"error": str(error)}
+    except Exception as error:  # a tool never takes its server down
+        log.exception("a tool failed")
+        made = {
+            "error": f"this is a fault of Palestra: {type(error).__name__}: {short(error)}. "
+            "`palestra doctor` shows what this machine lacks; please report it with the server's log"
+        }
+    return dict(json.loads(redact(json.dumps(plain(made)))))
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value as JSON can say it: no NaN, no half characters, no bottomless nesting."""
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case str():
+            return value.encode("utf-8", "replace").decode("utf-8")
+        case Path():
+            return plain(str(value))
+        case _ if depth > _MAX_DEPTH:
+            return "…"
+        case Mapping():
+            return {plain(str(key)): plain(item, depth + 1) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [plain(item, depth + 1) for item in value]
+        case _:
+            return plain(str(value))
+
+
+def require_json(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call, or what is wrong with them."""
+    if not isinstance(arguments, Mapping):
+        raise Refusal(f"the arguments are a {type(arguments).__name__}; expected an object with a name for each")
+    try:
+        size = len(json.dumps(dict(arguments), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refusal(f"the arguments are not JSON ({short(error)}); give text, numbers, lists and objects") from None
+    if size > MAX_ARGUMENT_CHARS:
+        raise Refusal(f"the arguments hold {size} characters; expected at most {MAX_ARGUMENT_CHARS}")
+    return dict(arguments)
+
+
+def short(value: Any, length: int = 120) -> str:
+    """A value as text that fits into an error."""
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"

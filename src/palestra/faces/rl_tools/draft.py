@@ -1,0 +1,137 @@
+"""A training in the making: the selected environment and its edited settings. An edit gives a new one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from palestra.core.errors import did_you_mean
+from palestra.envs.config_fields import EnvDescription
+from palestra.envs.discover import Found
+from palestra.faces.rl_tools.answers import Refusal, short
+from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField, env_fields, require_valid, run_fields
+from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
+from palestra.runs.manager import RunRequest
+
+_MAX_VALUE_CHARS = 10_000
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The environment, what may be set, what is locked, and what has been set so far."""
+
+    found: Found
+    run_settings: Mapping[str, Any]  # what the environment says suits it
+    fields: Mapping[str, ConfigField]
+    site: Site
+    locks: tuple[Lock, ...]
+    edited: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Found, description: EnvDescription, site: Site) -> Draft:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        fields = {**run_fields(description.run_settings), **env_fields(description.fields)}
+        edited: dict[str, Any] = {TRACKING_NAME: f"{found.name.replace('/', '-')}-{stamp}"}
+        for own in fields.values():
+            largest = site.maximum.get(own.setting or "")
+            if largest is not None and (own.default is None or own.default > largest):
+                edited[own.name] = type(own.default)(largest) if own.default is not None else int(largest)
+        return cls(found, description.run_settings, fields, site, tuple(locks_of(site)), edited)
+
+    def edit(self, name: str, value: Any) -> Draft:
+        """The same with one setting changed; Refusal says why not."""
+        lock = self.lock_of(name)
+        if lock is not None:
+            raise Refusal(
+                f"{short(name)} is locked by this site ({lock.full_name}); choose another setting to change",
+                field=short(name),
+                locked_value=self.locked_value(lock),
+            )
+        own = self.fields.get(name)
+        if own is None:
+            available = [f.name for f in self.open_fields()]
+            raise Refusal(
+                f"there is no field {short(name)!r}.{did_you_mean(name[:200], available)}", available_fields=available
+            )
+        if len(json.dumps(value)) > _MAX_VALUE_CHARS:
+            raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
+        read = own.read(value)
+        largest = self.site.maximum.get(own.setting or "")
+        if largest is not None and (read is None or read > largest):
+            raise Refusal(f"{name} is at most {largest:g} at this site, got {short(read)}", field=name, maximum=largest)
+        draft = replace(self, edited={**self.edited, name: read})
+        if own.setting is not None:
+            require_valid(draft.settings(), self.run_settings, own)
+        return draft
+
+    def lock_of(self, name: str) -> Lock | None:
+        """The lock that holds a name: of the environment's own field, by its full name, or of a setting of the run."""
+        own = self.fields.get(name)
+        for lock in self.locks:
+            if name == lock.full_name:
+                return lock
+            if own is not None and own.setting is None:
+                if lock.section == "env" and lock.name == name:
+                    return lock
+            elif own is not None:
+                if lock.setting == own.setting and lock.value != THE_MODEL:
+                    return lock
+            elif lock.name == name:
+                return lock
+        return None
+
+    def locked_value(self, lock: Lock) -> Any:
+        return self.value("model.name") if lock.value == THE_MODEL else lock.value
+
+    def open_fields(self) -> list[ConfigField]:
+        """The environment's own first, then the run's, without the locked ones."""
+        ordered = sorted(self.fields.values(), key=lambda f: f.setting is not None)
+        return [f for f in ordered if self.lock_of(f.name) is None]
+
+    def value(self, name: str) -> Any:
+        setting = self.fields[name].setting
+        held = locked_settings(list(self.locks))
+        if setting in held:
+            return held[setting]
+        return self.edited.get(name, self.fields[name].default)
+
+    def settings(self) -> dict[str, Any]:
+        """The edited and the locked settings of the run, by their own keys."""
+        edited = {self.fields[name].setting: value for name, value in self.edited.items() if name in self.fields}
+        named = {"track.run_name": self.edited[TRACKING_NAME]}
+        given = {key: value for key, value in edited.items() if key is not None}
+        return {**given, **named, **locked_settings(list(self.locks))}
+
+    def env_settings(self) -> dict[str, Any]:
+        """The edited and the locked fields of the environment itself."""
+        own = {name for name, f in self.fields.items() if f.setting is None}
+        locked = {lock.name: lock.value for lock in self.locks if lock.section == "env" and not lock.is_open}
+        given = {**self.edited, **locked}
+        return {name: value for name, value in given.items() if name in own}
+
+    def config(self) -> dict[str, Any]:
+        """The environment's fields with their values, and what was changed of the run."""
+        return {f.name: self.value(f.name) for f in self.open_fields() if f.setting is None or f.name in self.edited}
+
+    @property
+    def environment(self) -> str:
+        """How the environment is named to others: by file and class, unless it is built in."""
+        if self.found.origin == "built-in":
+            return self.found.name
+        return f"{self.found.file_path}:{self.found.class_name}"
+
+    def request(self) -> RunRequest:
+        """What the run manager is asked for."""
+        server = {lock.name: lock.value for lock in self.locks if lock.section == "server" and not lock.is_open}
+        on_wire = self.found.dialect != "palestra"
+        return RunRequest(
+            environment=self.environment,
+            settings=self.settings(),
+            env_settings=self.env_settings(),
+            server_settings={k: v for k, v in server.items() if k != "model_name"} if on_wire else {},
+            name=self.found.name.replace("/", "-"),
+            backend=self.site.profile,
+        )

@@ -1,0 +1,272 @@
+"""rl_test_inference: `palestra env process` for several models side by side, each in a process without our secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
+from palestra.core.secrets import clean_environment
+from palestra.faces.rl_tools.answers import short
+from palestra.faces.rl_tools.draft import Draft
+from palestra.faces.rl_tools.models import Candidate, choose_models
+from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
+from palestra.rollout.process import UNTRAINED
+
+__all__ = ["InferenceTest", "choose_models"]
+
+_PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+_TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class InferenceTest:
+    """What the models are to attempt, and who is told how far they are."""
+
+    draft: Draft
+    num_steps: int
+    group_size: int
+    home: Path
+    progress: Callable[[float, float, str], None]
+    cancelled: threading.Event
+
+    def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
+        """Test all; one that fails or takes too long does not keep the others' results."""
+        self._require_bounds()
+        limits = self.draft.site.limits
+        folder = _new_folder(self.home / "inference_tests", self.draft.found.name)
+        endpoints = [Endpoint(m.base_url or "", m.api_key_env) for m in models]
+        relay = Relay(endpoints, at_once=limits.test_requests_at_once, timeout_s=limits.test_minutes * 60)
+        steps = _Steps(len(models) * self.num_steps, self.progress)
+        began = time.perf_counter()
+        with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
+            attempts = [_Attempt(self, m, i, relay, folder, steps) for i, m in enumerate(models)]
+            rows = list(pool.map(lambda attempt: attempt.run(), attempts))
+        return {
+            "environment": self.draft.found.name,
+            "num_steps": self.num_steps,
+            "group_size": self.group_size,
+            "results": rows,
+            "summary": _summary(rows, time.perf_counter() - began),
+            "folder": folder,
+        }
+
+    def _require_bounds(self) -> None:
+        most = self.draft.site.limits.test_completions
+        if self.num_steps < 1 or self.group_size < 2:
+            raise PalestraError(
+                f"num_steps={self.num_steps}, group_size={self.group_size}; "
+                "expected at least 1 problem and 2 attempts at each"
+            )
+        if self.num_steps * self.group_size > most:
+            raise PalestraError(
+                f"num_steps × group_size = {short(self.num_steps * self.group_size)} attempts a model; "
+                f"this site allows {most}. Ask for fewer"
+            )
+        if self.draft.found.dialect != "palestra":
+            raise PalestraError(
+                f"{self.draft.found.name} is written for {self.draft.found.dialect}; test it with its own command: "
+                f"python {self.draft.found.file_path} process"
+            )
+
+
+class _Steps:
+    """How many problems are done, of all models together."""
+
+    def __init__(self, total: int, tell: Callable[[float, float, str], None]) -> None:
+        self._done: dict[str, int] = {}
+        self._total = total
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def at(self, label: str, done: int, usage: Usage) -> None:
+        with self._lock:
+            if self._done.get(label, -1) != done:
+                self._done[label] = done
+                asked = f", {usage.requests} requests" if usage.requests else ""
+                self._tell(sum(self._done.values()), self._total, f"{label}: {done} problems{asked}")
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One model's test: its process, watched until it ends, is too late, or nobody wants it any more."""
+
+    test: InferenceTest
+    model: Candidate
+    index: int
+    relay: Relay
+    folder: Path
+    steps: _Steps
+
+    def run(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        try:
+            state, error = self._process()
+        except Exception as failure:  # this model's alone
+            state, error = "failed", f"{type(failure).__name__}: {failure}"
+        records = _records(self._file("jsonl"))
+        usage = self.relay.endpoints[self.index].usage
+        self.steps.at(self.model.label, len(records), usage)
+        return {
+            "model": self.model.label,
+            "endpoint": self.model.base_url or "local",
+            "status": state,
+            **({"error": error} if error else {}),
+            **_scores(records),
+            **self._tokens(records, usage),
+            "seconds": round(time.perf_counter() - began, 1),
+            "log_file": self._file("log"),
+            "output_file": self._file("jsonl"),
+        }
+
+    def _file(self, suffix: str) -> Path:
+        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.model.label)[:80]
+        return self.folder / f"{self.index}-{name}.{suffix}"
+
+    def _process(self) -> tuple[str, str | None]:
+        if self.test.cancelled.is_set():
+            return "cancelled", None
+        write_text(self._file("yaml"), json.dumps(self._settings()))  # JSON is YAML
+        words = ["env", "process", self.test.draft.environment, "--config", str(self._file("yaml")), "--json"]
+        words += ["--groups", str(self.test.num_steps), "--out", str(self._file("jsonl"))]
+        with self._file("log").open("wb") as log:
+            child = subprocess.Popen(
+                [*_PALESTRA, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**clean_environment(), _TOKEN_VARIABLE: self.relay.token},
+                start_new_session=True,
+            )
+        try:
+            code = self._watch(child)
+        finally:
+            _end(child)
+        if self.test.cancelled.is_set():
+            return "cancelled", None
+        if code is None:
+            minutes = self.test.draft.site.limits.test_minutes
+            return "timed out", f"it took longer than {minutes:g} minutes; what was finished by then is counted"
+        return ("completed", None) if code == 0 else ("failed", _last_line(self._file("log")) or f"exit code {code}")
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> int | None:
+        until = time.monotonic() + self.test.draft.site.limits.test_minutes * 60
+        while time.monotonic() < until and not self.test.cancelled.is_set():
+            try:
+                return child.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                done = len(_records(self._file("jsonl")))
+                self.steps.at(self.model.label, done, self.relay.endpoints[self.index].usage)
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        """The edited settings, as the YAML file of `palestra env process`. It holds no key."""
+        draft, limits = self.test.draft, self.test.draft.site.limits
+        settings = {k: v for k, v in draft.settings().items() if k.partition(".")[0] in ("rollout", "seed", "model")}
+        # whole groups are written one after the other: small batches leave more behind when time is up
+        together = max(1, limits.test_requests_at_once // self.test.group_size)
+        settings |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
+        settings["model.name"] = self.model.name if self.model.base_url is None else "palestra/tiny"
+        if self.model.base_url is None:
+            return {**settings, "env": draft.env_settings()}
+        openai = {
+            "model_name": self.model.name,
+            "base_url": self.relay.url(self.index),
+            "api_key_env": _TOKEN_VARIABLE,
+            "timeout_s": limits.test_minutes * 60,
+            "max_concurrent": limits.test_requests_at_once,
+        }
+        return {**settings, "env": draft.env_settings(), "openai": openai}
+
+    def _tokens(self, records: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:
+        if self.model.base_url is not None:
+            return {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "cost_usd": usage.cost_usd,
+            }
+        masks = [mask for record in records for row in record["masks"] for mask in row]
+        made = sum(mask != UNTRAINED for mask in masks)
+        return {"prompt_tokens": len(masks) - made, "completion_tokens": made, "cost_usd": 0.0}
+
+
+def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Correct is what the environment itself calls passed."""
+    passed = [flag for record in records for flag in record["passed"]]
+    scores = [score for record in records for score in record["scores"]]
+    solved = [any(record["passed"]) for record in records]
+    return {
+        "steps_tested": len(records),
+        "completions": len(passed),
+        "correct": sum(passed),
+        "accuracy": sum(passed) / len(passed) if passed else None,
+        "step_success_rate": sum(solved) / len(solved) if solved else None,
+        "mean_score": sum(scores) / len(scores) if scores else None,
+    }
+
+
+def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    tested = [row for row in rows if row["completions"]]
+    best = max(tested, key=lambda row: (row["accuracy"], row["mean_score"]), default=None)
+    costs = [row["cost_usd"] for row in rows if row["cost_usd"] is not None]
+    return {
+        "best_model": best["model"] if best else None,
+        "best_accuracy": best["accuracy"] if best else None,
+        "models_tested": len(tested),
+        "completions": sum(row["completions"] for row in rows),
+        "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
+        "completion_tokens": sum(row["completion_tokens"] for row in rows),
+        "cost_usd": sum(costs) if costs else None,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that somebody may still be writing."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def _last_line(path: Path) -> str:
+    """The error that ended a process, in its own words."""
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    told = [line for line in lines if line.startswith("Error: ")] or lines
+    return short(told[-1].removeprefix("Error: "), 500) if told else ""
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the process and all that it has started."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _new_folder(parent: Path, environment: str) -> Path:
+    """A folder that was not there before: no older output can be taken for this test's."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / f"{environment.replace('/', '-')}-{stamp}-{attempt}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise PalestraError(
+                f"cannot make {path} ({error.strerror}); set PALESTRA_HOME to a folder of yours"
+            ) from None
+    raise PalestraError(f"too many tests at once in {parent}; try again in a second")

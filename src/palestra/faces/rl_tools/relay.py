@@ -1,0 +1,137 @@
+"""Stands between an environment's process and the endpoint: it holds the key, bounds the requests and counts tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+_MAX_BODY_BYTES = 50_000_000
+_MAX_REPLY_BYTES = 50_000_000
+
+
+@dataclass
+class Usage:
+    """What one model was asked, and what it cost; `cost_usd` is None while no answer has named a cost."""
+
+    requests: int = 0
+    failed_requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, ok: bool, reply: bytes) -> None:
+        usage = _usage(reply) if ok else {}
+        with self._lock:
+            self.requests += 1
+            self.failed_requests += not ok
+            self.prompt_tokens += _count(usage.get("prompt_tokens"))
+            self.completion_tokens += _count(usage.get("completion_tokens"))
+            cost = usage.get("cost")
+            if isinstance(cost, int | float) and not isinstance(cost, bool):
+                self.cost_usd = (self.cost_usd or 0.0) + cost
+
+
+def _usage(reply: bytes) -> dict[str, Any]:
+    try:
+        usage = json.loads(reply)["usage"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return usage if isinstance(usage, dict) else {}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go on to. The key is read from the environment, for each request anew."""
+
+    base_url: str
+    api_key_env: str | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+class Relay:
+    """A server on a loopback port for the endpoints, asked at /0/v1, /1/v1, … with a token of its own."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], *, at_once: int, timeout_s: float) -> None:
+        self.endpoints = list(endpoints)
+        self.token = secrets.token_urlsafe(24)
+        self._places = threading.Semaphore(at_once)
+        self._timeout_s = timeout_s
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.daemon_threads = True
+        self._server.relay = self  # type: ignore[attr-defined]
+
+    def url(self, index: int) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/{index}/v1"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Relay]:
+        thread = threading.Thread(target=self._server.serve_forever, name="palestra-relay", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
+        """Pass a request on, when there is a place, and count what comes back."""
+        endpoint = self.endpoints[index]
+        with self._places:
+            status, reply = self._post(endpoint, body)
+        endpoint.usage.add(status == 200, reply)
+        return status, reply
+
+    def _post(self, endpoint: Endpoint, body: bytes) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        if endpoint.api_key_env and (key := os.environ.get(endpoint.api_key_env)):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(f"{endpoint.base_url.rstrip('/')}/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                return response.status, response.read(_MAX_REPLY_BYTES)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read(10_000)
+        except (OSError, ValueError) as error:
+            return 502, json.dumps({"error": {"message": f"{endpoint.base_url} could not be asked: {error}"}}).encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        relay = cast(Relay, self.server.relay)  # type: ignore[attr-defined]
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        length = self.headers.get("Content-Length", "")
+        index = self.path.removesuffix("/v1/chat/completions").removeprefix("/")
+        if not hmac.compare_digest(given.encode(), relay.token.encode()):
+            self._answer(401, b'{"error": {"message": "the token is wrong"}}')
+        elif not (length.isdecimal() and int(length) <= _MAX_BODY_BYTES):
+            self._answer(413, b'{"error": {"message": "the body is too large"}}')
+        elif not (index.isdecimal() and int(index) < len(relay.endpoints)):
+            self._answer(404, b'{"error": {"message": "there is nothing at this path"}}')
+        else:
+            self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
+
+    def _answer(self, status: int, body: bytes) -> None:
+        with contextlib.suppress(OSError):  # the asker was stopped meanwhile
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,91 @@
+"""What there is to read of a run: its report, metrics, rollouts and log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.secrets import redact
+from palestra.faces.rl_tools.session import RlTools
+from palestra.runs.manager import Run
+
+JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
+KINDS = {
+    "report": (JSON, "held-out results before and after, metrics, transcripts; while it runs, the results so far"),
+    "metrics": (JSON_LINES, "one line a step"),
+    "rollouts": (JSON_LINES, "the latest attempts, one a line: what was said, and how it was scored"),
+    "log": (TEXT, "the last lines of the trainer's log"),
+}
+LATEST_ROLLOUTS = 50
+_LOG_LINES = 200
+_TAIL_BYTES = 4_000_000
+_SCHEME = "palestra://runs/"
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One thing to read, and its address."""
+
+    uri: str
+    name: str
+    mime_type: str
+    description: str
+
+
+def uri_of(run_id: str, kind: str) -> str:
+    return f"{_SCHEME}{run_id}/{kind}"
+
+
+def resources_of(runs: list[Run]) -> list[Resource]:
+    return [
+        Resource(uri_of(run.run_id, kind), f"{run.name} ({run.run_id}): {kind}", mime_type, text)
+        for run in runs
+        for kind, (mime_type, text) in KINDS.items()
+    ]
+
+
+def read_uri(tools: RlTools, uri: str) -> tuple[str, str]:
+    """(MIME type, text) of a resource by its address."""
+    run_id, _, kind = uri.removeprefix(_SCHEME).partition("/")
+    if not uri.startswith(_SCHEME):
+        raise PalestraError(f"there is no resource {uri[:200]!r}; they look like {uri_of('RUN_ID', 'report')}")
+    return read_resource(tools, run_id, kind)
+
+
+def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
+    """(MIME type, text) of one kind for one run."""
+    if kind not in KINDS:
+        raise PalestraError(f"there is no {kind[:100]!r} of a run; expected one of {', '.join(KINDS)}")
+    results = tools.rl_get_results(run_id)
+    if "run_id" not in results:
+        raise PalestraError(results["error"])
+    run = tools.manager.get(run_id)
+    match kind:
+        case "report":
+            text = _whole(run, "report.json") or json.dumps(results, indent=1)
+        case "metrics":
+            text = _whole(run, "metrics.jsonl")
+        case "rollouts":
+            text = "".join(f"{line}\n" for line in _last_lines(run, "rollouts.jsonl", LATEST_ROLLOUTS))
+        case _:
+            text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
+    return KINDS[kind][0], redact(text)
+
+
+def _whole(run: Run, name: str) -> str:
+    path = run.folder / name
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _last_lines(run: Run, name: str, count: int) -> list[str]:
+    """The last whole lines of a file that may be long."""
+    path = run.folder / name
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL_BYTES))
+        lines: list[Any] = file.read().decode("utf-8", "replace").split("\n")
+    return [line for line in lines[1 if size > _TAIL_BYTES else 0 : -1]][-count:]

@@ -1,0 +1,162 @@
+"""What each tool tells: runs, environments and settings as plain data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.envs.discover import Discovery
+from palestra.faces.rl_tools.draft import Draft
+from palestra.faces.rl_tools.fields import TRACKING_NAME
+from palestra.runs.manager import Run
+
+_METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "loss")
+Data = Mapping[str, Any]
+
+
+def environments(found: Discovery) -> Data:
+    rows = [
+        {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": e.description}
+        for e in found.environments
+    ]
+    told: dict[str, Any] = {
+        "environments": rows,
+        "count": len(rows),
+        "tips": [
+            "rl_select_environment(name) selects one and loads its settings",
+            "read the file at file_path to see what an environment asks and how it scores",
+            "files in ./environments and in the folders of PALESTRA_ENV_PATH are found too",
+        ],
+    }
+    if found.errors:
+        told["errors"] = {str(path): reason for path, reason in found.errors.items()}
+    return told
+
+
+def selected(draft: Draft) -> Data:
+    return {
+        "message": f"{draft.found.name} is selected. rl_get_current_config shows its settings, "
+        "rl_start_training starts a training",
+        "environment": draft.found.name,
+        "file_path": draft.found.file_path,
+        TRACKING_NAME: draft.edited[TRACKING_NAME],
+    }
+
+
+def config(draft: Draft) -> Data:
+    configurable = [
+        {
+            "name": f.name,
+            "type": f.type,
+            "default": f.default,
+            "description": f.description,
+            "current_value": draft.value(f.name),
+        }
+        for f in draft.open_fields()
+    ]
+    locked = [
+        {
+            "name": lock.full_name,
+            "type": lock.type,
+            "default": draft.locked_value(lock),
+            "description": lock.description,
+            "locked_value": draft.locked_value(lock),
+        }
+        for lock in draft.locks
+    ]
+    return {
+        "environment": draft.found.name,
+        "configurable_fields": configurable,
+        "locked_fields": locked,
+        "tip": "rl_edit_config(field, value) changes one field; locked ones are set by the site and cannot be changed",
+    }
+
+
+def edited(draft: Draft, field: str) -> Data:
+    return {"message": f"{field} is changed", "field": field, "value": draft.value(field), "config": draft.config()}
+
+
+def started(run: Run, draft: Draft) -> Data:
+    return {
+        "run_id": run.run_id,
+        "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
+        "queued": run.state == "pending",
+        "environment": draft.found.name,
+        "config": draft.config(),
+        "config_path": run.folder / "config.yaml",
+        "logs": _logs(run),
+        "wandb_project": draft.value("track.project"),
+        "wandb_run_name": draft.value(TRACKING_NAME),
+        "tip": f"rl_check_status({run.run_id!r}) tells how it is doing; it goes on when you disconnect",
+    }
+
+
+def status(run: Run) -> Data:
+    return {
+        **_where(run),
+        "processes": {part: run.processes.get(part, "not started") for part in ("api", "trainer", "env")},
+        "metrics": {name: run.progress.get(name) for name in _METRICS},
+        "logs": _logs(run),
+        **({"error": run.reason} if run.state == "failed" else {"note": run.reason} if run.reason else {}),
+    }
+
+
+def too_soon(run: Run, wait_s: float) -> Data:
+    return {
+        **_where(run),
+        "rate_limited": True,
+        "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
+        "A change of state is told at once",
+        "minutes_to_wait": round(wait_s / 60, 1),
+    }
+
+
+def stopped(run: Run) -> Data:
+    return {
+        **_where(run),
+        "message": f"the run is {run.state}" + (f": {run.reason}" if run.reason else ""),
+        "folder": run.folder,
+        "processes": dict(run.processes),
+    }
+
+
+def results(run: Run, found: Data) -> Data:
+    path = found.get("model_path")
+    return {
+        **_where(run),
+        "final_metrics": found.get("final_metrics"),
+        "history": found.get("history"),
+        "report": _rates(found.get("report")),
+        "report_path": found.get("report_path"),
+        "weights_path": path,
+        "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
+        f"palestra serve {path}"
+        if path
+        else "there are no weights yet; a run that has ended or saved a checkpoint has them",
+        **({"error": run.reason} if run.state == "failed" else {}),
+    }
+
+
+def runs(found: Sequence[Run]) -> Data:
+    rows = [{**_where(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder} for run in found]
+    return {"runs": rows, "count": len(rows)}
+
+
+def _where(run: Run) -> dict[str, Any]:
+    until = run.ended or time.time()
+    minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
+    return {"run_id": run.run_id, "status": run.state, "environment": run.environment, "minutes_running": minutes}
+
+
+def _logs(run: Run) -> dict[str, Any]:
+    return {part: run.logs.get(part) for part in ("api", "trainer", "env")}
+
+
+def _rates(report: Any) -> Any:
+    """Held-out pass rates before and after; the whole report is a file."""
+    if not isinstance(report, Mapping):
+        return None
+    return {
+        when: report[when].get("pass_rate") for when in ("before", "after") if isinstance(report.get(when), Mapping)
+    }

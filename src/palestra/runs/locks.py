@@ -1,0 +1,281 @@
+"""What an agent may not change: locked settings by profile, and the limits of a site. A site file changes both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from palestra.core.config import RunConfig, Section, explain
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.yaml_config import load_yaml
+
+SITE_VARIABLE = "PALESTRA_SITE"
+SITE_FILE = "palestra.yaml"
+CHOSEN_AT_START = "chosen at start"  # a free loopback port, a folder of the run
+THE_MODEL = "the model's"  # follows model.name
+LockSection = Literal["env", "server", "trainer", "run"]
+
+
+class EnvLocks(Section):
+    """Infrastructure settings of an environment."""
+
+    tokenizer_name: str | None = Field(None, description="whose tokenizer counts tokens")
+    rollout_server_url: str | None = Field(None, description="where the trajectory API is")
+    use_wandb: bool | None = Field(None, description="metrics go to Weights & Biases too")
+    max_token_length: int | None = Field(None, ge=1, description="tokens of one attempt")
+    max_num_workers: int | None = Field(None, ge=1, description="attempts under way at once")
+    worker_timeout: int | None = Field(None, ge=1, description="seconds that one attempt may take")
+    total_steps: int | None = Field(None, ge=1, description="optimizer steps of a run")
+    steps_per_eval: int | None = Field(None, ge=0, description="steps between evaluations; 0 only before and after")
+    max_batches_offpolicy: int | None = Field(None, ge=0, description="policy versions that an attempt may lag behind")
+    inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
+    eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
+
+
+class ServerLocks(Section):
+    """The inference server that an environment samples from."""
+
+    model_name: str | None = Field(None, description="the model that is trained and served")
+    base_url: str | None = Field(None, description="where it is served")
+    weight: float | None = Field(None, gt=0, description="its share among several servers")
+    num_requests_for_eval: int | None = Field(None, ge=1, description="evaluation requests under way at once")
+    timeout: int | None = Field(None, ge=1, description="seconds that one answer may take")
+    server_type: Literal["sglang", "vllm", "openai"] | None = Field(None, description="the form of its requests")
+
+
+class TrainerLocks(Section):
+    """The trainer."""
+
+    lora_rank: int | None = Field(None, ge=0, description="rank of the adapter; 0 trains all weights")
+    learning_rate: float | None = Field(None, gt=0, description="of the optimizer")
+    max_token_trainer_length: int | None = Field(None, ge=1, description="tokens of one forward and backward")
+    checkpoint_dir: str | None = Field(None, description="where checkpoints are kept")
+    save_checkpoint_interval: int | None = Field(None, ge=0, description="steps between checkpoints")
+
+
+class Limits(Section):
+    """How much an agent may ask for."""
+
+    status_check_minutes: float = Field(30.0, ge=0, description="between two looks at a run whose state is the same")
+    test_completions: int = Field(2048, ge=2, description="num_steps × group_size of one model in rl_test_inference")
+    test_models: int = Field(16, ge=1, description="models in one rl_test_inference")
+    test_minutes: float = Field(10.0, gt=0, description="for one model in rl_test_inference")
+    test_models_at_once: int = Field(4, ge=1, description="models that are tested side by side")
+    test_requests_at_once: int = Field(
+        16, ge=1, description="requests under way at once, of all tested models together"
+    )
+
+
+class Inference(Section):
+    """Where rl_test_inference asks, unless the environment variables say it (OPENROUTER_API_KEY, OPENAI_BASE_URL)."""
+
+    base_url: str | None = Field(None, description="an OpenAI-style endpoint, up to and including /v1")
+    api_key_env: str = Field("OPENAI_API_KEY", description="the environment variable that holds its key")
+    models: list[str] = Field(default_factory=list, description="tested when none are named")
+
+
+class Site(Section):
+    """The site file, palestra.yaml: which profile, what is locked besides, what is not locked after all, and limits."""
+
+    profile: Literal["local", "tinker"] = "local"
+    env: EnvLocks = Field(default_factory=EnvLocks)
+    server: ServerLocks = Field(default_factory=ServerLocks)
+    trainer: TrainerLocks = Field(default_factory=TrainerLocks)
+    run: dict[str, Any] = Field(default_factory=dict, description="any setting of a run, by its dotted name")
+    unlock: list[str] = Field(default_factory=list, description="locks of the profile that do not hold here")
+    maximum: dict[str, float] = Field(default_factory=dict, description="the largest value of a setting of a run")
+    limits: Limits = Field(default_factory=Limits)
+    inference: Inference = Field(default_factory=Inference)
+
+    @field_validator("run", "maximum")
+    @classmethod
+    def _known_settings(cls, given: dict[str, Any]) -> dict[str, Any]:
+        known = RunConfig.keys()
+        for key in given:
+            if key not in known:
+                raise ValueError(f"unknown setting {key!r}.{did_you_mean(key, known)}")
+        return given
+
+    @field_validator("maximum")
+    @classmethod
+    def _numbers(cls, given: dict[str, float]) -> dict[str, float]:
+        for key in given:
+            if not any(word in type_name(RunConfig.settings()[key].annotation) for word in ("int", "float")):
+                raise ValueError(f"{key} is not a number, so it has no maximum; lock it under run: instead")
+        return given
+
+    @field_validator("run")
+    @classmethod
+    def _valid_settings(cls, given: dict[str, Any]) -> dict[str, Any]:
+        try:
+            RunConfig.build(given)
+        except PalestraError as error:
+            raise ValueError(str(error)) from None
+        return given
+
+    @field_validator("unlock")
+    @classmethod
+    def _known_locks(cls, given: list[str]) -> list[str]:
+        known = [f"{section}.{name}" for section, name in _FIELDS]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"there is no lock {name!r}.{did_you_mean(name, known)}")
+        return given
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One setting that only the site decides. `setting` is the run's own setting that it holds, if it has one."""
+
+    section: LockSection
+    name: str
+    value: Any
+    type: str
+    description: str
+    setting: str | None
+
+    @property
+    def full_name(self) -> str:
+        return self.name if self.section == "run" else f"{self.section}.{self.name}"
+
+    @property
+    def is_open(self) -> bool:
+        """Its value is only known when the run starts, or follows another setting."""
+        return self.value in (CHOSEN_AT_START, THE_MODEL)
+
+
+_SECTIONS: dict[str, type[Section]] = {"env": EnvLocks, "server": ServerLocks, "trainer": TrainerLocks}
+_FIELDS = [(section, name) for section, model in _SECTIONS.items() for name in model.model_fields]
+
+# A lock -> the setting of a run that it decides.
+_SETTINGS = {
+    "env.use_wandb": "track.report_to",
+    "env.max_token_length": "rollout.max_new_tokens",
+    "env.total_steps": "train.max_steps",
+    "env.steps_per_eval": "eval.every",
+    "env.max_batches_offpolicy": "rollout.max_staleness",
+    "server.model_name": "model.name",
+    "trainer.lora_rank": "lora.r",
+    "trainer.learning_rate": "train.learning_rate",
+    "trainer.max_token_trainer_length": "train.tokens_per_micro_batch",
+    "trainer.save_checkpoint_interval": "checkpoint.every",
+    "trainer.checkpoint_dir": "output_dir",
+}
+
+
+def _local() -> dict[str, Any]:
+    """What the model and the machine at hand give."""
+    workers = 16 * (os.cpu_count() or 1)
+    return {
+        "env.tokenizer_name": THE_MODEL,
+        "env.rollout_server_url": CHOSEN_AT_START,
+        "env.max_num_workers": workers,
+        "env.worker_timeout": 3600,
+        "server.model_name": THE_MODEL,
+        "server.base_url": CHOSEN_AT_START,
+        "server.weight": 1.0,
+        "server.num_requests_for_eval": min(256, workers),
+        "server.timeout": 3600,
+        "server.server_type": "sglang",
+        "trainer.checkpoint_dir": CHOSEN_AT_START,
+    }
+
+
+def _tinker() -> dict[str, Any]:
+    model = "Qwen/Qwen3-8B"
+    return {
+        "env.tokenizer_name": model,
+        "env.rollout_server_url": CHOSEN_AT_START,
+        "env.use_wandb": True,
+        "env.max_token_length": 8192,
+        "env.max_num_workers": 2048,
+        "env.worker_timeout": 3600,
+        "env.total_steps": 2500,
+        "env.steps_per_eval": 25,
+        "env.max_batches_offpolicy": 3,
+        "env.inference_weight": 1.0,
+        "env.eval_limit_ratio": 0.1,
+        "server.model_name": model,
+        "server.base_url": CHOSEN_AT_START,
+        "server.weight": 1.0,
+        "server.num_requests_for_eval": 256,
+        "server.timeout": 3600,
+        "server.server_type": "sglang",
+        "trainer.lora_rank": 32,
+        "trainer.learning_rate": 4e-5,
+        "trainer.max_token_trainer_length": 9000,
+        "trainer.checkpoint_dir": CHOSEN_AT_START,
+        "trainer.save_checkpoint_interval": 25,
+    }
+
+
+def locks_of(site: Site) -> list[Lock]:
+    """Every lock that holds: the profile's, then the site's own."""
+    values = _local() if site.profile == "local" else _tinker()
+    for section in _SECTIONS:
+        given = getattr(site, section).model_dump(exclude_none=True)
+        values |= {f"{section}.{name}": value for name, value in given.items()}
+    locks = [_lock(key, value) for key, value in values.items() if key not in site.unlock]
+    taken = {lock.setting for lock in locks if not lock.is_open}
+    settings = RunConfig.settings()
+    for key, value in site.run.items():
+        if key not in taken:
+            info = settings[key]
+            locks.append(Lock("run", key, value, type_name(info.annotation), info.description or "", key))
+    return locks
+
+
+def _lock(key: str, value: Any) -> Lock:
+    section, _, name = key.partition(".")
+    info = _SECTIONS[section].model_fields[name]
+    kind = type_name(info.annotation).removesuffix(" | None")
+    return Lock(section, name, value, kind, info.description or "", _SETTINGS.get(key))  # type: ignore[arg-type]
+
+
+def locked_settings(locks: list[Lock]) -> dict[str, Any]:
+    """The locks that decide settings of a run, as those settings."""
+    held = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open}
+    return {key: _as_setting(key, lock.value) for key, lock in held.items()}
+
+
+def _as_setting(key: str, value: Any) -> Any:
+    if key == "track.report_to" and isinstance(value, bool):
+        return ["wandb"] if value else []
+    return value
+
+
+def type_name(kind: Any) -> str:
+    """A type as one reads it: `int`, `float | None`, `'a' | 'b'`."""
+    if isinstance(kind, type):
+        return kind.__name__
+    text = str(kind).replace("typing.", "").replace("NoneType", "None")
+    return text.replace("Literal[", "one of [") if "Literal[" in text else text
+
+
+def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Site:
+    """The site file: the one given, the one that PALESTRA_SITE names, ./palestra.yaml, or none at all."""
+    named = path or (Path(environ[SITE_VARIABLE]) if environ.get(SITE_VARIABLE) else None)
+    file = named or Path(SITE_FILE)
+    if not file.is_file():
+        if named is None:
+            return Site()
+        raise PalestraError(f"there is no site file {file}; {SITE_VARIABLE} names it. `palestra locks` shows the form")
+    sections = load_yaml(file)
+    try:
+        return Site.model_validate({key: value for key, value in sections.items() if value is not None})
+    except ValidationError as error:
+        raise PalestraError(f"the site file {file}: {explain(error, known_keys())}") from None
+
+
+def known_keys() -> list[str]:
+    """Every key that a site file may have."""
+    nested: dict[str, type[Section]] = {**_SECTIONS, "limits": Limits, "inference": Inference}
+    return [
+        *Site.model_fields,
+        *(f"{section}.{name}" for section, model in nested.items() for name in model.model_fields),
+    ]
