@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from palestra.faces.cli.display import LiveDisplay, Phase, PlainDisplay, make_display, show_seconds, sparkline
+from palestra.faces.cli.display import LiveDisplay, Phase, PlainDisplay, make_display
+from palestra.faces.cli.show import show_seconds, sparkline
 
 ROW = {"reward_mean": 0.5, "pass_rate": 0.25, "sample_tokens_per_second": 1234.0}
 

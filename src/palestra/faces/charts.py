@@ -71,9 +71,9 @@ def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
 
 def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] = (), title: str) -> str:
     """A curve over steps: raw faint, smoothed strong; markers with whiskers on top."""
-    low, high = (0.0, 1.0) if percent else _range([y for _, y in points])
+    low, high = (0.0, 1.0) if percent else value_range([y for _, y in points])
     frame = Frame(max([x for x, _ in points] + [m.x for m in markers], default=1.0), low, high)
-    parts = [_grid(frame, percent)]
+    parts = [grid(frame, percent)]
     if points:
         smoothed = list(zip([x for x, _ in points], smooth([y for _, y in points]), strict=True))
         parts += [_area(frame, smoothed), _line(frame, points, "raw"), _line(frame, smoothed, "smooth")]
@@ -111,7 +111,7 @@ def _whisker(x1: float, x2: float, y: float) -> str:
     return f'<path class="whisker-halo" d="{path}"/><path class="whisker" d="{path}"/>'
 
 
-def _grid(frame: Frame, percent: bool) -> str:
+def grid(frame: Frame, percent: bool) -> str:
     parts = []
     for i in range(5):
         value = frame.y_min + (frame.y_max - frame.y_min) * i / 4
@@ -126,16 +126,16 @@ def _grid(frame: Frame, percent: bool) -> str:
 
 
 def _line(frame: Frame, points: Sequence[Point], kind: str) -> str:
-    return f'<polyline class="line {kind}" points="{_path(frame, points)}"/>'
+    return f'<polyline class="line {kind}" points="{path_of(frame, points)}"/>'
 
 
 def _area(frame: Frame, points: Sequence[Point]) -> str:
     floor = f"{frame.height - frame.bottom:.1f}"
     first, last = frame.x(points[0][0]), frame.x(points[-1][0])
-    return f'<polygon class="area" points="{first:.1f},{floor} {_path(frame, points)} {last:.1f},{floor}"/>'
+    return f'<polygon class="area" points="{first:.1f},{floor} {path_of(frame, points)} {last:.1f},{floor}"/>'
 
 
-def _path(frame: Frame, points: Sequence[Point]) -> str:
+def path_of(frame: Frame, points: Sequence[Point]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
 
 
@@ -149,7 +149,7 @@ def _marker(frame: Frame, marker: Marker) -> str:
     )
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def value_range(values: Sequence[float]) -> tuple[float, float]:
     """A range that holds all values, with 0 and 1 in it when they are near: rewards mostly live there."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0 and high <= 1:

@@ -95,8 +95,8 @@ def progress(folder: Path) -> dict[str, float]:
         except ValueError:  # cut off at the start, or being written
             continue
         known |= {ours: row[theirs] for theirs, ours in _PROGRESS.items() if theirs in row}
-    after = (report(folder) or {}).get("after")
-    return known | ({"eval_percent_correct": after["pass_rate"]} if after else {})
+    after = ((report(folder) or {}).get("after") or {}).get("pass_rate", {}).get("rate")
+    return known | ({} if after is None else {"eval_percent_correct": after})
 
 
 def report(folder: Path) -> dict[str, Any] | None:

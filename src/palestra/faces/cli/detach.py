@@ -24,7 +24,7 @@ def detach(
     as_json: bool,
 ) -> None:
     """Check all that can be checked here, start the run, and say how to look after it."""
-    from palestra.faces.cli.display import show_path
+    from palestra.faces.cli.show import show_path
     from palestra.runs.manager import RunManager, RunRequest
 
     read = _checked(agent_file, env, config_file, given)

@@ -23,9 +23,11 @@ COMMANDS = {
     "http": ("palestra.faces.cli.http", "Let an agent train models, over HTTP."),
     "tools": ("palestra.faces.cli.tools", "Print the schemas of the tools by which an agent trains models."),
     "locks": ("palestra.faces.cli.locks", "Show what an agent may not change here."),
+    "runs": ("palestra.faces.cli.runs", "List, watch, stop, resume and compare runs."),
     "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples here, beside the usual ways."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
     "doctor": ("palestra.faces.cli.doctor", "Say what this machine can do, and what it lacks."),
+    "completion": ("palestra.faces.cli.completion", "Print the completion script of your shell."),
     "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
 }
 

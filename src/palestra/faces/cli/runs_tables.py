@@ -1,0 +1,131 @@
+"""Runs on the terminal: a list, one in detail, several side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from palestra.faces.cli.settings import show as show_setting
+from palestra.faces.cli.show import show_path, show_seconds, sparkline
+from palestra.faces.runs_compare import Compared, differences
+
+if TYPE_CHECKING:
+    from palestra.runs.manager import Run
+
+_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
+_WIDTH = 60
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("run", "name", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("step", "reward", "correct", "held-out", "age", "took"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        numbers = run.progress
+        state = Text(run.state, style=_COLOURS.get(run.state, ""))
+        table.add_row(
+            run.run_id,
+            run.name,
+            state,
+            _number(numbers.get("step"), "g"),
+            _number(numbers.get("reward_mean"), ".2f"),
+            _number(numbers.get("percent_correct"), ".0%"),
+            _number(numbers.get("eval_percent_correct"), ".0%"),
+            show_seconds(max(0.0, time.time() - run.created)),
+            _took(run),
+        )
+    return table
+
+
+def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
+    """All that a person may want to know of one run."""
+    console.print(run_panel(run))
+    rows = {"folder": run.folder, "report": results["report_path"], "model": results["model_path"]}
+    rows |= {f"{part} log": path for part, path in run.logs.items() if path.exists()}
+    rows |= {"checkpoint": results["checkpoint"]} if run.state in ("stopped", "failed") else {}
+    for name, value in rows.items():
+        if value is not None:
+            console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
+    if run.state in ("stopped", "failed"):
+        console.print(Text.assemble(("go on with     ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
+
+
+def run_panel(run: Run) -> RenderableType:
+    """A run in a few lines."""
+    head = Text.assemble(
+        (run.run_id, "bold"), "  ", run.name, "  ", (run.state, _COLOURS.get(run.state, "")), "  ", (_took(run), "dim")
+    )
+    lines: list[RenderableType] = [head]
+    if run.reason:
+        lines.append(Text(run.reason, style="red" if run.state == "failed" else "yellow"))
+    lines.append(Text(", ".join(f"{part} {state}" for part, state in run.processes.items()), style="dim"))
+    if run.progress:
+        lines.append(Text(_numbers(run)))
+    return Group(*lines)
+
+
+def run_line(run: Run) -> str:
+    """A run in one line, for a log."""
+    reason = f": {run.reason.splitlines()[0]}" if run.reason else ""
+    return f"{run.run_id} {run.state}{reason}  {_numbers(run)}".rstrip()
+
+
+def compare_table(compared: Sequence[Compared]) -> Table:
+    """A column a run: results above, settings that differ below."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", style="dim")
+    for one in compared:
+        table.add_column(f"{one.run.run_id}\n{one.run.name}", justify="right")
+    table.add_row("state", *[Text(one.run.state, style=_COLOURS.get(one.run.state, "")) for one in compared])
+    for name in compared[0].summary:
+        table.add_row(name.replace("_", " "), *[_summary(name, one.summary[name]) for one in compared])
+    for key in differences(compared):
+        table.add_row(key, *[show_setting(one.settings.get(key)) for one in compared])
+    return table
+
+
+def print_curves(console: Console, compared: Sequence[Compared]) -> None:
+    """Each run's pass rate, step by step, as a line of little bars."""
+    for one in compared:
+        if one.pass_rates:
+            bars = sparkline([rate for _, rate in one.pass_rates], _WIDTH)
+            console.print(Text.assemble(f"{one.run.run_id}  ", (bars, "green"), ("  pass rate", "dim")))
+
+
+def _summary(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "seconds":
+        return show_seconds(value)
+    return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
+
+
+def _numbers(run: Run) -> str:
+    known = run.progress
+    words = [f"step {known['step']:g}"] if "step" in known else []
+    words += [f"{label} {known[key]:{form}}" for key, label, form in _FORMS if key in known]
+    return "  ".join(words)
+
+
+_FORMS = (
+    ("reward_mean", "reward", ".2f"),
+    ("percent_correct", "correct", ".0%"),
+    ("eval_percent_correct", "held-out", ".0%"),
+    ("loss", "loss", ".4f"),
+)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _took(run: Run) -> str:
+    """How long it has been at work."""
+    return "" if run.started is None else show_seconds(max(0.0, (run.ended or time.time()) - run.started))
