@@ -17,8 +17,8 @@ class FastNorms:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _epsilon(m) is not None]
-        verdicts = {kind: _same(next(m for m in found if type(m) is kind)) for kind in {type(m) for m in found}}
+        found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
+        verdicts = {kind: norm_is_plain(next(m for m in found if type(m) is kind)) for kind in {type(m) for m in found}}
         self._stand_ins = [(m, _fast(m)) for m in found if verdicts[type(m)]]
 
     @contextmanager
@@ -32,7 +32,7 @@ class FastNorms:
                 del module.__dict__["forward"]
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def norm_epsilon(module: nn.Module) -> float | None:
     """The epsilon of a norm with a weight vector; None when it is something else."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -40,12 +40,13 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _fast(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    epsilon, shape = _epsilon(module), module.weight.shape
+    epsilon, shape = norm_epsilon(module), module.weight.shape
     return lambda x: F.rms_norm(x, shape, module.weight, epsilon)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def _same(module: nn.Module) -> bool:
+def norm_is_plain(module: nn.Module) -> bool:
+    """Whether the norm gives torch's numbers (some families scale by 1 + weight)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if weight.dtype != torch.float32:
         return False  # half precision rounds in another order

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.lane_plan import Decode, Feed, Groups, LanePlan
 from palestra.engine.lanes import KVShape, Lanes, Pages
+from palestra.engine.lean import LeanDecoder
 from palestra.engine.memory import keep_freed_memory
 from palestra.engine.norms import FastNorms
 from palestra.engine.sampler import SamplingRow, sample
@@ -28,6 +29,7 @@ class CpuRunner:
         self.lanes = Lanes(shape, Pages(shape, pages, page_size))
         self.switch = AttentionSwitch(model)
         self.norms = FastNorms(model)
+        self.lean = LeanDecoder.of(model)
         self._heads = torch.arange(shape.heads)
         self._groups: tuple[int, int, Groups | None] = (-1, -1, None)
 
@@ -41,7 +43,8 @@ class CpuRunner:
         self.lanes.copy_page(source, target)
 
     def weights_changed(self) -> None:
-        """Nothing here holds a copy of the weights."""
+        if self.lean is not None:
+            self.lean.weights_changed()
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
@@ -70,6 +73,8 @@ class CpuRunner:
             if chunk.samples:
                 ends.append(len(ids) - 1)
         plan = self._plan(chunks, decoding, positions)
+        if self.lean is not None:
+            return self.lean(ids, positions, ends, plan)
         with self.switch.use(ENGINE_ATTENTION, training=False), self.norms.use():
             output = self.model(
                 input_ids=torch.tensor([ids]),

@@ -1,0 +1,234 @@
+"""The forward of plain decoders in few calls, for the CPU.
+
+At a few rows a step costs what its calls cost, not its arithmetic. So the layers of the Llama shape are
+written out here with the weights laid out for small products: q, k and v as one, transposed, the norms'
+weights multiplied in. The copies are made anew when the weights change. The module stays the truth: what
+is not of this very shape, or gives other numbers on a few tokens, runs through the module itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.engine.attention import ENGINE_ATTENTION, AttentionPlan, AttentionSwitch
+from palestra.engine.norms import norm_epsilon, norm_is_plain
+from palestra.engine.probe import ShapeProbe, text_config
+
+log = logging.getLogger(__name__)
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # others change with the length
+LARGEST_BYTES = 2 << 30  # of weights; beyond this a second copy is too dear
+CHECK_TOKENS, TOLERANCE = 12, 1e-4
+
+
+@dataclass(slots=True)
+class _Weights:
+    """One layer's, as [in, out], with the norm before them multiplied in."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate: Tensor
+    gate_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + KV, D]
+
+
+class LeanDecoder:
+    """Logits of a decoder whose layers are norm, attention, norm, gated MLP."""
+
+    def __init__(self, model: Any) -> None:
+        attention = model.model.layers[0].self_attn
+        config = text_config(model)
+        self.model = model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim: int = attention.head_dim
+        self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
+        self._parameters = list(model.parameters())
+        self._seen: int | None = None
+        self._layers: list[_Weights] = []
+        self._head: Tensor = torch.empty(0)
+        self._cos = self._sin = torch.empty(0, 1, self.head_dim)
+
+    @classmethod
+    def of(cls, model: Any) -> LeanDecoder | None:
+        """For a model of this shape whose numbers it gives; None for any other."""
+        if not _has_the_shape(model):
+            return None
+        lean = cls(model)
+        difference = lean._difference()
+        if not difference <= TOLERANCE:
+            log.warning("%s runs layer by layer: the short way differs by %.2g", type(model).__name__, difference)
+            return None
+        return lean
+
+    def weights_changed(self) -> None:
+        self._seen = None
+
+    def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
+        """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
+        self._refresh()
+        if max(positions) >= len(self._cos):
+            self._extend_rope(max(positions) + 1)
+        places = torch.tensor(positions)
+        cos, sin = self._cos.index_select(0, places), self._sin.index_select(0, places)
+        x = self.model.model.embed_tokens(torch.tensor(ids))
+        for module, weights in zip(self.model.model.layers, self._layers, strict=True):
+            x = self._attention(x, module.self_attn, weights, cos, sin, plan)
+            x = self._mlp(x, weights)
+        if len(ends) < len(x):
+            x = x.index_select(0, torch.tensor(ends, dtype=torch.long))
+        logits = torch.mm(self._norms["hidden"](x), self._head)
+        bias = self.model.lm_head.bias
+        return logits if bias is None else logits.add_(bias)
+
+    def _attention(
+        self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(len(x), -1, self.head_dim)
+        qk = qkv[:, : self.heads + self.kv_heads]
+        if weights.qk_norm is not None:
+            self._norms["head"](qk, out=qk).mul_(weights.qk_norm)
+        if getattr(module, "use_rope", True):
+            turned = qk.roll(self.head_dim // 2, -1)
+            qk.mul_(cos).addcmul_(turned, sin)
+        q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
+        out = plan.attend(module, q, k, v, module.scaling, _window(module), None)
+        return _add_product(x, out.reshape(len(x), -1), weights.out, weights.out_bias)
+
+    def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
+        normed = self._norms["hidden"](x)
+        gate = F.silu(_product(normed, weights.gate, weights.gate_bias), inplace=True)
+        gate.mul_(_product(normed, weights.up, weights.up_bias))
+        return _add_product(x, gate, weights.down, weights.down_bias)
+
+    def _refresh(self) -> None:
+        """Copy the weights if they changed: an update in place raises a tensor's version."""
+        seen = sum(p._version for p in self._parameters)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        hidden, head = self._norms["hidden"].factor, self._norms["head"].factor
+        self._layers = [self._copy(layer, hidden, head) for layer in self.model.model.layers]
+        self._head = _scaled([self.model.lm_head], self.model.model.norm.weight * hidden)
+
+    def _copy(self, layer: Any, hidden: float, head: float) -> _Weights:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        before, between = layer.input_layernorm.weight * hidden, layer.post_attention_layernorm.weight * hidden
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            norms = [(attention.q_norm, self.heads), (attention.k_norm, self.kv_heads)]
+            qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
+        return _Weights(
+            qkv=_scaled(qkv, before),
+            qkv_bias=None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]),
+            out=attention.o_proj.weight.t().contiguous(),
+            out_bias=attention.o_proj.bias,
+            gate=_scaled([mlp.gate_proj], between),
+            gate_bias=mlp.gate_proj.bias,
+            up=_scaled([mlp.up_proj], between),
+            up_bias=mlp.up_proj.bias,
+            down=mlp.down_proj.weight.t().contiguous(),
+            down_bias=mlp.down_proj.bias,
+            qk_norm=qk_norm,
+        )
+
+    def _extend_rope(self, length: int) -> None:
+        """The model's own tables [positions, 1, D] for twice the length asked for; the sine with rotate_half's signs."""
+        positions = torch.arange(max(256, 2 * length))[None]
+        cos, sin = self.model.model.rotary_emb(torch.empty(0), positions)
+        signs = torch.ones(self.head_dim)
+        signs[: self.head_dim // 2] = -1.0
+        self._cos, self._sin = cos[0, :, None], (sin * signs)[0, :, None]
+
+    @torch.inference_mode()
+    def _difference(self) -> float:
+        """The largest difference to the module's logits on a few tokens, in units of their spread."""
+        vocabulary = text_config(self.model).vocab_size
+        ids = [(i * 7919 + 17) % vocabulary for i in range(CHECK_TOKENS)]
+        positions = list(range(CHECK_TOKENS))
+        with AttentionSwitch(self.model).use(ENGINE_ATTENTION, training=False):
+            expected = self.model(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+                plan=ShapeProbe(),
+            ).logits[0]
+        found = self(ids, positions, positions, ShapeProbe())
+        return float((found - expected).abs().max() / expected.std())
+
+
+class _Norm:
+    """x / sqrt(mean(x²) + ε) without the constant √d, which is multiplied into the weights that follow."""
+
+    def __init__(self, module: Any) -> None:
+        width = 1 if module is None else len(module.weight)
+        epsilon = 0.0 if module is None else norm_epsilon(module)
+        assert epsilon is not None
+        self.factor = width**0.5
+        self._floor = torch.tensor((epsilon * width) ** 0.5)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.div(x, length.hypot_(self._floor), out=out)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = torch.addmm(x, y, weight)
+    return x if bias is None else x.add_(bias)
+
+
+def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
+    """[in, out] of linear layers side by side, their input scaled by a norm's weight."""
+    return torch.cat([linear.weight.t() for linear in linears], dim=1).mul_(norm[:, None])
+
+
+def _window(attention: Any) -> int | None:
+    own = attention.__dict__
+    return own["sliding_window"] if "sliding_window" in own else getattr(attention.config, "sliding_window", None)
+
+
+def _has_the_shape(model: Any) -> bool:
+    """A Hugging Face decoder of a known family in float32, with plain linear layers, norms and nothing hooked in."""
+    config = text_config(model)
+    plain = type(model).__module__.startswith(f"transformers.models.{config.model_type}.")
+    if config.model_type not in KNOWN or not plain or config.hidden_act not in ("silu", "swish"):
+        return False
+    if config.rope_parameters.get("rope_type", "default") not in STATIC_ROPE:
+        return False
+    parameters = list(model.parameters())
+    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in parameters):
+        return False
+    if sum(p.numel() * 4 for p in parameters) > LARGEST_BYTES:
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
+        return False
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    return all(map(_is_plain_linear, _linears(model))) and norm_is_plain(norms[0])
+
+
+def _linears(model: Any) -> list[nn.Module]:
+    layers = model.model.layers
+    attention = [getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    mlp = [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
+    return [*attention, *mlp, model.lm_head]
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
