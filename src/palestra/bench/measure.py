@@ -26,7 +26,6 @@ from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.policy.plain import PlainPolicy
-from palestra.train.setup import choose_threads
 
 WARM_UP_TOKENS = 4
 
@@ -65,9 +64,7 @@ class Bench:
                 f"{workload.longest_rollout} tokens; the model's context holds {context}; "
                 "lower prompt_tokens, new_tokens or tool_rounds"
             )
-        if threads is None:
-            choose_threads(model)
-        else:
+        if threads is not None:
             check_least("threads", threads, 1)
             torch.set_num_threads(threads)
         self._model = model.eval()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from palestra.chat.callforms import MISTRAL, CallForm, form_of
 from palestra.chat.messages import to_dict
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
@@ -18,6 +19,7 @@ _END_OF_TURN = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
+    "<|end|>",
     "<|call|>",
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -40,6 +42,7 @@ class ChatFormat:
         if not getattr(tokenizer, "chat_template", None):
             raise PalestraError(
                 "the tokenizer has no chat template, so messages cannot become tokens. "
+                "Its special tokens belong to no known family either (ChatML, Llama 3, Mistral, Gemma, Phi-3). "
                 "Use an instruction-tuned model, or set tokenizer.chat_template to a Jinja template."
             )
         if not getattr(tokenizer, "is_fast", False):
@@ -52,6 +55,7 @@ class ChatFormat:
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
         self._scaffolds: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
         self._shows_tools = False  # not known yet
+        self.call_form: CallForm = form_of(tokenizer.chat_template)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn:
@@ -94,7 +98,7 @@ class ChatFormat:
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         written = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text, calls = parse_assistant(written)
+        text, calls = parse_assistant(written, self.call_form)
         return Message("assistant", strip_thinking(text), tool_calls=calls)
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
@@ -166,6 +170,8 @@ class ChatFormat:
     ) -> str:
         import jinja2
 
+        if self.call_form is MISTRAL:
+            messages = [_with_short_ids(message) for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [to_dict(message) for message in messages],
@@ -209,6 +215,17 @@ class ChatFormat:
             inside = start < end and all(in_body[start:end])
             labelled.append((token_id, "environment" if inside else "template"))
         return labelled
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Mistral's templates take ids of nine letters and digits alone."""
+
+    def short(call_id: str) -> str:
+        return "".join(c for c in call_id if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
+
+    calls = tuple(replace(call, id=short(call.id)) for call in message.tool_calls)
+    by = None if message.tool_call_id is None else short(message.tool_call_id)
+    return replace(message, tool_calls=calls, tool_call_id=by)
 
 
 def _mark(index: int) -> str:

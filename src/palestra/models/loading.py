@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,18 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.models import adapters
 from palestra.models.gguf import SMOLLM2, converted, smollm2_file
+from palestra.models.hub import unreachable
+from palestra.models.tokens import settle_model, settle_tokenizer
 
 TINY = "palestra/tiny"
+SMALL_MODEL_WEIGHTS = 20_000_000
 
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
-_REMEDY = "Give a local folder with config.json and weights, or use palestra/tiny, which needs no download."
+_REMEDY = (
+    "Give a local folder with config.json and weights, or a .gguf file, or use palestra/tiny, which needs no download."
+)
 
 
 @dataclass(frozen=True)
@@ -48,33 +55,86 @@ def canonical_name(name: str) -> str:
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: Any | None = None) -> LoadedModel:
     """Load palestra/tiny, palestra/smollm2, a local folder, a .gguf file or a hub id.
 
-    The dtype `auto` is bfloat16 on a GPU, float32 on a CPU.
-
-    `quantization` is a transformers quantisation config (4-bit weights stay where they are put).
+    The dtype `auto` is bfloat16 on a GPU, float32 on a CPU. A folder with a LoRA adapter gives its base with the
+    adapter merged in. `quantization` is a transformers quantisation config (4-bit weights stay where they are put).
     """
     source = canonical_name(name)
-    folder = _folder_of(source)
     target = _device_of(device)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with _explained(name):
-        path, local = (str(folder), True) if folder else (source, False)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
-        options = {"quantization_config": quantization, "device_map": {"": target}} if quantization else {}
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=_dtype_of(dtype, target), local_files_only=local, **options
-        )
-    return LoadedModel(model if quantization else model.to(target), tokenizer, name, path)
+    number_type = _dtype_of(dtype, target)
+    folder = _folder_of(source)
+    if folder is not None and adapters.is_adapter(folder):
+        if quantization is not None:
+            raise PalestraError(f"{name} is an adapter, and adapters are not loaded in 4 bits; save it merged first")
+        base = load_model(adapters.base_of(folder), dtype="float32", device=device)
+        model = adapters.merged(base.model, folder).to(number_type)
+        tokenizer = _read(name, folder, source, _tokenizer) if _has_tokenizer(folder) else base.tokenizer
+    else:
+        tokenizer = _read(name, folder, source, _tokenizer)
+        model = _read(name, folder, source, lambda **where: _model(number_type, target, quantization, **where))
+    settle_tokenizer(tokenizer)
+    settle_model(model, tokenizer)
+    model.name_or_path = _portable(source)  # what an adapter trained on it will call its base
+    choose_threads(model)
+    return LoadedModel(model, tokenizer, name, str(folder or source))
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer alone, of a model that is held elsewhere."""
     source = canonical_name(name)
-    folder = _folder_of(source)
+    tokenizer = _read(name, _folder_of(source), source, _tokenizer)
+    settle_tokenizer(tokenizer)
+    return tokenizer
+
+
+def choose_threads(model: Any) -> None:
+    """One CPU thread for a small model, unless OMP_NUM_THREADS says otherwise.
+
+    Its matrices are too small to share out: threads that wait for each other cost more than they save,
+    several times as much on a machine that is busy with other things too.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < SMALL_MODEL_WEIGHTS:
+        torch.set_num_threads(1)
+
+
+def _tokenizer(**where: Any) -> Any:
     from transformers import AutoTokenizer
 
+    return AutoTokenizer.from_pretrained(**where)
+
+
+def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, **where: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if quantization is None:
+        return AutoModelForCausalLM.from_pretrained(dtype=dtype, **where).to(device)
+    return AutoModelForCausalLM.from_pretrained(
+        dtype=dtype, quantization_config=quantization, device_map={"": device}, **where
+    )
+
+
+def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:
+    """From a folder; a hub id from the local cache or, where it is not kept there, from the hub if that answers."""
+    where = {"pretrained_model_name_or_path": str(folder or source)}
+    if folder is None:
+        try:
+            return load(local_files_only=True, **where)
+        except (OSError, ValueError):
+            if why := unreachable():
+                raise PalestraError(
+                    f"the model {name!r} could not be loaded: it is not in the local cache, and {why}. {_REMEDY}"
+                ) from None
     with _explained(name):
-        return AutoTokenizer.from_pretrained(str(folder or source), local_files_only=folder is not None)
+        return load(local_files_only=folder is not None, **where)
+
+
+def _portable(source: str) -> str:
+    """Our own names and hub ids as they are, for they mean the same on any machine; paths from the root."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
 
 
 def _folder_of(source: str) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from palestra.chat.messages import from_dict
-from palestra.chat.toolcalls import OPEN, parse_assistant
+from palestra.chat.toolcalls import parse_assistant
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.serve.completer import Ask, Completer, Completion
@@ -55,7 +55,7 @@ class ChatBody(SamplingFields):
         tools = self.tools_used
         prompt = model.chat.prompt(self._messages(), tools)
         ask = model.ask(prompt.token_ids, self, model.context_tokens)
-        return replace(ask, hold=(OPEN,) if tools else ())
+        return replace(ask, hold=model.chat.call_form.opens if tools else ())
 
     def _messages(self) -> list[Message]:
         try:
@@ -104,7 +104,7 @@ def text_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
 def chat_choice(
     index: int, completion: Completion, model: Completer, with_tools: bool, with_logprobs: bool
 ) -> dict[str, Any]:
-    text, calls = read_reply(completion, with_tools)
+    text, calls = read_reply(completion, model, with_tools)
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     if calls:
         message["tool_calls"] = [call_dict(call) for call in calls]
@@ -122,11 +122,11 @@ def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def read_reply(completion: Completion, with_tools: bool) -> tuple[str, list[ToolCall]]:
+def read_reply(completion: Completion, model: Completer, with_tools: bool) -> tuple[str, list[ToolCall]]:
     """The reply's text and the tool calls in it. Calls that cannot be read stay text."""
     if not with_tools:
         return completion.text, []
-    text, calls = parse_assistant(completion.text)
+    text, calls = parse_assistant(completion.text, model.chat.call_form)
     good = [replace(call, id=f"call_{uuid.uuid4().hex[:16]}") for call in calls if call.error is None]
     return (text, good) if good else (completion.text, [])
 

@@ -25,7 +25,7 @@ from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoi
 from palestra.train.local import LocalLearner
 from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
 from palestra.train.lora import add_lora
-from palestra.train.setup import build_collectors, build_policy, choose_threads
+from palestra.train.setup import build_collectors, build_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ def train_in_folder(
         watcher.note(f"going on from step {state.step}")
     chat = ChatFormat(loaded.tokenizer)
     _check_tools(environment, chat, config)
-    choose_threads(loaded.model)
     steps = total_steps(config, len(environment.problems("train")))
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = LocalLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0, total_steps=steps)
@@ -91,7 +90,6 @@ def evaluate_only(
     loaded: LoadedModel, environment: Environment, config: RunConfig, runner: asyncio.Runner, watcher: Watcher
 ) -> EvalReport:
     """Score the held-out problems once."""
-    choose_threads(loaded.model)
     policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine)
     _, scorer = build_collectors(environment, policy, ChatFormat(loaded.tokenizer), config)
     return run_evaluation(scorer, environment.problems("held_out"), config, runner, watcher, "scoring")

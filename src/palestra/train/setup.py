@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,24 +22,12 @@ from palestra.rollout.run import Limits
 
 log = logging.getLogger("palestra")
 
-SMALL_MODEL_WEIGHTS = 20_000_000
-
 
 def seed_everything(seed: int) -> None:
     """Seed every library's generator. Sampling has its own seeds; this is for initialisation and dropout."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def choose_threads(model: Any) -> None:
-    """One CPU thread for a small model, unless OMP_NUM_THREADS says otherwise.
-
-    Its matrices are too small to share out: threads that wait for each other cost more than they save,
-    several times as much on a machine that is busy with other things too.
-    """
-    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < SMALL_MODEL_WEIGHTS:
-        torch.set_num_threads(1)
 
 
 def build_policy(model: Any, tokenizer: Any, engine: str) -> Policy[Any]:

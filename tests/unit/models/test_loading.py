@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -77,14 +78,29 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_a_hub_that_cannot_be_reached_leads_to_a_local_folder_or_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_machine_says_so_and_leads_to_a_local_folder_or_tiny() -> None:
+    with pytest.raises(PalestraError, match=r"not in the local cache, and HF_HUB_OFFLINE is set.*palestra/tiny"):
+        load_model("nobody/nothing")
+
+
+def test_a_hub_that_does_not_answer_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(PalestraError, match=r"not in the local cache, and http://127\.0\.0\.1:9 cannot be reached"):
+        load_model("nobody/nothing")
+    assert time.monotonic() - began < 6
+
+
+def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nMore lines.")
+    def no_such_model(*args: object, local_files_only: bool, **kwargs: object) -> None:
+        raise OSError("not here" if local_files_only else "nobody/nothing is not a valid model.\nMore lines.")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(PalestraError, match=r"could not be loaded.*connect.*local folder.*palestra/tiny"):
+    monkeypatch.setattr("palestra.models.loading.unreachable", lambda: None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", no_such_model)
+    with pytest.raises(PalestraError, match=r"could not be loaded: nobody/nothing is not a valid model\. Give"):
         load_model("nobody/nothing")
 
 
@@ -92,3 +108,77 @@ def test_a_hub_that_cannot_be_reached_leads_to_a_local_folder_or_tiny(monkeypatc
 def test_unknown_dtype_and_device_name_the_known_ones(option: str, value: str) -> None:
     with pytest.raises(PalestraError, match="auto"):
         load_model("palestra/tiny", **{"device": "cpu", option: value})
+
+
+def test_padding_and_ends_are_set_where_a_model_has_none(tmp_path: Path) -> None:
+    loaded = load_model("palestra/tiny", device="cpu")
+    loaded.tokenizer.pad_token = None
+    loaded.model.config.pad_token_id = -1
+    loaded.model.generation_config.eos_token_id = None
+    loaded.model.generation_config.pad_token_id = None
+    loaded.model.config.save_pretrained(tmp_path)
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path), device="cpu")
+    assert again.tokenizer.pad_token == "<|endoftext|>"
+    assert again.model.config.pad_token_id == again.model.generation_config.pad_token_id == 0
+    assert again.model.generation_config.eos_token_id == [0, 2]
+
+
+def save_adapter(folder: Path, base: LoadedModel) -> torch.Tensor:
+    """An adapter with an effect, saved without its base; gives the logits of both together."""
+    from palestra.core.config import LoraSection
+    from palestra.train.lora import add_lora
+
+    torch.manual_seed(0)
+    model = add_lora(base.model, LoraSection(r=4)).eval()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits
+
+
+def test_an_adapter_folder_loads_onto_its_base(tmp_path: Path) -> None:
+    expected = save_adapter(tmp_path, load_model("palestra/tiny", device="cpu"))
+    loaded = load_model(str(tmp_path), device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(torch.arange(20)[None]).logits, expected, atol=1e-4, rtol=1e-4)
+    assert loaded.tokenizer.chat_template, "without a tokenizer of its own it takes the base's"
+    assert not hasattr(loaded.model, "peft_config"), "a plain model, which can be trained on"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"hidden_size": 64, "head_dim": 32}, "made for another base"), ({"num_hidden_layers": 1}, "has no layer")],
+)
+def test_an_adapter_for_another_base_is_named(tmp_path: Path, change: dict[str, int], words: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny = load_model("palestra/tiny", device="cpu")
+    other, adapter = tmp_path / "other", tmp_path / "adapter"
+    config = tiny.model.config.__class__.from_dict({**tiny.model.config.to_dict(), **change, "layer_types": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    tiny.tokenizer.save_pretrained(other)
+    save_adapter(adapter, tiny)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(other)}))
+    with pytest.raises(PalestraError, match=words):
+        load_model(str(adapter), device="cpu")
+
+
+def test_an_adapter_calls_its_base_by_a_name_that_means_the_same_everywhere(tmp_path: Path) -> None:
+    save_adapter(tmp_path, load_model("palestra/tiny", device="cpu"))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "palestra/tiny"
+
+
+def test_a_small_model_runs_on_one_thread_wherever_it_is_loaded_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load_model("palestra/tiny", device="cpu")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

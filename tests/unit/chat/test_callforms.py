@@ -1,0 +1,138 @@
+"""Tool calls as each family of models writes them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.chat.callforms import HERMES, JSON, LLAMA3, MISTRAL, form_of
+from palestra.chat.toolcalls import parse_assistant
+from palestra.core.types import ToolCall
+
+ADD = ToolCall("call_0", "add", {"a": 1, "b": "x"})
+SUB = ToolCall("call_1", "sub", {"c": [1, {"d": None}]})
+ADD_JSON, SUB_JSON = '{"name": "add", "%s": {"a": 1, "b": "x"}}', '{"name": "sub", "%s": {"c": [1, {"d": null}]}}'
+ADD_P, SUB_P = ADD_JSON % "parameters", SUB_JSON % "parameters"
+ADD_A, SUB_A = ADD_JSON % "arguments", SUB_JSON % "arguments"
+PYTHON = '[add(a=1, b="x"), sub(c=[1, {"d": null}])]'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "outside", "calls"),
+    [
+        (LLAMA3, ADD_P, "", (ADD,)),
+        (LLAMA3, f"<|python_tag|>{ADD_P}", "", (ADD,)),
+        (LLAMA3, f"Let me see.<|python_tag|>{ADD_P}; {SUB_P}", "Let me see.", (ADD, SUB)),
+        (LLAMA3, f"{ADD_P};\n{SUB_A}", "", (ADD, SUB)),
+        (LLAMA3, f'{{"type": "function", "function": {ADD_P}}}', "", (ADD,)),
+        (LLAMA3, PYTHON, "", (ADD, SUB)),
+        (LLAMA3, '<|python_tag|>add(a=1, b="x")', "", (ADD,)),
+        (MISTRAL, f"[TOOL_CALLS] [{ADD_A}, {SUB_A}]", "", (ADD, SUB)),
+        (MISTRAL, f"One moment.[TOOL_CALLS][{ADD_A}]", "One moment.", (ADD,)),
+        (MISTRAL, f"[TOOL_CALLS]{ADD_A}", "", (ADD,)),
+        (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}[TOOL_CALLS]sub{"c": [1, {"d": null}]}', "", (ADD, SUB)),
+        (JSON, ADD_P, "", (ADD,)),
+        (JSON, f"[{ADD_A}, {SUB_P}]", "", (ADD, SUB)),
+        (JSON, PYTHON, "", (ADD, SUB)),
+        (JSON, f"I look it up:\n```json\n{ADD_P}\n```", "I look it up:", (ADD,)),
+        (JSON, f"```json\n{ADD_P}\n```\n```json\n{SUB_P}\n```", "", (ADD, SUB)),
+        (JSON, '```tool_code\nadd(a=1, b="x")\nprint(sub(c=[1, {"d": None}]))\n```', "", (ADD, SUB)),
+        (JSON, f"```tool_call\n{ADD_A}", "", (ADD,)),
+    ],
+)
+def test_each_family_is_read_in_its_own_forms(form, text, outside, calls):
+    assert parse_assistant(text, form) == (outside, calls)
+
+
+@pytest.mark.parametrize("form", [LLAMA3, MISTRAL, JSON])
+def test_every_family_may_also_use_tags(form):
+    assert parse_assistant(f"So: <tool_call>{ADD_A}</tool_call>", form) == ("So:", (ADD,))
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL, JSON])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 4.",
+        '{"answer": 4}',
+        '{"name": "Ann", "age": 3}',
+        "[1, 2]",
+        "[see below](http://x)",
+        "f(x) is 3",
+        '```json\n{"a": 1}\n```',
+        "```python\nprint(4)\n```",
+        "",
+    ],
+)
+def test_an_answer_is_no_call(form, text):
+    assert parse_assistant(text, form) == (text.strip(), ())
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "words"),
+    [
+        (LLAMA3, '{"name": "add", "parameters": {"a": ', "not valid JSON"),
+        (LLAMA3, "<|python_tag|>import os", "no call"),
+        (LLAMA3, "[add(1, 2)]", "every argument needs its name"),
+        (LLAMA3, "[add(a=open('x'))]", "not a plain value"),
+        (LLAMA3, "[add(a=1", "not valid Python"),
+        (LLAMA3, "[add(a=" + "(" * 5000, "not valid Python"),
+        (LLAMA3, '{"name": "add", "parameters": [1]}', '"parameters" is not a JSON object'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add"', "not valid JSON"),
+        (MISTRAL, '[TOOL_CALLS] [{"arguments": {}}]', 'no "name"'),
+        (MISTRAL, "[TOOL_CALLS] [4]", "not a JSON object"),
+        (JSON, '```json\n{"name": "add", "parameters": {\n```', "not valid JSON"),
+        (JSON, "```tool_code\n1 + 1\n```", "holds no call"),
+    ],
+)
+def test_a_broken_call_says_what_was_wrong_and_how_its_family_writes_one(form, text, words):
+    _, (broken, *_) = parse_assistant(text, form)
+    assert broken.error is not None
+    assert words in broken.error
+    assert form.example in broken.error
+
+
+def test_calls_in_thinking_are_only_talk():
+    assert parse_assistant(f"<think>{ADD_P}</think>{SUB_P}", LLAMA3)[1] == (ToolCall("call_0", "sub", SUB.arguments),)
+
+
+def test_a_call_keeps_the_id_that_mistral_gave_it():
+    call = '{"name": "add", "arguments": {}, "id": "aB3dE6gH9"}'
+    assert parse_assistant(f"[TOOL_CALLS] [{call}]", MISTRAL)[1][0].id == "aB3dE6gH9"
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("… <tool_call> …", HERMES),
+        ("… [TOOL_CALLS] …", MISTRAL),
+        ("… <|python_tag|> …", LLAMA3),
+        ("… <|start_header_id|> …", LLAMA3),
+        ("… <start_of_turn> …", JSON),
+        ('{%- set call_form = "json" -%} … <tool_call> …', JSON),
+        (None, JSON),
+    ],
+)
+def test_the_template_says_which_form_its_model_writes(template, form):
+    assert form_of(template) is form
+
+
+SCRAPS = [
+    *'ab={}[]()",:\n ',
+    ADD_P,
+    SUB_A,
+    "```json\n",
+    "```",
+    "[TOOL_CALLS]",
+    "<tool_call>",
+    "<|python_tag|>",
+    "[add(",
+]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL, JSON])
+@settings(max_examples=80, deadline=None)
+@given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=12))
+def test_no_text_whatever_breaks_the_reader(form, scraps):
+    outside, calls = parse_assistant("".join(scraps), form)
+    assert isinstance(outside, str)
+    assert all(call.error or call.name for call in calls)
