@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.chat.template import ChatFormat
-from palestra.core.types import Message, Problem, Rollout, Score, ToolResult
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, Problem, Rollout, Score, StopReason, ToolResult, Turn
 from palestra.policy.base import Policy
-from palestra.rollout.run import Limits, run_rollout
+from palestra.rollout.run import Attempt, Limits, play, run_rollout
 from palestra.tools.tool import Tool
 
 
@@ -38,3 +39,63 @@ async def converse(
     prompt = chat.prompt(episode.prompt, [tool.schema for tool in tools])
     problem = Problem("chat", episode.prompt)
     return await run_rollout(policy, policy.open(prompt.token_ids), chat, episode, problem, prompt, limits)
+
+
+class Talk:
+    """A conversation that goes on, question by question. What was said stays as the tokens that it was said in."""
+
+    def __init__(
+        self, policy: Policy[Any], chat: ChatFormat, tools: Sequence[Tool], limits: Limits, instructions: str = ""
+    ) -> None:
+        self._policy = policy
+        self._chat = chat
+        self._tools = tuple(tools)
+        self._limits = limits
+        self._opening = [Message("system", instructions)] if instructions else []
+        self._session: Any = None
+        self.messages: list[Message] = list(self._opening)
+
+    async def say(self, text: str, on_message: Callable[[Message], None] = lambda message: None) -> StopReason:
+        """Let the model answer, calling tools on the way; each new message is told as it comes.
+
+        An answer that fails or is cancelled leaves the conversation as it was.
+        """
+        asked = [*self.messages, Message("user", text)]
+        try:
+            self._feed(asked)
+            said = Turn("template", tuple(self._session.token_ids))
+            attempt = Attempt([said], asked, on_message=on_message)
+            episode = Conversation(tuple(asked), self._tools)
+            stop = await play(self._policy, self._session, self._chat, episode, attempt, self._limits)
+        except BaseException:
+            self._close()
+            raise
+        self.messages = attempt.messages
+        if stop == "truncated":  # in the middle of a message: the next question begins with a fresh rendering
+            self._close()
+        return stop
+
+    def reset(self) -> None:
+        """Forget all but the instructions."""
+        self._close()
+        self.messages = list(self._opening)
+
+    @property
+    def token_count(self) -> int:
+        return 0 if self._session is None else len(self._session.token_ids)
+
+    def _feed(self, asked: Sequence[Message]) -> None:
+        if self._session is not None:
+            try:
+                fed = self._chat.continuation(asked[-1:])
+                self._policy.append(self._session, [i for turn in fed for i in turn.token_ids])
+                return
+            except PalestraError:  # a template that cannot be extended by a user's message is rendered anew
+                self._close()
+        prompt = self._chat.prompt(asked, [tool.schema for tool in self._tools])
+        self._session = self._policy.open(prompt.token_ids)
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._policy.close(self._session)
+            self._session = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -29,13 +29,19 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """What an attempt has gathered so far."""
+class Attempt:
+    """What an attempt has gathered so far; `on_message` is told of each new message."""
 
     turns: list[Turn]
     messages: list[Message]
     tool_results: list[ToolResult] = field(default_factory=list)
     tool_seconds: float = 0.0
+    on_message: Callable[[Message], None] = lambda message: None
+
+    def add(self, *messages: Message) -> None:
+        self.messages += messages
+        for message in messages:
+            self.on_message(message)
 
     @property
     def sampled(self) -> int:
@@ -61,12 +67,12 @@ async def run_rollout(
     the policy refuses (too long, say). A broken policy or record is a crash, and raises.
     """
     began = time.perf_counter()
-    attempt = _Attempt([prompt], list(episode.prompt))
+    attempt = Attempt([prompt], list(episode.prompt))
     stop: StopReason = "failed"
     error = None
     scores = {}
     try:
-        stop = await _converse(policy, session, chat, episode, attempt, limits)
+        stop = await play(policy, session, chat, episode, attempt, limits)
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
@@ -86,9 +92,10 @@ async def run_rollout(
     )
 
 
-async def _converse(
-    policy: Policy[Any], session: Any, chat: ChatFormat, episode: Episode, attempt: _Attempt, limits: Limits
+async def play(
+    policy: Policy[Any], session: Any, chat: ChatFormat, episode: Episode, attempt: Attempt, limits: Limits
 ) -> StopReason:
+    """Sample, call tools, feed their results and sample again, until the model answers or a limit is met."""
     tools = {tool.name: tool for tool in episode.tools}
     rounds = 0
     while True:
@@ -102,7 +109,7 @@ async def _converse(
         attempt.turns.append(Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version))
         assert_same_tokens(session.token_ids, attempt.token_ids)
         message = chat.read(sampled.token_ids)
-        attempt.messages.append(message)
+        attempt.add(message)
         if sampled.finish != "stop":
             return "truncated"
         if message.tool_calls:
@@ -116,7 +123,7 @@ async def _converse(
             attempt.tool_results += results
         if not replies:
             return "answered"
-        attempt.messages += replies
+        attempt.add(*replies)
         fed = chat.continuation(replies)
         attempt.turns += fed
         policy.append(session, [i for turn in fed for i in turn.token_ids])

@@ -23,6 +23,21 @@ def find_run(name: str) -> RunFolder:
     raise PalestraError(f"there is no run {name}. The most recent ones in ./{RUNS} are:{listing}")
 
 
+def model_of(name: str) -> tuple[str, Path]:
+    """The model that is meant by a run or by a model's own name, and the folder for what is made of it."""
+    for path in (Path(name).expanduser(), RUNS / name):
+        if (path / "run.json").is_file():
+            run = RunFolder.open(path)
+            if not run.model.is_dir():
+                raise PalestraError(
+                    f"the run {path} has no trained model yet; `palestra train --resume {path}` goes on"
+                )
+            return str(run.model), run.path / "export"
+    folder = Path(name).expanduser()
+    is_of_run = folder.name == "model" and (folder.parent / "run.json").is_file()
+    return name, folder.parent / "export" if is_of_run else Path("export")
+
+
 def recent_runs() -> list[Path]:
     """The newest run folders of ./runs, newest first."""
     records = sorted(RUNS.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)

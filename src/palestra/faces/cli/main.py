@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
     "envs": ("palestra.faces.cli.envs", "List the environments that there are."),
     "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
+    "chat": ("palestra.faces.cli.chat", "Talk with a trained model that has its tools."),
     "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
     "trajectory": ("palestra.faces.cli.trajectory", "Serve the API between environments and a trainer."),
     "mcp": ("palestra.faces.cli.mcp", "Let an agent train models, over the Model Context Protocol."),

@@ -1,4 +1,4 @@
-"""`palestra serve MODEL`: any OpenAI client can talk to the model."""
+"""`palestra serve RUN_OR_MODEL`: any OpenAI client can talk to the model."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def address_options(port: int) -> Any:
 
 
 @click.command("serve")
-@click.argument("model")
+@click.argument("run_or_model")
 @address_options(8000)
 @click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
 @click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
 @settings.debug_option
-def command(model: str, host: str, port: int, token: str | None, dtype: str, device: str, engine: str) -> None:
-    """Serve MODEL over HTTP, in the forms of OpenAI, vLLM and SGLang.
+def command(run_or_model: str, host: str, port: int, token: str | None, dtype: str, device: str, engine: str) -> None:
+    """Serve a run's trained model, or any other, over HTTP, in the forms of OpenAI, vLLM and SGLang.
 
     \b
     palestra serve palestra/tiny
-    palestra serve runs/my-agent-20260131-101500/model --port 9000
+    palestra serve my-agent-20260131-101500 --port 9000
 
     \b
     from openai import OpenAI
@@ -52,9 +52,11 @@ def command(model: str, host: str, port: int, token: str | None, dtype: str, dev
     from rich.console import Console
 
     require_serve_extra()
+    from palestra.faces.cli.find_run import model_of
     from palestra.faces.cli.libraries import load_libraries
     from palestra.serve.web import open_port
 
+    model, _ = model_of(run_or_model)
     socket = open_port(host, port, token)
     load_libraries(Console(stderr=True), model)
     from palestra.serve.inference import inference_app

@@ -1,0 +1,118 @@
+"""Talking question by question, with a policy that says what the test wants."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from palestra import function_tool
+from palestra.chat.template import ChatFormat
+from palestra.core.errors import PalestraError
+from palestra.core.types import Sampled, SamplingParams
+from palestra.rollout.converse import Talk
+from palestra.rollout.run import Limits
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+
+
+@dataclass(eq=False)
+class Session:
+    token_ids: list[int]
+
+
+@dataclass
+class Scripted:
+    """Says the given texts in turn, whatever the session; None is an answer that fails."""
+
+    tokenizer: object
+    script: list[str | None]
+    sessions: list[Session] = field(default_factory=list)
+    open_now: int = 0
+    version: int = 0
+
+    def open(self, prompt_ids):
+        self.open_now += 1
+        self.sessions.append(Session(list(prompt_ids)))
+        return self.sessions[-1]
+
+    def append(self, session, token_ids):
+        session.token_ids += token_ids
+
+    def close(self, session):
+        self.open_now -= 1
+
+    async def sample(self, session, params):
+        text = self.script.pop(0)
+        if text is None:
+            raise PalestraError("the context is full")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        session.token_ids += ids
+        finish = "stop" if text.endswith("<|im_end|>") else "length"
+        return Sampled(tuple(ids), tuple(-0.1 for _ in ids), finish)
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@pytest.fixture
+def talk_of(tiny_tokenizer):
+    def make(*script):
+        policy = Scripted(tiny_tokenizer, list(script))
+        limits = Limits(SamplingParams(100))
+        return Talk(policy, ChatFormat(tiny_tokenizer), [add], limits, "Be brief."), policy
+
+    return make
+
+
+def ask(talk, text):
+    told = []
+    stop = asyncio.run(talk.say(text, told.append))
+    return stop, [(message.role, message.text) for message in told]
+
+
+def test_tools_are_called_and_each_message_is_told(talk_of):
+    talk, _ = talk_of(CALL, "It is 5.<|im_end|>")
+    assert ask(talk, "2 + 3?") == ("answered", [("assistant", ""), ("tool", "5"), ("assistant", "It is 5.")])
+    assert [message.role for message in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_the_second_question_goes_on_in_the_tokens_of_the_first(talk_of, tiny_tokenizer):
+    talk, policy = talk_of("<think>hm</think>Hello.<|im_end|>", "Bye.<|im_end|>")
+    ask(talk, "Hi")
+    before = list(policy.sessions[0].token_ids)
+    ask(talk, "So long")
+    (session,) = policy.sessions
+    assert session.token_ids[: len(before)] == before, "thinking included: nothing is rendered again"
+    assert tiny_tokenizer.decode(session.token_ids[len(before) :]) == (
+        "\n<|im_start|>user\nSo long<|im_end|>\n<|im_start|>assistant\nBye.<|im_end|>"
+    )
+
+
+def test_after_an_answer_that_was_cut_off_the_conversation_is_rendered_anew(talk_of, tiny_tokenizer):
+    talk, policy = talk_of("On and on", "Fine.<|im_end|>")
+    assert ask(talk, "Hi")[0] == "truncated"
+    ask(talk, "Stop")
+    text = tiny_tokenizer.decode(policy.sessions[1].token_ids)
+    assert "On and on<|im_end|>\n<|im_start|>user\nStop" in text
+
+
+def test_a_failed_answer_leaves_the_conversation_as_it_was(talk_of):
+    talk, policy = talk_of("Hello.<|im_end|>", None, "Yes.<|im_end|>")
+    ask(talk, "Hi")
+    before = list(talk.messages)
+    with pytest.raises(PalestraError, match="full"):
+        ask(talk, "Still there?")
+    assert talk.messages == before
+    assert policy.open_now == 0
+    assert ask(talk, "Again?")[0] == "answered"
+
+
+def test_reset_forgets_all_but_the_instructions(talk_of):
+    talk, policy = talk_of("Hello.<|im_end|>")
+    ask(talk, "Hi")
+    talk.reset()
+    assert [message.text for message in talk.messages] == ["Be brief."]
+    assert policy.open_now == 0
