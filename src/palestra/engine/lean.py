@@ -146,7 +146,7 @@ class LeanDecoder:
         )
 
     def _extend_rope(self, length: int) -> None:
-        """The model's own tables [positions, 1, D] for twice the length asked for; the sine with rotate_half's signs."""
+        """The model's own tables [positions, 1, D], twice as long as asked for; the sine has rotate_half's signs."""
         positions = torch.arange(max(256, 2 * length))[None]
         cos, sin = self.model.model.rotary_emb(torch.empty(0), positions)
         signs = torch.ones(self.head_dim)
@@ -225,7 +225,9 @@ def _has_the_shape(model: Any) -> bool:
 
 def _linears(model: Any) -> list[nn.Module]:
     layers = model.model.layers
-    attention = [getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    attention = [
+        getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    ]
     mlp = [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
     return [*attention, *mlp, model.lm_head]
 

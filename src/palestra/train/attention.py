@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
+from palestra.train.cpu_trees import cpu_trees
+from palestra.train.cpu_trees import fits as cpu_fits
 from palestra.train.flash_trees import Bounds, flash_fits, flash_trees
 
 NAME = "palestra_trees"
@@ -73,8 +75,11 @@ def tree_attention(
     """Attention of every packed token to its own tree path. Attention dropout is not applied."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
-    if softcap is None and s_aux is None and not windowed and flash_fits(q, v):
+    plain = softcap is None and s_aux is None and not windowed
+    if plain and flash_fits(q, v):
         out = flash_trees(q, k, v, layout.bounds, q.shape[-1] ** -0.5 if scaling is None else scaling)
+    elif plain and cpu_fits(q, v):
+        out = cpu_trees(q, k, v, layout.trees, q.shape[-1] ** -0.5 if scaling is None else scaling)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         out = masked_trees(q, k, v, layout, sliding_window, extra)
