@@ -66,9 +66,7 @@ class Limits(Section):
     test_models: int = Field(16, ge=1, description="models in one rl_test_inference")
     test_minutes: float = Field(10.0, gt=0, description="for one model in rl_test_inference")
     test_models_at_once: int = Field(4, ge=1, description="models that are tested side by side")
-    test_requests_at_once: int = Field(
-        16, ge=1, description="requests under way at once, of all tested models together"
-    )
+    test_requests_at_once: int = Field(16, ge=1, description="requests under way at once, for one tested model")
 
 
 class Inference(Section):

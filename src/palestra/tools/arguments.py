@@ -10,7 +10,6 @@ from typing import Any
 from palestra.core.errors import did_you_mean
 from palestra.tools.tool import Tool
 
-
 _BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
     ("minimum", "at least", operator.ge),
     ("maximum", "at most", operator.le),

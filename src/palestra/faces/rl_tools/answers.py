@@ -70,11 +70,15 @@ def require_json(arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise Refusal(f"the arguments are a {type(arguments).__name__}; expected an object with a name for each")
     try:
-        size = len(json.dumps(dict(arguments), allow_nan=False))
+        text = json.dumps(dict(arguments), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refusal(f"the arguments are not JSON ({short(error)}); give text, numbers, lists and objects") from None
-    if size > MAX_ARGUMENT_CHARS:
-        raise Refusal(f"the arguments hold {size} characters; expected at most {MAX_ARGUMENT_CHARS}")
+    if len(text) > MAX_ARGUMENT_CHARS:
+        raise Refusal(f"the arguments hold {len(text)} characters; expected at most {MAX_ARGUMENT_CHARS}")
+    if redact(text) != text:
+        raise Refusal(
+            "the arguments hold a secret of this program's environment; settings are written to disk: leave it"
+        )
     return dict(arguments)
 
 

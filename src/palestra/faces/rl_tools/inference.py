@@ -47,8 +47,8 @@ class InferenceTest:
         self._require_bounds()
         limits = self.draft.site.limits
         folder = _new_folder(self.home / "inference_tests", self.draft.found.name)
-        endpoints = [Endpoint(m.base_url or "", m.api_key_env) for m in models]
-        relay = Relay(endpoints, at_once=limits.test_requests_at_once, timeout_s=limits.test_minutes * 60)
+        endpoints = [Endpoint(m.base_url or "", m.api_key_env, m.more) for m in models]
+        relay = Relay(endpoints, limits.test_minutes * 60)
         steps = _Steps(len(models) * self.num_steps, self.progress)
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:

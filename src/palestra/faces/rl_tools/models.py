@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
@@ -25,6 +26,11 @@ class Candidate:
     name: str
     base_url: str | None = None
     api_key_env: str | None = None
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What the endpoint wants to hear besides: OpenRouter tells the cost when asked."""
+        return {"usage": {"include": True}} if self.base_url == OPENROUTER else {}
 
 
 def choose_models(

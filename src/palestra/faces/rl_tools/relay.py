@@ -1,4 +1,4 @@
-"""Stands between an environment's process and the endpoint: it holds the key, bounds the requests and counts tokens."""
+"""Stands between an environment's process and the endpoint: it holds the key, and counts tokens and their cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import secrets
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -60,16 +60,16 @@ class Endpoint:
 
     base_url: str
     api_key_env: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)  # said in every request besides
     usage: Usage = field(default_factory=Usage)
 
 
 class Relay:
     """A server on a loopback port for the endpoints, asked at /0/v1, /1/v1, … with a token of its own."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, at_once: int, timeout_s: float) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], timeout_s: float) -> None:
         self.endpoints = list(endpoints)
         self.token = secrets.token_urlsafe(24)
-        self._places = threading.Semaphore(at_once)
         self._timeout_s = timeout_s
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -89,10 +89,9 @@ class Relay:
             self._server.server_close()
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
-        """Pass a request on, when there is a place, and count what comes back."""
+        """Pass a request on, and count what comes back."""
         endpoint = self.endpoints[index]
-        with self._places:
-            status, reply = self._post(endpoint, body)
+        status, reply = self._post(endpoint, body)
         endpoint.usage.add(status == 200, reply)
         return status, reply
 
@@ -100,6 +99,8 @@ class Relay:
         headers = {"Content-Type": "application/json"}
         if endpoint.api_key_env and (key := os.environ.get(endpoint.api_key_env)):
             headers["Authorization"] = f"Bearer {key}"
+        if endpoint.more:
+            body = json.dumps({**json.loads(body), **endpoint.more}).encode()
         request = urllib.request.Request(f"{endpoint.base_url.rstrip('/')}/chat/completions", body, headers)
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:

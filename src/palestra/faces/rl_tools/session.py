@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -44,7 +43,6 @@ class RlTools:
         self._draft: Draft | None = None
         self._looks: OrderedDict[str, tuple[State, float]] = OrderedDict()
         self._lock = threading.Lock()
-        self.tools: dict[str, Tool] = {n: replace(t, fn=getattr(self, n)) for n, t in all_tools().items()}
 
     def call(
         self,
@@ -57,7 +55,9 @@ class RlTools:
         """Call a tool as a model does, by name and JSON arguments. Never raises."""
 
         def make() -> Mapping[str, Any]:
-            tool = self.tools.get(name) if isinstance(name, str) else None
+            if not isinstance(name, str):
+                raise Refusal(f"a tool is called by its name, got a {type(name).__name__}", available=list(TOOL_NAMES))
+            tool = all_tools().get(name)
             if tool is None:
                 near = did_you_mean(short(name), TOOL_NAMES)
                 raise Refusal(f"there is no tool {short(name)!r}.{near}", available=list(TOOL_NAMES))
@@ -65,15 +65,39 @@ class RlTools:
                 given = read_arguments(tool, require_json({} if arguments is None else arguments))
             except ArgumentError as error:
                 raise Refusal(short(error, 1000)) from None
-            if name == "rl_test_inference":
-                return self._test_inference(**given, progress=progress, cancelled=cancelled)
-            return dict(tool.fn(**given))
+            return self._work(tool.name, given, progress, cancelled or threading.Event())
 
         return answer(make)
 
+    def _work(
+        self, name: str, given: dict[str, Any], progress: Progress, cancelled: threading.Event
+    ) -> Mapping[str, Any]:
+        match name:
+            case "rl_list_environments":
+                return views.environments(discover())
+            case "rl_select_environment":
+                return self._select(**given)
+            case "rl_get_current_config":
+                return views.config(self._selected())
+            case "rl_edit_config":
+                return self._edit(**given)
+            case "rl_start_training":
+                return self._start()
+            case "rl_check_status":
+                return self._status(**given)
+            case "rl_stop_training":
+                return views.stopped(self.manager.stop(self._known(**given), wait_s=_STOP_WAIT_S))
+            case "rl_get_results":
+                run = self.manager.get(self._known(**given))
+                return views.results(run, self.manager.results(run.run_id))
+            case "rl_list_runs":
+                return views.runs(self.manager.list())
+            case _:
+                return self._test_inference(**given, progress=progress, cancelled=cancelled)
+
     def rl_list_environments(self) -> Answer:
         """List the environments that a model can be trained on. Start here."""
-        return answer(lambda: views.environments(discover()))
+        return self.call("rl_list_environments")
 
     def rl_select_environment(self, name: str) -> Answer:
         """Select the environment to train on, and load its settings with its own values. Earlier edits are dropped.
@@ -81,11 +105,11 @@ class RlTools:
         Args:
             name: A name from rl_list_environments.
         """
-        return answer(lambda: self._select(name))
+        return self.call("rl_select_environment", {"name": name})
 
     def rl_get_current_config(self) -> Answer:
         """Show the settings of the selected environment and of its training: which may be edited, which are locked."""
-        return answer(lambda: views.config(self._selected()))
+        return self.call("rl_get_current_config")
 
     def rl_edit_config(self, field: str, value: JsonValue) -> Answer:
         """Change one setting of the training.
@@ -94,11 +118,11 @@ class RlTools:
             field: A name from configurable_fields of rl_get_current_config.
             value: The new value, of the field's type.
         """
-        return answer(lambda: self._edit(field, value))
+        return self.call("rl_edit_config", {"field": field, "value": value})
 
     def rl_start_training(self) -> Answer:
         """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
-        return answer(self._start)
+        return self.call("rl_start_training")
 
     def rl_check_status(self, run_id: str) -> Answer:
         """Look how a training is doing. Trainings take long: look seldom; a look too soon tells only the state.
@@ -106,7 +130,7 @@ class RlTools:
         Args:
             run_id: The id that rl_start_training gave, or one from rl_list_runs.
         """
-        return answer(lambda: self._status(run_id))
+        return self.call("rl_check_status", {"run_id": run_id})
 
     def rl_stop_training(self, run_id: str) -> Answer:
         """Stop a training. What it has learned so far is saved in a checkpoint.
@@ -114,7 +138,7 @@ class RlTools:
         Args:
             run_id: The id that rl_start_training gave, or one from rl_list_runs.
         """
-        return answer(lambda: views.stopped(self.manager.stop(self._known(run_id), wait_s=_STOP_WAIT_S)))
+        return self.call("rl_stop_training", {"run_id": run_id})
 
     def rl_get_results(self, run_id: str) -> Answer:
         """Get the metrics of a training, their history, and the path of the trained weights.
@@ -122,11 +146,11 @@ class RlTools:
         Args:
             run_id: The id that rl_start_training gave, or one from rl_list_runs.
         """
-        return answer(lambda: views.results(self.manager.get(self._known(run_id)), self.manager.results(run_id)))
+        return self.call("rl_get_results", {"run_id": run_id})
 
     def rl_list_runs(self) -> Answer:
         """List all trainings with their states, also those of earlier sessions and other clients."""
-        return answer(lambda: views.runs(self.manager.list()))
+        return self.call("rl_list_runs")
 
     def rl_test_inference(self, num_steps: int = 3, group_size: int = 16, models: list[str] | None = None) -> Answer:
         """Let models attempt problems of the selected environment, without training, to see whether it can be learned.
@@ -137,7 +161,8 @@ class RlTools:
             models: Names at the endpoint, local ones (palestra/tiny, a folder, local:HUB_ID), or NAME@URL for a server
                 on this machine. Default: a few small models where OPENROUTER_API_KEY is set, else the model to train.
         """
-        return answer(lambda: self._test_inference(num_steps, group_size, models))
+        given = {"num_steps": num_steps, "group_size": group_size, "models": models}
+        return self.call("rl_test_inference", given)
 
     def _selected(self) -> Draft:
         if self._draft is None:
@@ -202,17 +227,17 @@ class RlTools:
 
     def _test_inference(
         self,
+        progress: Progress,
+        cancelled: threading.Event,
         num_steps: int = 3,
         group_size: int = 16,
         models: list[str] | None = None,
-        progress: Progress = lambda done, total, text: None,
-        cancelled: threading.Event | None = None,
     ) -> Mapping[str, Any]:
         from palestra.faces.rl_tools.inference import InferenceTest, choose_models
 
         draft = self._selected()
         chosen = choose_models(models, self.site, str(draft.value("model.name")))
-        test = InferenceTest(draft, num_steps, group_size, self.manager.home, progress, cancelled or threading.Event())
+        test = InferenceTest(draft, num_steps, group_size, self.manager.home, progress, cancelled)
         return test.run(chosen)
 
 

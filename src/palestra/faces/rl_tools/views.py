@@ -81,7 +81,6 @@ def started(run: Run, draft: Draft) -> Data:
     return {
         "run_id": run.run_id,
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
-        "queued": run.state == "pending",
         "environment": draft.found.name,
         "config": draft.config(),
         "config_path": run.folder / "config.yaml",
@@ -89,6 +88,7 @@ def started(run: Run, draft: Draft) -> Data:
         "wandb_project": draft.value("track.project"),
         "wandb_run_name": draft.value(TRACKING_NAME),
         "tip": f"rl_check_status({run.run_id!r}) tells how it is doing; it goes on when you disconnect",
+        **({"note": run.reason} if run.reason else {}),
     }
 
 
@@ -130,10 +130,12 @@ def results(run: Run, found: Data) -> Data:
         "report": _rates(found.get("report")),
         "report_path": found.get("report_path"),
         "weights_path": path,
+        "checkpoint_path": found.get("checkpoint"),
         "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
         f"palestra serve {path}"
         if path
-        else "there are no weights yet; a run that has ended or saved a checkpoint has them",
+        else "a run that has completed has weights; one that was stopped goes on from its checkpoint: "
+        f"palestra runs resume {run.run_id}",
         **({"error": run.reason} if run.state == "failed" else {}),
     }
 

@@ -1,0 +1,103 @@
+"""Locked settings, limits, and the site file that changes them."""
+
+from pathlib import Path
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.runs.locks import Site, load_site, locked_settings, locks_of
+
+
+@pytest.fixture
+def site(tmp_path: Path):
+    def read(text: str) -> Site:
+        path = tmp_path / "palestra.yaml"
+        path.write_text(text)
+        return load_site(path)
+
+    return read
+
+
+def values(site: Site) -> dict:
+    return {lock.full_name: lock.value for lock in locks_of(site)}
+
+
+def test_the_local_profile_locks_infrastructure_and_leaves_learning_to_the_agent():
+    locked = values(Site())
+    assert {"env.tokenizer_name", "env.rollout_server_url", "server.base_url", "server.server_type"} <= locked.keys()
+    assert "trainer.learning_rate" not in locked
+    assert locked_settings(locks_of(Site())) == {}
+
+
+def test_the_tinker_profile_locks_what_it_lists():
+    locked = values(Site(profile="tinker"))
+    assert locked["env.tokenizer_name"] == locked["server.model_name"] == "Qwen/Qwen3-8B"
+    expected = {
+        "env.use_wandb": True,
+        "env.max_token_length": 8192,
+        "env.max_num_workers": 2048,
+        "env.worker_timeout": 3600,
+        "env.total_steps": 2500,
+        "env.steps_per_eval": 25,
+        "env.max_batches_offpolicy": 3,
+        "env.inference_weight": 1.0,
+        "env.eval_limit_ratio": 0.1,
+        "server.weight": 1.0,
+        "server.num_requests_for_eval": 256,
+        "server.timeout": 3600,
+        "server.server_type": "sglang",
+        "trainer.lora_rank": 32,
+        "trainer.learning_rate": 4e-5,
+        "trainer.max_token_trainer_length": 9000,
+        "trainer.save_checkpoint_interval": 25,
+    }
+    assert expected.items() <= locked.items()
+    settings = locked_settings(locks_of(Site(profile="tinker")))
+    assert settings["model.name"] == "Qwen/Qwen3-8B"
+    assert settings["track.report_to"] == ["wandb"]
+    assert settings["train.max_steps"] == 2500
+    assert settings["lora.r"] == 32
+
+
+def test_a_site_file_locks_unlocks_and_limits(site):
+    found = site(
+        "profile: tinker\ntrainer: {learning_rate: 1e-5}\nrun: {rollout.temperature: 1.0}\n"
+        "unlock: [trainer.lora_rank]\nlimits: {status_check_minutes: 5}\nmaximum: {train.max_steps: 10}\nenv:\n"
+    )
+    locked = values(found)
+    assert locked["trainer.learning_rate"] == 1e-5
+    assert locked["rollout.temperature"] == 1.0
+    assert "trainer.lora_rank" not in locked
+    assert found.limits.status_check_minutes == 5
+    assert locked_settings(locks_of(found))["train.learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("profil: local", "Did you mean 'profile'"),
+        ("trainer: {learning_rat: 1}", "Did you mean 'trainer.learning_rate'"),
+        ("trainer: {learning_rate: fast}", "learning_rate"),
+        ("run: {train.max_step: 1}", "Did you mean 'train.max_steps'"),
+        ("run: {train.max_steps: 0}", "train.max_steps"),
+        ("maximum: {model.name: 3}", "not a number"),
+        ("unlock: [trainer.lora]", "Did you mean 'trainer.lora_rank'"),
+        ("limits: {test_minutes: 0}", "test_minutes"),
+        ("- a list", "holds a list"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_told(site, text, words):
+    with pytest.raises(PalestraError, match=words):
+        site(text)
+
+
+def test_the_site_file_is_the_one_that_the_variable_names_else_the_one_here_else_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_site(environ={}) == Site()
+    (tmp_path / "palestra.yaml").write_text("profile: tinker")
+    assert load_site(environ={}).profile == "tinker"
+    (tmp_path / "other.yaml").write_text("limits: {test_models: 2}")
+    named = load_site(environ={"PALESTRA_SITE": str(tmp_path / "other.yaml")})
+    assert (named.profile, named.limits.test_models) == ("local", 2)
+    with pytest.raises(PalestraError, match="no site file"):
+        load_site(environ={"PALESTRA_SITE": "gone.yaml"})
