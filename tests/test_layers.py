@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "env_api": "core chat agents envs evals models policy rollout train result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core agents tools chat evals envs models policy rollout runs serve train bench result api env_api __init__",
+    "faces": "core tools chat models export agents evals envs policy rollout runs serve train bench result api env_api "
+    "__init__",
     "__main__": "faces",
 }
 
@@ -49,7 +50,7 @@ UPWARDS = {
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo bench engine models policy train",
+    "torch": "algo bench engine export models policy train",
     "transformers": "engine models policy train",
     "peft": "train",
     "safetensors": "export models train",

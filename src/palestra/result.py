@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
 from palestra.evals.report import EvalReport
 from palestra.runs.store import RunFolder
 from palestra.tools.tool import Tool, as_tool
 from palestra.train.session import Outcome
+
+if TYPE_CHECKING:
+    from palestra.export.ollama import OllamaModel
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ class GRPOTrainingResult:
         return {"before": self.before.to_dict(), "after": self.after.to_dict()}
 
     def save_model(self, path: str | Path, *, merged: bool = False) -> Path:
-        """Save weights and tokenizer; an adapter run saves the adapter, and with `merged` the whole model."""
+        """Save weights and tokenizer.
+
+        An adapter run saves the adapter; with `merged` the folder holds the whole model, and the adapter in `adapter/`.
+        """
         from palestra.export.hf import save_hf
 
         return save_hf(self.model, self.tokenizer, Path(path), merge=merged, record=self.run.record)
@@ -112,10 +118,20 @@ class GRPOTrainingResult:
     def to_ollama(
         self,
         model_name: str,
-        model_path: str | None = None,
+        model_path: str | Path | None = None,
         llama_cpp_path: str | None = None,
         quantization: str = "q8_0",
-    ) -> None:
-        raise NotYetError(
-            "to_ollama (GGUF and Ollama export) is not built yet; use save_model(path) for a Hugging Face folder"
-        )
+    ) -> OllamaModel:
+        """Export for Ollama into the run's folder, and create the model where Ollama is installed.
+
+        `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
+        f32, f16, bf16 and q8_0.
+        """
+        from palestra.export.ollama import to_ollama
+        from palestra.export.source import open_source
+
+        source = open_source(str(model_path or self.model_path), model_name)
+        if not source.instructions:
+            source = replace(source, instructions=self.instructions)
+        folder = self.run.path / "export" / "ollama"
+        return to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)

@@ -25,6 +25,7 @@ COMMANDS = {
     "tools": ("palestra.faces.cli.tools", "Print the schemas of the tools by which an agent trains models."),
     "locks": ("palestra.faces.cli.locks", "Show what an agent may not change here."),
     "runs": ("palestra.faces.cli.runs", "List, watch, stop, resume and compare runs."),
+    "export": ("palestra.faces.cli.export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
     "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples here, beside the usual ways."),
     "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
     "doctor": ("palestra.faces.cli.doctor", "Say what this machine can do, and what it lacks."),

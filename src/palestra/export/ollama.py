@@ -1,0 +1,135 @@
+"""A model for Ollama: the GGUF file, a Modelfile beside it, and `ollama create` where Ollama is."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
+from palestra.export.gguf import Progress, chat_template
+from palestra.export.gguf_arch import architecture_of, fields_of
+from palestra.export.ollama_templates import TEMPLATES
+from palestra.export.out import to_gguf
+from palestra.export.source import ModelSource
+from palestra.models.loading import TINY, load_tokenizer
+
+log = logging.getLogger("palestra")
+
+_MOST_CONTEXT = 8192  # longer ones cost memory that few machines have; `PARAMETER num_ctx` may be changed
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?")
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+@dataclass(frozen=True)
+class OllamaModel:
+    """What was made; `created` says whether Ollama has taken it, `command` makes it do so."""
+
+    name: str
+    gguf: Path
+    modelfile: Path
+    command: str
+    created: bool
+
+
+def to_ollama(
+    source: ModelSource,
+    name: str,
+    folder: Path,
+    *,
+    type: str = "q8_0",
+    llama_cpp: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> OllamaModel:
+    """Write `folder` with the GGUF file and the Modelfile, and create the model where `ollama` is on PATH."""
+    if not _NAME.fullmatch(name):
+        raise PalestraError(f"Ollama takes no name like {name!r}; use letters, digits, . - _ and one : before a tag")
+    file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.')}-{type.lower()}.gguf"
+    text = modelfile(source, file)
+    gguf = to_gguf(source, folder / file, type=type, llama_cpp=llama_cpp, progress=progress)
+    path = folder / "Modelfile"
+    write_text(path, text)
+    program = shutil.which("ollama")
+    command = ["ollama", "create", name, "-f", str(path.resolve())]
+    if program is None:
+        log.info("Ollama is not installed here; where it is, run: %s", shlex.join(command))
+    else:
+        _create([program, *command[1:]])
+    return OllamaModel(name, gguf, path, shlex.join(command), program is not None)
+
+
+def modelfile(source: ModelSource, gguf: str) -> str:
+    """The Modelfile: weights, template, stops, sampling and the agent's instructions."""
+    template = TEMPLATES[family_of(source.tokenizer)]
+    parameters: dict[str, Any] = {"num_ctx": _context(source)}
+    for key, parameter in _SAMPLING.items():
+        value = getattr(source.generation, key, None)
+        if value is not None:
+            parameters[parameter] = value
+    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template.text)}"]
+    system = source.instructions or _default_system(source.tokenizer)
+    lines += [f"SYSTEM {_quoted(system)}"] if system else []
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
+    lines += [f'PARAMETER stop "{stop}"' for stop in template.stops]
+    return "\n".join(lines) + "\n"
+
+
+def family_of(tokenizer: Any) -> str:
+    """Whose conversations the chat template writes."""
+    text = chat_template(tokenizer)
+    if text.strip() == str(load_tokenizer(TINY).chat_template).strip():
+        return TINY
+    if "<|im_start|>" in text:
+        return "qwen3" if "<think>" in text else "qwen2" if "XML tags" in text else "chatml"
+    if "<|start_header_id|>" in text:
+        return "llama3.1" if "Given the following functions" in text else "llama3"
+    if "[INST]" in text and "<<SYS>>" not in text:
+        return "mistral"
+    if "<start_of_turn>" in text:
+        return "gemma"
+    if "<|end|>" in text:
+        return "phi3"
+    raise PalestraError(
+        f"no template for Ollama is known that writes conversations like this model's; known are "
+        f"{', '.join(TEMPLATES)}. Use --to gguf and write a Modelfile for it"
+    )
+
+
+def _default_system(tokenizer: Any) -> str:
+    """The system message that the template puts in by itself (Qwen 2.5, SmolLM2)."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    found = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    return found[1] if found else ""
+
+
+def _context(source: ModelSource) -> int:
+    fields = fields_of(architecture_of(source.config), source.config)
+    return min(int(fields["context_length"]), _MOST_CONTEXT)
+
+
+def _quoted(text: str) -> str:
+    if '"""' in text:
+        raise PalestraError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
+    return f'"""{text}"""'
+
+
+def _create(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        raise PalestraError(
+            f"Ollama did not take the model (exit {done.returncode}): {lines[-1]}. The files are complete; is Ollama "
+            f"running? Then: {shlex.join(command)}"
+        )

@@ -1,0 +1,76 @@
+"""What is exported: a model by any name, an adapter already merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.core.errors import PalestraError
+from palestra.export.weights import FolderWeights
+from palestra.models.adapters import RECORD, is_adapter
+from palestra.models.loading import canonical_name, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A whole model, its weights read as they are asked for, with what else an export tells."""
+
+    name: str  # for people
+    weights: Mapping[str, torch.Tensor]
+    config: Any
+    tokenizer: Any
+    generation: Any  # transformers' GenerationConfig
+    instructions: str  # of the agent that it was trained as
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.weights.values())).dtype
+
+
+def open_source(name: str, shown_as: str | None = None) -> ModelSource:
+    """A model folder is read tensor by tensor; adapters are merged, and other names loaded, in memory."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not is_adapter(folder):
+        return _from_folder(folder, shown_as or _shown_name(name))
+    loaded = load_model(name, device="cpu")
+    model = loaded.model
+    return ModelSource(
+        shown_as or _shown_name(name),
+        model.state_dict(),
+        model.config,
+        loaded.tokenizer,
+        model.generation_config,
+        str(read_record(folder).get("instructions") or ""),
+    )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a run left beside its model; nothing for models from elsewhere."""
+    path = folder / RECORD
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _shown_name(name: str) -> str:
+    """`tiny` of palestra/tiny, `my-agent-20260131-101500` of the model folder in that run."""
+    path = Path(canonical_name(name))
+    path = path.parent if path.name == "model" else path
+    return (path.stem if path.suffix == ".gguf" else path.name) or "model"
+
+
+def _from_folder(folder: Path, name: str) -> ModelSource:
+    from transformers import AutoConfig, GenerationConfig
+
+    tokenizer = load_tokenizer(str(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        has_own = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig()
+    except (OSError, ValueError) as error:
+        raise PalestraError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
+    instructions = str(read_record(folder).get("instructions") or "")
+    return ModelSource(name, FolderWeights(folder), config, tokenizer, generation, instructions)
