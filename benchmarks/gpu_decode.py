@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -235,7 +236,11 @@ def main() -> None:
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
         start = time.perf_counter()
-        kernels() if part == "kernels" else globals()[part](model)
+        try:
+            kernels() if part == "kernels" else globals()[part](model)
+        except Exception as error:  # a part that fails must not cost the figures of the others
+            traceback.print_exc()
+            report(what=part, error=str(error)[:300])
         print(f"# {part}: {time.perf_counter() - start:.1f} s", flush=True)
     print("\n".join(json.dumps(row) for row in RESULTS))
 

@@ -2,7 +2,7 @@
 
 A decode step is a CUDA graph of a bucketed batch size: compiled layers, fused linears, attention over
 pages, LM head; two kernels then choose the tokens and make every row ready for the next step. The
-host looks only once a burst.
+host looks every few steps whether a row has ended, while the next ones already run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Graph:
 class CudaRunner:
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
-    decode_steps = 8
+    decode_steps = 32  # the most steps of a burst
+    look_every = 8
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -110,17 +111,20 @@ class CudaRunner:
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
     def _burst(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
-        """Several decode steps without a look from the host."""
+        """Decode steps until a row ends or the longest burst is over."""
         state, bucket = self._state, bucket_for(len(chunks))
-        steps = state.load(chunks, rows, self.page_size, self.context)
-        for step in range(steps):
-            state.choose(self._decode(bucket), bucket, step)
-        tokens, logprobs = state.tokens[:steps].tolist(), state.logprobs[:steps].tolist()
+        blind = any(row.params.stop for row in rows)  # only the host can see a stop string
+        steps = state.load(chunks, rows, self.page_size, self.context, self.look_every if blind else self.decode_steps)
+        done, looks = 0, []
+        while done < steps and not (len(looks) > 1 and looks[-2]()):
+            for step in range(done, min(done + self.look_every, steps)):
+                state.choose(self._decode(bucket), bucket, step)
+            done = min(done + self.look_every, steps)
+            looks.append(state.look(len(looks)))
         emissions = []
-        for i, chunk in enumerate(chunks):
-            ids = [tokens[s][i] for s in range(steps) if tokens[s][i] >= 0]
+        for chunk, (ids, logprobs) in zip(chunks, state.emitted(done), strict=True):
             chunk.job.session.kv_len += len(ids)
-            emissions.append(Emission(chunk.job, ids, [logprobs[s][i] for s in range(len(ids))]))
+            emissions.append(Emission(chunk.job, ids, logprobs))
         return emissions
 
     def _decode(self, bucket: int) -> Tensor:
@@ -136,10 +140,9 @@ class CudaRunner:
     def _capture(self, bucket: int) -> Graph:
         state = self._state
         plan = DecodePlan(state.tables[:bucket], state.lens[:bucket])
-        ends = torch.arange(bucket, device=self.device)
 
         def forward() -> Tensor:
-            return self._logits(state.ids[None, :bucket], state.positions[None, :bucket], plan, ends)
+            return self._logits(state.ids[None, :bucket], state.positions[None, :bucket], plan)
 
         lens = state.lens.clone()
         with self._ready(compiled=self.device.type == "cuda"):
@@ -165,7 +168,8 @@ class CudaRunner:
         with self._ready(compiled=False):
             graph.logits = forward()
 
-    def _logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor | int = 0) -> Tensor:
+        """[rows, V] logits at the given places; 0: at all of them."""
         output = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends, plan=plan)
         return output.logits[0]
 

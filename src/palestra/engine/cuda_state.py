@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,18 @@ class DecodeState:
         self.tokens = zeros(steps, rows)
         self.logprobs = torch.zeros(steps, rows, device=device)
         self._stats = torch.empty(0, device=device)
+        self._left_on_host = torch.zeros(2, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._loaded = 0
 
-    def load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], page_size: int, context: int) -> int:
-        """Bring the rows onto the device; how many steps are worth running."""
+    def load(
+        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], page_size: int, context: int, steps: int = 1
+    ) -> int:
+        """Bring the rows onto the device; how many steps, up to `steps`, are worth running."""
         jobs, n = [chunk.job for chunk in chunks], len(chunks)
         sessions = [job.session for job in jobs]
         left = [_tokens_left(job, page_size, context) for job in jobs]
-        steps = min(self.steps, max(left))
+        steps = min(steps, max(left))
+        self._loaded = n
         params = [row.params for row in rows]
         width = max(len(s.table) for s in sessions)
         self._put(self.tables[:n, :width], [s.table + [0] * (width - len(s.table)) for s in sessions])
@@ -61,9 +66,30 @@ class DecodeState:
         width = self.stops.shape[1]
         self._put(self.stops, [[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in params])
         seeds, positions = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64), [r.position for r in rows]
-        draws = [uniforms(seeds, np.asarray(positions) + step) for step in range(steps)]
-        self._put(self.draws[:steps, :n], np.stack(draws))
+        self._put(self.draws[:steps, :n], uniforms(seeds, np.asarray(positions) + np.arange(steps)[:, None]))
         return steps
+
+    def look(self, turn: int) -> Callable[[], bool]:
+        """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
+        answer = self._left_on_host[turn % 2]
+        answer.copy_(self.left, non_blocking=True)
+        copied = torch.cuda.Event() if self.left.is_cuda else None
+        if copied is not None:
+            copied.record()
+
+        def ended() -> bool:
+            if copied is not None:
+                copied.synchronize()
+            return not answer[: self._loaded].all()
+
+        return ended
+
+    def emitted(self, steps: int) -> list[tuple[list[int], list[float]]]:
+        """The tokens and logprobs of each row's first `steps` steps; a row that ended has fewer."""
+        tokens = self.tokens[:steps, : self._loaded].T.cpu().numpy()
+        logprobs = self.logprobs[:steps, : self._loaded].T.tolist()
+        counts = (tokens >= 0).sum(1).tolist()
+        return [(ids[:n], values[:n]) for ids, values, n in zip(tokens.tolist(), logprobs, counts, strict=True)]
 
     @staticmethod
     def _put(target: Tensor, values: Any) -> None:

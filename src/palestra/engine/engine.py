@@ -168,6 +168,13 @@ class Engine:
         if job.finish is not None or job.params is None:
             return False
         session, params = job.session, job.params
+        if not params.stop and emission.token_ids:  # runners end at stop ids and limits, so only the last can end it
+            session.token_ids += emission.token_ids
+            job.logprobs += emission.logprobs
+            finish = self._finish_of(job, params, emission.token_ids[-1])
+            if finish is not None:
+                self._end(job, finish)
+            return finish is not None
         for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True):
             session.token_ids.append(token)
             job.logprobs.append(logprob)

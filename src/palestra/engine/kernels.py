@@ -23,25 +23,25 @@ def decode_attention(
     Q, K_NEW, V_NEW, K, V, TABLES, LENS, OUT, PART, PART_ML,
     q_stride, k_stride, v_stride, table_width, scale, softcap, window,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: stores its KV and attends to the row's pages.
 
-    Grid (rows, KV heads, splits). The last split owns the new token, whose KV starts its running
+    Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token, whose KV starts its running
     softmax straight from registers. A row of length 0 is dead: it stores nothing and reads nothing.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
-    g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, PAGE)
+    g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, T)
     in_d = d < D
     rows = (g[:, None] < G) & in_d[None, :]
     q = tl.load(Q + b * q_stride + (h * G + g[:, None]) * D + d[None, :], mask=rows, other=0.0)
     past = tl.maximum(n - 1, 0)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
-    first_page, end_page = first_key // PAGE, tl.cdiv(past, PAGE)
-    span = tl.cdiv(tl.maximum(end_page - first_page, 0), SPLITS)
-    low = first_page + split * span
-    high = tl.minimum(low + span, end_page)
+    first, end = first_key // T, tl.cdiv(past, T)
+    span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
+    low = first + split * span
+    high = tl.minimum(low + span, end)
     k_new = tl.load(K_NEW + b * k_stride + h * D + d, mask=in_d, other=0.0)
     v_new = tl.load(V_NEW + b * v_stride + h * D + d, mask=in_d, other=0.0)
     m = tl.full((GP,), -float("inf"), tl.float32)
@@ -58,10 +58,10 @@ def decode_attention(
             at = ((page * KV + h) * PAGE + past % PAGE) * D + d
             tl.store(K + at, k_new, mask=in_d)
             tl.store(V + at, v_new, mask=in_d)
-    for p in range(low, high):
-        page = tl.load(TABLES + b * table_width + p).to(tl.int64)
-        at = ((page * KV + h) * PAGE + t[:, None]) * D + d[None, :]
-        key = p * PAGE + t
+    for i in range(low, high):
+        page = tl.load(TABLES + b * table_width + i * T // PAGE).to(tl.int64)
+        at = ((page * KV + h) * PAGE + i * T % PAGE + t[:, None]) * D + d[None, :]
+        key = i * T + t
         seen = (key < past) & (key >= first_key)
         k = tl.load(K + at, mask=seen[:, None] & in_d[None, :], other=0.0)
         v = tl.load(V + at, mask=seen[:, None] & in_d[None, :], other=0.0)

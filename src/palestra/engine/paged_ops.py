@@ -11,6 +11,7 @@ from palestra.engine import kernels
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS = 8
+DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3  # keys at once, and how Triton runs them
 
 
 def splits_for(rows: int, kv_heads: int) -> int:
@@ -51,8 +52,8 @@ def decode_attention(
         q, k, v, keys, values, tables, lens, out, part, part_ml,
         q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window,
         KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
-        SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
-        num_warps=4, num_stages=3,
+        T=min(DECODE_KEYS, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
+        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)

@@ -34,7 +34,9 @@ class SamplingRow(NamedTuple):
 def uniforms(seeds: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray) -> np.ndarray:
     """One number in (0, 1) for each (seed, position): SplitMix64, so that a row's draw depends on nothing else."""
     with np.errstate(over="ignore"):
-        seed = np.array([int(s) & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
+        if not isinstance(seeds, np.ndarray):
+            seeds = np.array([int(s) & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
+        seed = seeds.astype(np.uint64)
         x = _mix(seed) + np.asarray(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         x = _mix(x + np.uint64(0x9E3779B97F4A7C15))
     # 22 bits: u is at most 1 - 2^-23, so u * total stays below total in float32

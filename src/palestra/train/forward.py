@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
 from palestra.train.attention import Layout, use_tree_attention
@@ -117,12 +118,24 @@ def _layers(model: Any) -> list[nn.Module]:
 
 @cache
 def _compiled_call() -> Callable[..., Any]:
-    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers."""
+    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers.
+
+    Of a layer's activations only the products' and the attention's are kept; the cheap steps between
+    them are computed again in the backward pass, fused into what needs them.
+    """
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return layer._call_impl(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return layer._call_impl(*args, **kwargs)
+        keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
+        return checkpoint(layer._call_impl, *args, use_reentrant=False, context_fn=keep, **kwargs)
 
     return torch.compile(call, dynamic=True)
+
+
+def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    costly = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.palestra.tree_attention.default)
+    return CheckpointPolicy.MUST_SAVE if operation in costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def causal_lm(model: Any) -> Any:

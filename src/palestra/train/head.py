@@ -1,7 +1,7 @@
 """From hidden states to log-probabilities and entropies of chosen tokens, in chunks.
 
-Logits exist for one chunk of tokens at a time, forward and backward: the backward pass computes
-them again instead of keeping them.
+Logits exist for one chunk of tokens at a time, forward and backward: what does not fit a fixed budget is
+computed again in the backward pass instead of being kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+# Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
+KEPT_BYTES = {"cuda": 2**31}
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,21 @@ class _Score(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         size, (statistics, _) = _chunk_tokens(weight), _kernels(weight.device.type)
-        parts = [
-            statistics(F.linear(h, weight, bias), y, rule)
-            for h, y in zip(hidden.split(size), target.split(size), strict=True)
-        ]
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        kept: list[Tensor] = []
+        room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
+        for h, y in zip(hidden.split(size), target.split(size), strict=True):
+            logits = F.linear(h, weight, bias)
+            parts.append(statistics(logits, y, rule))
+            room -= logits.nbytes
+            if room >= 0:
+                kept.append(logits)
         empty = hidden.new_empty(0, dtype=torch.float32)
         logprobs, logsumexp, entropy = (
             (torch.cat(x) for x in zip(*parts, strict=True)) if parts else (empty, empty, empty)
         )
         ctx.save_for_backward(hidden, weight, bias, target, logsumexp, entropy)
-        ctx.rule, ctx.entropy_gradient = rule, entropy_gradient
+        ctx.rule, ctx.entropy_gradient, ctx.kept = rule, entropy_gradient, kept
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -79,9 +86,12 @@ class _Score(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        kept, ctx.kept = iter(ctx.kept), []
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            logits = F.linear(hidden[part], weight, bias)
+            logits = next(kept, None)
+            if logits is None:
+                logits = F.linear(hidden[part], weight, bias)
             gradient = logit_gradient(
                 logits,
                 target[part],
@@ -107,10 +117,12 @@ def _chunk_tokens(weight: Tensor) -> int:
 
 @cache
 def _kernels(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two elementwise passes over a chunk of logits: fused by the compiler on a GPU."""
+    """The two passes over a chunk of logits, which may overwrite it: by Triton on a GPU."""
     if device != "cuda":
         return _statistics, _logit_gradient
-    return torch.compile(_statistics, dynamic=True), torch.compile(_logit_gradient, dynamic=True)
+    from palestra.train import head_kernels
+
+    return head_kernels.statistics, head_kernels.logit_gradient
 
 
 def _final(logits: Tensor, rule: LogitRule) -> Tensor:
@@ -165,5 +177,7 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """total [V, H] float32 += gradientᵀ @ hidden, added up in float32."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
+    elif total.is_cuda:
+        torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
     else:
         total += gradient.T @ hidden

@@ -149,17 +149,21 @@ class LocalLearner:
     @contextmanager
     def _session(self) -> Iterator[None]:
         training = self.model.training
-        self.model.train()
+        if not training:  # telling every module costs milliseconds
+            self.model.train()
         try:
             with self._scorer.session():
                 yield
         finally:
-            self.model.train(training)
+            if not training:
+                self.model.eval()
 
     @torch.no_grad()
     def _fill_old_and_reference(self, parts: list[Minibatch], objective: TrainSection) -> None:
         """Behaviour and reference log-probabilities that the first update would change, or that need no gradient."""
         stale = any(sample.policy_version != self.version for part in parts for sample in part.samples)
+        if not (stale or len(parts) > 1 or objective.beta > 0):
+            return
         self.model.eval()
         for part in parts:
             for work in part.works:

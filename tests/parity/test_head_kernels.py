@@ -1,0 +1,43 @@
+"""The head's Triton kernels against the plain formula. Runs in Triton's interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import torch
+from palestra.train import head, head_kernels
+from palestra.train.head import LogitRule
+
+head_kernels.BLOCK = 64
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+for rule in (LogitRule(), LogitRule(0.5, 3.0, 0.7), LogitRule(2.0, None, 1.3)):
+    logits = torch.randn(5, 150, device=device) * 4
+    target = torch.randint(0, 150, (5,), device=device)
+    expected = head._statistics(logits.clone(), target, rule)
+    found = head_kernels.statistics(logits.clone(), target, rule)
+    for a, b in zip(expected, found):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    _, lse, entropy = expected
+    grads = torch.randn(2, 5, device=device)
+    for more in ((None, None), (entropy, grads[1])):
+        a = head._logit_gradient(logits.clone(), target, lse, grads[0], *more, rule)
+        b = head_kernels.logit_gradient(logits.clone(), target, lse, grads[0], *more, rule)
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+print("SAME")
+"""
+
+
+def test_the_heads_kernels_give_what_the_plain_formula_gives() -> None:
+    import torch
+
+    env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env)
+    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
