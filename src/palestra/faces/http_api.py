@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
@@ -34,8 +35,8 @@ def http_app(clients: Clients, token: str | None) -> Guard:
     """The application, guarded: a token, or a loopback address and no other site."""
     app = FastAPI(title="Palestra", version=version("palestra"), description=_ABOUT)
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(AnyHTTPException)
+    async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
         return JSONResponse({"error": str(error.detail)}, error.status_code)
 
     @app.exception_handler(PalestraError)
