@@ -49,7 +49,7 @@ class ChatBody(SamplingFields):
     def tools_used(self) -> list[dict[str, Any]]:
         if self.tool_choice not in (None, "auto", "none"):
             raise PalestraError(f"tool_choice={self.tool_choice!r} is not supported by this server; use auto or none")
-        return [] if self.tool_choice == "none" else self.tools or []
+        return [] if self.tool_choice == "none" else [plain_tool(tool) for tool in self.tools or []]
 
     def ask(self, model: Completer) -> Ask:
         tools = self.tools_used
@@ -62,6 +62,15 @@ class ChatBody(SamplingFields):
             return [from_dict(message) for message in self.messages]
         except (TypeError, AttributeError) as error:
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
+
+
+def plain_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as it stood in training's prompts: what else clients send of it (`strict`) is not for the model."""
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        return tool
+    kept = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": kept}
 
 
 @dataclass(frozen=True, slots=True)
