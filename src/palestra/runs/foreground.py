@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
@@ -47,7 +48,7 @@ class ForegroundRun:
             )  # fmt: skip
             return
         self._run_id = known.run_id
-        again = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **mine}
+        again: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **mine}
         if not index.move(known.run_id, ENDED, "running", **again):
             raise PalestraError(
                 f"{folder} is run {known.run_id}, which is {known.state}; watch it with: palestra runs watch "

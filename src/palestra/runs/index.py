@@ -154,15 +154,21 @@ class Index:
                 )
         return Row(*found)
 
-    def move(self, run_id: str, come_from: Sequence[State], to: State, **values: Any) -> bool:
-        """Change a run's state, and more of its row, if it is in one of the states given."""
+    def move(
+        self, run_id: str, come_from: Sequence[State], to: State, *, of_launch: float | None = None, **values: Any
+    ) -> bool:
+        """Change a run's state, and more of its row, if it is in one of the states given.
+
+        With `of_launch`, only if it has not been launched anew since: who looks after an earlier life of a run
+        has no say in the next one.
+        """
         changes = {"state": to, **values}
         words = ", ".join(f"{name} = ?" for name in changes)
         states = ", ".join("?" * len(come_from))
         with self._change() as db:
             done = db.execute(
-                f"UPDATE runs SET {words} WHERE run_id = ? AND state IN ({states})",
-                [*changes.values(), run_id, *come_from],
+                f"UPDATE runs SET {words} WHERE run_id = ? AND state IN ({states}) AND launched = ifnull(?, launched)",
+                [*changes.values(), run_id, *come_from, of_launch],
             )
             if to in ENDED and done.rowcount:
                 db.execute("DELETE FROM ports WHERE run_id = ?", (run_id,))
@@ -214,7 +220,7 @@ class Index:
                     db.execute("DELETE FROM ports WHERE run_id = ? AND part = ?", (run_id, part))
                     db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
                     return port
-        raise PalestraError(f"no loopback port from {_PORTS.start} to {_PORTS.stop} is free")
+        raise PalestraError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
     def ports(self, run_id: str) -> dict[str, int]:
         with self._open() as db:

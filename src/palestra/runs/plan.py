@@ -21,6 +21,7 @@ WIRE = "wire"
 STOP_ORDER = ("env", "trainer", "api")
 _TRAINERS_ALONE = ("WANDB_API_KEY", "TINKER_API_KEY")
 _ASK_S = 2.0
+_READY_S = 3600.0  # a model may have to be downloaded first; who dies meanwhile is noticed at once
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ def is_on_the_wire(request: RunRequest) -> bool:
     """As asked for; unless asked, environments of other dialects are. Reads source files, runs none."""
     if request.environment is None:
         return False
+    dialect = _dialect(request.environment)
+    return dialect != "palestra" if request.wire is None else request.wire or dialect != "palestra"
+
+
+def _dialect(environment: str) -> str:
     from palestra.envs.load import find_env
 
-    dialect = find_env(request.environment).dialect
-    return dialect != "palestra" if request.wire is None else request.wire or dialect != "palestra"
+    return find_env(environment).dialect
 
 
 def environment_of(part: str, run_id: str) -> dict[str, str]:
@@ -70,7 +75,7 @@ def _in_process(request: RunRequest, folder: Path) -> Step:
         words = [word for word in what if word is not None]
         return [*PALESTRA, "train", *words, "--config", str(folder / SETTINGS), "--folder", str(folder)]
 
-    return Step("trainer", command, lambda: _is_run(folder), 3600)
+    return Step("trainer", command, lambda: _is_run(folder), _READY_S)
 
 
 def _on_the_wire(request: RunRequest, folder: Path, claim_port: Callable[[str], int]) -> list[Step]:
@@ -88,11 +93,16 @@ def _on_the_wire(request: RunRequest, folder: Path, claim_port: Callable[[str], 
         where = ["--api-url", urls["api"], "--openai.base_url", f"{urls['trainer']}/v1"]
         return [*PALESTRA, "env", "serve", name, *where, "--config", str(_env_settings(request, folder))]
 
+    def is_served() -> bool:
+        return answers(f"{urls['trainer']}/health")
+
     api = [*PALESTRA, "trajectory", "--port", str(ports["api"]), "--folder", str(folder / WIRE)]
+    # ours wait for the model that they sample from, so both load their libraries at once; others may not
+    waits = _dialect(name) == "palestra"
     return [
-        Step("api", lambda: api, lambda: answers(f"{urls['api']}/"), 120),
-        Step("trainer", trainer, lambda: answers(f"{urls['trainer']}/health"), 3600),
-        Step("env", env, lambda: True, 60),
+        Step("api", lambda: api, lambda: answers(f"{urls['api']}/"), _READY_S),
+        Step("trainer", trainer, (lambda: _is_run(folder)) if waits else is_served, _READY_S),
+        Step("env", env, is_served, _READY_S),
     ]
 
 

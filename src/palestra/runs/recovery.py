@@ -50,6 +50,8 @@ def _is_silent(index: Index, row: Row) -> bool:
 
 def recover(index: Index, row: Row, reason: str) -> None:
     """End all processes of a run that nobody looks after, then mark it. Whoever comes second finds it done."""
+    if index.row(row.run_id).launched != row.launched:  # resumed meanwhile
+        return
     if row.host == this_host():
         if row.kind == "managed" and row.supervisor is not None:
             send(row.supervisor, signals.SIGKILL)
@@ -61,6 +63,7 @@ def recover(index: Index, row: Row, reason: str) -> None:
         row.run_id,
         [row.state],
         "stopped" if stopped else "failed",
+        of_launch=row.launched,
         reason=f"{reason}; {'it was being stopped' if stopped else f'palestra runs resume {row.run_id} goes on'}",
         ended=time.time(),
     )

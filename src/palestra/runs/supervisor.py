@@ -19,7 +19,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
 from palestra.runs import limits, plan
 from palestra.runs.explain import why
-from palestra.runs.index import ACTIVE, Index
+from palestra.runs.index import ACTIVE, Index, State
 from palestra.runs.processes import Process, adopt_orphans, end_all, family, reap, send, spawn, this_process
 from palestra.runs.recovery import reconcile, recover
 from palestra.runs.request import RunRequest
@@ -46,7 +46,8 @@ class Supervisor:
 
     def __init__(self, index: Index, run_id: str) -> None:
         self._index, self._run_id = index, run_id
-        self._folder = Path(index.row(run_id).folder)
+        row = index.row(run_id)
+        self._folder, self._launched = Path(row.folder), row.launched
         self._request, self._cwd = RunRequest.load(self._folder)
         self._guard = os.getppid()
         self._parts: dict[str, Process] = {}
@@ -56,6 +57,8 @@ class Supervisor:
 
     def run(self) -> None:
         """The whole life of the run; its end is in the index when this returns."""
+        end: State
+        reason: str | None
         try:
             self._wait_for_turn()
             self._start()
@@ -72,7 +75,7 @@ class Supervisor:
             end, reason = "failed", redact(f"the supervisor failed: {type(error).__name__}: {error}")
         self._end_parts()
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
-        self._index.move(self._run_id, ACTIVE, end, reason=reason, ended=time.time())  # type: ignore[arg-type]
+        self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())
 
     def ask_to_end(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = True
@@ -176,14 +179,15 @@ class Supervisor:
 
 def guard(index: Index, run_id: str, supervisor: int) -> None:
     """Wait for the supervisor to end; where it did not say so itself, end what is left and say it."""
+    launched = index.row(run_id).launched
     pid = status = 0
     while pid != supervisor:
         pid, status = os.waitpid(-1, 0)
     end_all(family(os.getpid()), _GUARD_PATIENCE_S)
     row = index.row(run_id)
-    if row.state in ACTIVE:
+    if row.state in ACTIVE and row.launched == launched:
         killed = os.WIFSIGNALED(status)
-        recover(index, row, "its supervisor was killed" if killed else "its supervisor failed; its log says why")
+        recover(index, row, "its supervisor has died" if killed else "its supervisor failed; its log says why")
 
 
 def main(home: str, run_id: str) -> None:

@@ -1,0 +1,305 @@
+"""Runs in the background outlive who started them, end without leaving anything behind, and say why.
+
+The trainer is the real command with an agent file that, instead of training, does what the test is about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.runs.index import Index
+from palestra.runs.manager import Run, RunManager, RunRequest
+from palestra.runs.processes import Process, end_all, family, marked
+
+PALESTRA = [sys.executable, "-m", "palestra"]
+BEGIN = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[-1])  # train … --folder FOLDER, and train --resume FOLDER
+
+
+def begin():
+    (folder / "run.json").write_text(json.dumps({"name": "fake", "source": __file__}))
+    (folder / "config.yaml").write_text("{}")
+"""
+SLEEP = "begin()\ntime.sleep(300)"
+# what a sandbox leaves behind when its trainer is killed: a session of its own, and nothing in its environment
+LEAVE_A_CHILD = "begin()\nsubprocess.Popen(['sleep', '299'], start_new_session=True, env={})\ntime.sleep(300)"
+
+
+class Runs:
+    """A home with runs that play."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.manager, self.index = RunManager(self.home, max_runs=9), Index(self.home)
+
+    def agent_file(self, code: str) -> str:
+        path = self.folder / f"agent_{len(list(self.folder.glob('agent_*.py')))}.py"
+        path.write_text(BEGIN + textwrap.dedent(code))
+        return str(path)
+
+    def start(self, code: str, **more: Any) -> str:
+        return self.manager.start(RunRequest(agent_file=self.agent_file(code), **more)).run_id
+
+    def wait(self, run_id: str, *states: str, within_s: float = 30.0) -> Run:
+        until = time.monotonic() + within_s
+        while (run := self.manager.get(run_id)).state not in states:
+            assert time.monotonic() < until, f"{run.state}, not {states}: {run.reason}"
+            time.sleep(0.05)
+        return run
+
+    def process(self, run_id: str, part: str) -> Process:
+        return next(found.process for found in self.index.parts(run_id) if found.part == part)
+
+    def all_processes(self, run_id: str) -> list[Process]:
+        supervisor = self.index.row(run_id).supervisor
+        return [] if supervisor is None or not supervisor.is_alive else [supervisor, *family(supervisor.pid)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    for row in made.index.rows():
+        end_all([*made.all_processes(row.run_id), *marked(row.run_id)], 0.1)
+
+
+def parent(process: Process) -> int:
+    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def eventually(happened: Callable[[], Any], within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if happened():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_run_outlives_the_shell_that_started_it_and_a_new_process_lists_it(runs):
+    env = {**os.environ, "PALESTRA_HOME": str(runs.home)}
+    words = f"{' '.join(PALESTRA)} train {runs.agent_file('from palestra.demo import agent, suite')} --detach --json"
+    # the file cannot be both a good one and one that sleeps: it is replaced once it has been checked
+    shell = subprocess.run(["bash", "-c", words], cwd=runs.folder, env=env, capture_output=True, text=True)
+    assert shell.returncode == 0, shell.stderr
+    run_id = json.loads(shell.stdout)["run_id"]
+    (runs.folder / "agent_0.py").write_text(BEGIN + SLEEP)
+    run = runs.wait(run_id, "running")
+    assert run.folder.parent == runs.folder / "runs"
+    listed = subprocess.run([*PALESTRA, "runs", "list", "--json"], env=env, capture_output=True, text=True)
+    (row,) = json.loads(listed.stdout)["runs"]
+    assert (row["run_id"], row["state"], row["processes"]) == (run_id, "running", {"trainer": "running"})
+
+
+def test_a_run_that_ends_well_is_completed_and_leaves_no_process(runs):
+    run_id = runs.start("begin()\nsys.exit(0)")
+    run = runs.wait(run_id, "completed")
+    assert run.processes == {"trainer": "exited (0)"}
+    assert run.ended is not None
+    assert eventually(lambda: not runs.all_processes(run_id))
+
+
+def test_a_failure_is_told_with_the_lines_of_the_log_that_explain_it(runs):
+    run_id = runs.start(
+        "from palestra.core.errors import PalestraError\nraise PalestraError('no such thing; use another')"
+    )
+    run = runs.wait(run_id, "failed")
+    assert run.processes == {"trainer": "exited (2)"}
+    assert "the trainer ended with exit code 2" in str(run.reason)
+    assert "no such thing; use another" in str(run.reason)
+    assert any("no such thing" in line for line in runs.manager.logs(run_id))
+
+
+def test_a_stopped_trainer_may_save_what_it_has_and_goes_on_when_resumed(runs):
+    code = """
+        def save(number, frame):
+            (folder / "saved").write_text("yes")
+            sys.exit(130)
+
+        signal.signal(signal.SIGTERM, save)
+        if (folder / "saved").exists():
+            sys.exit(0)
+        begin()
+        time.sleep(300)
+    """
+    run_id = runs.start(code)
+    runs.wait(run_id, "running")
+    with pytest.raises(PalestraError, match="only one that was stopped or has failed"):
+        runs.manager.resume(run_id)
+    with pytest.raises(PalestraError, match="stop it first"):
+        runs.manager.remove(run_id)
+    stopped = runs.manager.stop(run_id)
+    assert (stopped.state, stopped.processes) == ("stopped", {"trainer": "exited (130)"})
+    with pytest.raises(PalestraError, match="has ended already"):
+        runs.manager.stop(run_id)
+    runs.manager.resume(run_id)
+    assert runs.wait(run_id, "completed").reason is None
+    folder = runs.manager.get(run_id).folder
+    runs.manager.remove(run_id)
+    assert not folder.exists()
+    with pytest.raises(PalestraError, match="there is no run"):
+        runs.manager.get(run_id)
+
+
+def test_stop_during_start_up_starts_nothing_afterwards(runs):
+    environment = runs.folder / "slow_env.py"
+    environment.write_text(
+        "from palestra import Env\nimport time\ntime.sleep(300)\nclass Slow(Env):\n    '''Slow.'''\n"
+    )
+    request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
+    run_id = runs.manager.start(request).run_id
+    assert eventually(lambda: len(runs.index.parts(run_id)) == 2, within_s=30)  # API and trainer; no environment yet
+    stopped = runs.manager.stop(run_id)
+    assert stopped.state == "stopped"
+    assert stopped.processes["env"] == "not started"
+    time.sleep(1.0)
+    assert {part.part for part in runs.index.parts(run_id)} == {"api", "trainer"}
+    assert not marked(run_id)
+
+
+def test_a_run_stopped_while_it_waits_never_starts(runs):
+    runs.manager.max_runs = 1
+    first, second, third = (runs.start(SLEEP) for _ in range(3))
+    runs.wait(first, "running")
+    assert eventually(lambda: runs.manager.get(second).reason == "1 of at most 1 runs are at work")
+    assert runs.manager.stop(second).state == "stopped"
+    assert runs.manager.get(second).processes == {"trainer": "not started"}
+    runs.manager.stop(first)
+    runs.wait(third, "running")
+    assert runs.manager.get(second).state == "stopped"
+
+
+def test_five_runs_at_once_have_ports_of_their_own(runs):
+    environment = runs.folder / "slow_env.py"
+    environment.write_text(
+        "from palestra import Env\nimport time\ntime.sleep(300)\nclass Slow(Env):\n    '''Slow.'''\n"
+    )
+    request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
+    ids = [runs.manager.start(request).run_id for _ in range(5)]
+    for run_id in ids:
+        assert eventually(lambda run_id=run_id: len(runs.index.parts(run_id)) == 2, within_s=60)  # its API is ready
+    ports = [port for run_id in ids for port in runs.manager.get(run_id).ports.values()]
+    assert len(set(ports)) == 10
+    for run_id in ids:
+        with urllib.request.urlopen(f"http://127.0.0.1:{runs.manager.get(run_id).ports['api']}/") as answer:
+            assert answer.status == 200
+    for run_id in ids:
+        os.kill(runs.process(run_id, "trainer").pid, signal.SIGKILL)
+        assert "SIGKILL" in str(runs.wait(run_id, "failed").reason)
+        assert not marked(run_id)
+
+
+STARTER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from palestra.runs.manager import RunManager, RunRequest
+manager = RunManager(Path(sys.argv[1]), max_runs=1)
+request = RunRequest(agent_file=sys.argv[2], name="same")
+with ThreadPoolExecutor(5) as pool:
+    for run in pool.map(lambda _: manager.start(request), range(5)):
+        print(run.run_id, run.folder)
+"""
+
+
+def test_five_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
+    words = [sys.executable, "-c", STARTER, str(runs.home), runs.agent_file("begin()\nsys.exit(0)")]
+    starters = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    lines = [line.split() for starter in starters for line in starter.communicate(timeout=60)[0].splitlines()]
+    assert all(starter.returncode == 0 for starter in starters)
+    assert len({run_id for run_id, _ in lines}) == len({folder for _, folder in lines}) == 10
+    assert {run.run_id for run in runs.manager.list()} == {run_id for run_id, _ in lines}
+    for run_id, _ in lines:
+        with contextlib.suppress(PalestraError):  # one that has ended already
+            runs.manager.stop(run_id)
+        runs.wait(run_id, "completed", "stopped")
+
+
+@pytest.mark.parametrize("victim", ["trainer", "supervisor", "guard"])
+def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim):
+    run_id = runs.start(LEAVE_A_CHILD)
+    runs.wait(run_id, "running")
+    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)
+    everything = runs.all_processes(run_id)
+    supervisor = runs.index.row(run_id).supervisor
+    pids = {"trainer": runs.process(run_id, "trainer").pid, "supervisor": supervisor.pid}
+    guard = parent(supervisor)
+    os.kill(pids.get(victim, guard), signal.SIGKILL)
+    # nobody looks: only the system and the index are asked
+    assert eventually(lambda: not any(process.is_alive for process in everything))
+    assert eventually(lambda: runs.index.row(run_id).state == "failed")
+    reason = {"trainer": "the trainer was killed by SIGKILL", "supervisor": "its supervisor has died"}
+    assert reason.get(victim, "the guard of its supervisor has died") in str(runs.index.row(run_id).reason)
+
+
+def test_a_run_whose_supervisor_and_guard_are_both_gone_is_found_dead_by_whoever_looks(runs):
+    run_id = runs.start(SLEEP)
+    runs.wait(run_id, "running")
+    supervisor, trainer = runs.index.row(run_id).supervisor, runs.process(run_id, "trainer")
+    guard = parent(supervisor)
+    os.kill(guard, signal.SIGKILL)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert eventually(lambda: not trainer.is_alive)  # by the kernel, before anybody looks
+    run = runs.manager.get(run_id)
+    assert run.state == "failed"
+    assert "supervisor has died" in str(run.reason)
+    assert run_id in str(run.reason)  # how to resume
+
+
+def test_a_dead_run_before_it_does_not_hold_up_the_queue(runs):
+    runs.manager.max_runs = 1
+    first, second = runs.start(SLEEP), runs.start(SLEEP)
+    runs.wait(first, "running")
+    supervisor = runs.index.row(first).supervisor
+    guard = parent(supervisor)
+    for pid in (guard, supervisor.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: runs.index.row(second).state in ("starting", "running"), within_s=20)
+
+
+def test_secrets_reach_the_trainer_and_nothing_else(runs, monkeypatch):
+    secret = "sk-0123456789-secret"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    run_id = runs.start("begin()\n(folder / 'has').write_text(str('WANDB_API_KEY' in os.environ))\ntime.sleep(300)")
+    run = runs.wait(run_id, "running")
+    assert eventually((run.folder / "has").is_file)
+    assert (run.folder / "has").read_text() == "True"
+    for process in runs.all_processes(run_id):
+        assert secret not in Path(f"/proc/{process.pid}/cmdline").read_text()
+    written = [path for path in (*runs.home.rglob("*"), *run.folder.rglob("*")) if path.is_file()]
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+    with pytest.raises(PalestraError, match="holds a secret"):
+        runs.start(SLEEP, settings={"track.run_name": secret})
+
+
+def test_the_first_step_is_done_15_seconds_after_the_start_beyond_the_imports(runs):
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import palestra.api, palestra.train.session, transformers"], check=True)
+    imports_s = time.monotonic() - began
+    shape = {"train.problems_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 40, "eval.cases": 2}
+    began = time.monotonic()
+    run_id = runs.manager.start(RunRequest(settings={**shape, "train.max_steps": 2})).run_id
+    assert eventually(lambda: runs.manager.get(run_id).progress.get("step"), within_s=120)
+    assert time.monotonic() - began - imports_s < 15
+    runs.wait(run_id, "completed", within_s=60)
+    results = runs.manager.results(run_id)
+    assert results["report"]["after"]["pass_rate"]["n"] == 2
+    assert Path(results["model_path"], "config.json").is_file()
+    assert [row["step"] for row in results["history"]] == [1, 2]

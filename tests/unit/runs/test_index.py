@@ -1,0 +1,165 @@
+"""The index keeps what many processes write at once, and lets in only what has room."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.runs.index import Index
+from palestra.runs.processes import Process
+
+
+def add(index: Index, run_id: str, **values: Any) -> None:
+    now = time.time()
+    row = {
+        "run_id": run_id, "name": "n", "environment": "e", "folder": f"/runs/{run_id}", "kind": "managed",
+        "state": "pending", "created": now, "launched": now, "host": "here",
+    }  # fmt: skip
+    index.add(**{**row, **values})
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return Index(tmp_path / "home")
+
+
+def test_a_state_changes_only_from_where_it_may(index):
+    add(index, "a")
+    assert not index.move("a", ["running"], "completed")
+    assert index.move("a", ["pending", "starting"], "running", reason="why")
+    assert (index.row("a").state, index.row("a").reason) == ("running", "why")
+
+
+def test_only_one_of_two_gets_to_resume(index):
+    add(index, "a", state="failed")
+    assert [index.move("a", ["failed"], "pending") for _ in range(2)] == [True, False]
+
+
+def test_an_unknown_run_is_told_with_the_closest_known_one(index):
+    add(index, "abcd2345")
+    with pytest.raises(PalestraError, match=r"no run 'abcd2346'\. Did you mean 'abcd2345'"):
+        index.row("abcd2346")
+
+
+def test_the_newest_run_comes_first(index):
+    for name in ("a", "b", "c"):
+        add(index, name)
+    assert [row.run_id for row in index.rows()] == ["c", "b", "a"]
+
+
+def test_ports_of_runs_differ_and_are_free_again_afterwards(index):
+    for name in ("a", "b"):
+        add(index, name, state="starting")
+    ports = [index.claim_port(run, part) for run in ("a", "b") for part in ("api", "trainer")]
+    assert len(set(ports)) == 4
+    assert index.ports("a") == {"api": ports[0], "trainer": ports[1]}
+    index.move("a", ["starting"], "failed")
+    assert index.ports("a") == {}
+
+
+def test_a_port_that_somebody_listens_on_is_not_taken(index, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+        other.close()
+        add(index, "a")
+        monkeypatch.setattr("palestra.runs.index._PORTS", [taken.getsockname()[1], free])
+        assert index.claim_port("a", "api") == free
+        with pytest.raises(PalestraError, match="no loopback port"):
+            index.claim_port("a", "trainer")
+
+
+def test_runs_wait_for_room_in_the_order_of_their_coming(index):
+    for name in ("a", "b", "c"):
+        add(index, name)
+
+    def admit(name: str) -> str | None:
+        return index.admit(name, free_memory_gib=100.0, machine_gpus=0, default_runs=1)
+
+    assert "run a is before it" in str(admit("b"))
+    assert admit("a") is None
+    assert index.row("a").state == "starting"
+    assert admit("b") == index.row("b").reason == "1 of at most 1 runs are at work"
+    index.move("a", ["starting"], "completed")
+    assert "run b is before it" in str(admit("c"))
+    assert admit("b") is None
+    assert index.row("b").reason is None
+
+
+def test_a_run_that_needs_no_gpu_passes_one_that_waits_for_it(index):
+    add(index, "a", state="running", gpus=1)
+    add(index, "b", gpus=1)
+    add(index, "c", gpus=0)
+    assert index.admit("b", 100.0, machine_gpus=1, default_runs=4) == "1 of 1 GPUs are in use"
+    assert index.admit("c", 100.0, machine_gpus=1, default_runs=4) is None
+
+
+def test_a_run_waits_for_memory_unless_it_is_alone(index):
+    add(index, "a", memory_gib=10.0)
+    assert index.admit("a", 5.0, machine_gpus=0, default_runs=4) is None
+    add(index, "b", memory_gib=10.0)
+    assert "needs about 10.0 GiB" in str(index.admit("b", 5.0, machine_gpus=0, default_runs=4))
+
+
+def test_processes_of_a_run_are_remembered_with_their_exit_codes(index):
+    add(index, "a")
+    index.part_started("a", "trainer", Process(7, "then"))
+    index.part_ended("a", "trainer", -9)
+    (part,) = index.parts("a")
+    assert (part.part, part.process, part.exit_code) == ("trainer", Process(7, "then"), -9)
+
+
+def test_only_a_run_that_has_ended_is_forgotten(index):
+    add(index, "a", state="running")
+    assert not index.remove("a")
+    index.move("a", ["running"], "stopped")
+    assert index.remove("a")
+    assert index.rows() == []
+
+
+WRITER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from palestra.runs.index import Index
+
+def write(number):
+    index = Index(Path(sys.argv[1]))
+    run_id = f"{sys.argv[2]}-{number}"
+    index.add(run_id=run_id, name="n", environment="e", folder=run_id, kind="managed", state="pending",
+              created=0.0, launched=0.0, host="here")
+    for _ in range(20):
+        index.claim_port(run_id, "api")
+        index.update(run_id, heartbeat=1.0)
+    return index.move(run_id, ["pending"], "running")
+
+with ThreadPoolExecutor(5) as pool:
+    assert all(pool.map(write, range(5)))
+"""
+
+
+def test_two_processes_with_five_writers_each_do_not_clash(tmp_path):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "home"), name], stderr=subprocess.PIPE)
+        for name in ("one", "other")
+    ]
+    for writer in writers:
+        _, errors = writer.communicate(timeout=60)
+        assert writer.returncode == 0, errors.decode()
+    index = Index(tmp_path / "home")
+    assert {row.state for row in index.rows()} == {"running"}
+    assert len(index.rows()) == 10
+    assert len({index.ports(row.run_id)["api"] for row in index.rows()}) == 10
+
+
+def test_a_home_that_cannot_be_made_is_told_with_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PalestraError, match="PALESTRA_HOME"):
+        Index(tmp_path / "file" / "home")

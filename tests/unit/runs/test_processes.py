@@ -1,0 +1,109 @@
+"""Processes are known by number and birth, and nothing that a run started stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from palestra.runs.processes import MARK, Process, end_all, family, identify, marked, send, this_process
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+def eventually(happened: Callable[[], bool], within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if happened():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(code: str, **more: str) -> Process:
+        words = [sys.executable, "-c", code]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, **more})
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = identify(process.pid)
+        assert found is not None
+        return found
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_is_alive_until_it_ends_even_as_a_zombie():
+    assert this_process().is_alive
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    process = identify(child.pid) or Process(child.pid, "too late")
+    assert eventually(lambda: not process.is_alive)  # nobody has fetched its exit status
+    assert child.wait() == 0
+
+
+def test_a_number_that_another_process_has_got_is_not_signalled(start):
+    process = start(STUBBORN)
+    send(Process(process.pid, "another birth"), signal.SIGKILL)
+    end_all([Process(process.pid, "another birth")], 0.1)
+    assert process.is_alive
+
+
+def test_who_does_not_heed_the_request_is_made_to_end_with_its_whole_group(start):
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]); {STUBBORN}"
+    process = start(code)
+    assert eventually(lambda: len(family(process.pid)) == 1)
+    (child,) = family(process.pid)
+    end_all([process], 0.2)
+    assert not process.is_alive
+    assert eventually(lambda: not child.is_alive)
+
+
+def test_what_a_run_started_is_found_in_other_sessions_and_without_its_parent(start):
+    inner = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
+    parent = start(f"{inner}; print(flush=True); import time; time.sleep(60)", **{MARK: "run-of-test"})
+    assert eventually(lambda: len(marked("run-of-test")) == 2)
+    os.kill(parent.pid, signal.SIGKILL)
+    assert eventually(lambda: len(marked("run-of-test")) == 1)
+    end_all(marked("run-of-test"), 0.1)
+    assert eventually(lambda: not marked("run-of-test"))
+    assert not marked("another")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a child to its parent's life")
+def test_a_spawned_process_is_asked_to_end_when_its_parent_dies(tmp_path):
+    code = f"""
+import os, sys
+from pathlib import Path
+from palestra.runs.processes import spawn
+words = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = spawn(words, Path({str(tmp_path / "log")!r}), os.environ, Path("/"))
+print(child.pid, child.born, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    assert eventually(lambda: not Process(int(said[0]), said[1]).is_alive)
+
+
+def test_a_command_that_is_not_there_says_so_in_its_log(tmp_path):
+    code = f"""
+import os
+from pathlib import Path
+from palestra.runs.processes import reap, spawn
+process = spawn(["/no/such/program"], Path({str(tmp_path / "log")!r}), {{}}, Path("/"))
+while not (ended := reap()): pass
+print(ended == {{process.pid: 127}})
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+    assert "/no/such/program cannot be started" in (tmp_path / "log").read_text()

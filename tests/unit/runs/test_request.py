@@ -1,0 +1,52 @@
+"""What is asked of the manager is checked, kept, and holds no secret."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.core.yaml_config import load_yaml
+from palestra.runs.request import RunRequest
+
+
+def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
+    request = RunRequest(environment="calculator", settings={"train.max_steps": 3}, env_settings={"seed": 1}, wire=True)
+    request.save(tmp_path, tmp_path)
+    assert RunRequest.load(tmp_path) == (request, tmp_path)
+    assert load_yaml(tmp_path / "settings.yaml") == {"train.max_steps": 3, "env": {"seed": 1}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (RunRequest(environment="a", agent_file="b.py"), "not on both"),
+        (RunRequest(settings={"train.max_stepz": 3}), "Did you mean 'train.max_steps'"),
+        (RunRequest(settings={"train.max_steps": "many"}), "valid integer"),
+        (RunRequest(backend="tinker"), "backend='tinker' cannot run here yet"),
+        (RunRequest(agent_file="a.py", wire=True), "only an environment"),
+        (RunRequest(environment="a", env_settings={"api_key": "sk-123"}), "environment variable"),
+        (RunRequest(environment="a", server_settings={"note": "my hunter2hunter2"}), "environment variable"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_made(request_, words, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "hunter2hunter2")
+    with pytest.raises(PalestraError, match=words):
+        request_.check()
+
+
+def test_settings_with_tokens_in_their_names_are_no_secrets():
+    RunRequest(settings={"rollout.max_new_tokens": "40"}, env_settings={"stop_token": "</s>"}).check()
+    RunRequest(environment="a", server_settings={"api_key": "none"}).check()
+
+
+def test_the_subject_is_the_environment_the_file_or_the_demo():
+    assert RunRequest(environment="sql").subject == "sql"
+    assert RunRequest(agent_file="/x/my_agent.py").subject == "my_agent"
+    assert RunRequest().subject == "demo"
+
+
+def test_the_kept_request_is_plain_json(tmp_path):
+    RunRequest(name="x").save(tmp_path, tmp_path)
+    assert json.loads((tmp_path / "request.json").read_text())["name"] == "x"

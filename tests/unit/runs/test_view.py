@@ -1,0 +1,92 @@
+"""A run's numbers and reasons come from its files, however they were left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palestra.runs.explain import tail, why
+from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib
+from palestra.runs.view import merged, progress, sample
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]], rest: str = "") -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
+
+
+def test_progress_is_the_newest_of_each_number_and_skips_a_half_written_line(tmp_path):
+    rows = [{"step": i, "reward_mean": i / 10, "pass_rate": 0.5, "loss": -0.1} for i in range(1, 5)]
+    write_metrics(tmp_path, [*rows, {"step": 4, "eval/pass_rate": 0.75}], '{"step": 5, "rew')
+    assert progress(tmp_path) == {
+        "step": 4, "reward_mean": 0.4, "percent_correct": 0.5, "loss": -0.1, "eval_percent_correct": 0.75,
+    }  # fmt: skip
+
+
+def test_progress_of_a_run_that_has_done_nothing_is_empty(tmp_path):
+    assert progress(tmp_path) == {}
+
+
+def test_the_report_says_how_many_held_out_cases_pass_in_the_end(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({"after": {"pass_rate": {"rate": 0.9}}, "before": {}}))
+    assert progress(tmp_path)["eval_percent_correct"] == 0.9
+
+
+def test_a_long_history_is_sampled_from_end_to_end():
+    rows = [{"step": float(i)} for i in range(1, 1001)]
+    some = sample(rows, 50)
+    assert len(some) == 50
+    assert (some[0], some[-1]) == (rows[0], rows[-1])
+    assert sample(rows[:7], 50) == rows[:7]
+
+
+def test_an_evaluations_row_is_merged_into_its_step():
+    assert merged([{"step": 3, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 4, "eval/pass_rate": 0.5}]) == {
+        "step": 4, "loss": 2.0, "eval/pass_rate": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "said"),
+    [
+        (
+            2,
+            "loading …\nError: there is no model 'x'. Use palestra/tiny\n",
+            "code 2:\nError: there is no model 'x'. Use palestra/tiny",
+        ),
+        (1, "Traceback (most recent call last):\n  File x\nValueError: bad\n", "exit code 1:\nValueError: bad"),
+        (3, "one\ntwo\n\nthree\nfour\n", "exit code 3:\ntwo\nthree\nfour"),
+        (-9, "Error: an old one\n", "the trainer was killed by SIGKILL; perhaps the memory was full"),
+        (-11, "", "the trainer was killed by SIGSEGV"),
+        (1, "", "the trainer ended with exit code 1"),
+    ],
+)
+def test_the_reason_of_an_end_is_what_its_log_says_last(tmp_path, code, log, said):
+    (tmp_path / "log").write_text(log)
+    assert why("trainer", code, tmp_path / "log").endswith(said)
+
+
+def test_logs_are_shown_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    (tmp_path / "log").write_text("a\nlogged in with 0123456789abcdef\n")
+    assert tail(tmp_path / "log", 1) == ["logged in with [WANDB_API_KEY]"]
+    assert tail(tmp_path / "none", 5) == []
+
+
+def test_demand_knows_gpus_and_the_size_of_local_models(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 2**20)
+    on_cpu = demand_of({"model.name": str(tmp_path)}, machine_gpus=0, processes=1)
+    assert (on_cpu.gpus, round(on_cpu.memory_gib, 3)) == (0, 1.005)
+    assert demand_of({}, machine_gpus=2, processes=3).gpus == 1
+    assert demand_of({"model.device": "cpu"}, machine_gpus=2, processes=1).gpus == 0
+
+
+def test_the_limit_of_runs_can_be_set(monkeypatch):
+    monkeypatch.setenv("PALESTRA_MAX_RUNS", "7")
+    assert default_max_runs() == 7
+    monkeypatch.setenv("PALESTRA_MAX_RUNS", "many")
+    assert default_max_runs() >= 1
+    assert free_memory_gib() > 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 0
