@@ -67,7 +67,7 @@ def write_gguf(
     architecture = architecture_of(config)
     template = chat_template(tokenizer)
     vocabulary = read_vocabulary(tokenizer, config.vocab_size)
-    tensors = list(_plan(architecture, config, weights, type))
+    tensors = sorted(_plan(architecture, config, weights, type), key=_in_order)
     total = sum(tensor.nbytes for tensor in tensors)
     aside = path.with_name(f".{path.name}.partial")
     try:
@@ -111,6 +111,11 @@ def _plan(
         shape = tuple(weights[source].shape)
         change = transform_of(architecture, config, source)
         yield PlannedTensor(target, _type_for(shape, type), shape, weights, source, change)
+
+
+def _in_order(tensor: PlannedTensor) -> list[tuple[int, str]]:
+    """By name, with layer 10 after layer 9: the same model gives the same file, wherever its weights were read from."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in tensor.name.split(".")]
 
 
 def _type_for(shape: tuple[int, ...], type: str) -> str:
