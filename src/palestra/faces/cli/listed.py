@@ -19,20 +19,31 @@ def listed(display: Display) -> Iterator[None]:
     from palestra.runs.foreground import ForegroundRun
     from palestra.runs.processes import MARK
 
-    if threading.current_thread() is threading.main_thread():
-        # whatever Ctrl-C means at that moment: be remembered during a step, cancel what is sampled
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    if MARK in os.environ:
+    with _terminated_like_ctrl_c():
+        if MARK in os.environ:
+            yield
+            return
+        run = ForegroundRun()
+        display.on_start = run.begin
+        try:
+            yield
+        except KeyboardInterrupt:
+            run.end("stopped")
+            raise
+        except BaseException as error:
+            run.end("failed", f"{type(error).__name__}: {error}")
+            raise
+        run.end("completed")
+
+
+@contextmanager
+def _terminated_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM means whatever Ctrl-C means at that moment: be remembered during a step, cancel what is sampled."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    run = ForegroundRun()
-    display.on_start = run.begin
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         yield
-    except KeyboardInterrupt:
-        run.end("stopped")
-        raise
-    except BaseException as error:
-        run.end("failed", f"{type(error).__name__}: {error}")
-        raise
-    run.end("completed")
+    finally:
+        signal.signal(signal.SIGTERM, before)
