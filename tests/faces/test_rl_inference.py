@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -105,7 +107,7 @@ def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, ur
         assert rl_agent.PLANTED not in text, path
 
 
-def test_a_test_can_be_cancelled_and_a_failing_model_says_why(folder, url):
+def test_a_failing_model_says_why(folder, url):
     site = Site(inference=Inference(base_url=url, api_key_env="NO_SUCH_KEY"))
     tools = RlTools(RunManager(folder / "home"), site)
     tools.rl_select_environment("echo-number")
@@ -113,10 +115,46 @@ def test_a_test_can_be_cancelled_and_a_failing_model_says_why(folder, url):
     assert row["status"] == "failed"
     assert "401" in row["error"]
     assert row["completions"] == 0
-    gone = threading.Event()
-    gone.set()
-    answer = tools.call("rl_test_inference", {"models": [f"good@{url}"]}, cancelled=gone)
+
+
+def test_a_test_that_nobody_wants_any_more_ends_at_once(folder):
+    tools = RlTools(RunManager(folder / "home"), Site())
+    tools.rl_select_environment("echo-number")
+    gone, began = threading.Event(), time.perf_counter()
+    threading.Timer(1.0, gone.set).start()
+    answer = tools.call("rl_test_inference", {"models": ["palestra/tiny"]}, cancelled=gone)
     assert answer["results"][0]["status"] == "cancelled"
+    assert time.perf_counter() - began < 10
+    assert not processes_with(answer["results"][0]["output_file"])
+
+
+def test_what_it_started_ends_with_it_also_by_kill(folder):
+    code = (
+        "from palestra.faces.rl_tools import RlTools; t = RlTools(); t.rl_select_environment('echo-number'); "
+        "t.rl_test_inference(models=['palestra/tiny'])"
+    )
+    environment = os.environ | {"PALESTRA_HOME": str(folder / "home")}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    logs = lambda: list((folder / "home").glob("inference_tests/*/*.log"))  # noqa: E731
+    wait_until(logs)
+    name = str(logs()[0].with_suffix(".jsonl"))
+    wait_until(lambda: processes_with(name))
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not processes_with(name))
+
+
+def wait_until(true, limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def processes_with(word: str) -> list[str]:
+    """The processes that have this word on their command line."""
+    listing = subprocess.run(["ps", "-eo", "pid,args", "-ww"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if word in line]
 
 
 @pytest.mark.parametrize(

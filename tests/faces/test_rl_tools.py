@@ -247,3 +247,63 @@ def test_every_tool_has_a_schema_that_function_calling_takes():
         assert function["parameters"]["type"] == "object"
         assert all("description" in p for p in function["parameters"]["properties"].values()), function["name"]
     assert [row["function"]["name"] for row in rl_tools.tool_schemas()] == list(rl_tools.TOOL_NAMES)
+
+
+ATROPOS = '''
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+
+
+class Gsm(BaseEnv):
+    """Grade-school sums."""
+
+    name = "gsm"
+    env_config_cls = BaseEnvConfig
+
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(group_size=12), []
+'''
+
+ATROPOSLIB = """
+from pydantic import BaseModel
+
+
+class BaseEnvConfig(BaseModel):
+    group_size: int = 4
+    max_num_workers: int = -1
+    wandb_name: str | None = None
+
+
+class BaseEnv:
+    pass
+"""
+
+
+def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folder, monkeypatch):
+    (folder / "environments" / "gsm.py").write_text(ATROPOS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    manager = OneRun(folder / "home")
+    tools = RlTools(manager, Site())
+    assert "palestra env run-atropos" in tools.rl_select_environment("gsm")["error"]  # its library is not there
+
+    library = folder / "library" / "atroposlib" / "envs"
+    library.mkdir(parents=True)
+    (library / "base.py").write_text(ATROPOSLIB)
+    python = folder / "cache" / "palestra" / f"atropos-0.4.0-py3.{sys.version_info.minor}" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "library"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    chosen = tools.rl_select_environment("gsm")
+    config = tools.rl_get_current_config()
+    open_fields = {f["name"]: f["current_value"] for f in config["configurable_fields"]}
+    assert open_fields["group_size"] == 12
+    assert open_fields["wandb_name"] == chosen["wandb_name"]
+    assert "max_num_workers" not in open_fields
+    assert edit(tools, "max_num_workers", 4000)["locked_value"] < 4000
+    edit(tools, "train.max_steps", 2)
+    assert tools.rl_start_training()["status"] == "starting"
+    (request,) = manager.requests
+    assert request.env_settings["max_num_workers"] < 4000
+    assert request.env_settings["wandb_name"] == request.settings["track.run_name"]
+    assert request.server_settings["server_type"] == "sglang"
+    assert "is written for atropos" in tools.rl_test_inference()["error"]

@@ -62,6 +62,7 @@ class Limits(Section):
     """How much an agent may ask for."""
 
     status_check_minutes: float = Field(30.0, ge=0, description="between two looks at a run whose state is the same")
+    active_runs: int = Field(20, ge=1, description="runs that are going on or waiting; the machine decides which go on")
     test_completions: int = Field(2048, ge=2, description="num_steps × group_size of one model in rl_test_inference")
     test_models: int = Field(16, ge=1, description="models in one rl_test_inference")
     test_minutes: float = Field(10.0, gt=0, description="for one model in rl_test_inference")

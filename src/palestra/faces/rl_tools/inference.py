@@ -26,7 +26,13 @@ from palestra.rollout.process import UNTRAINED
 
 __all__ = ["InferenceTest", "choose_models"]
 
-_PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+# its stdin is a pipe that ends with us, however we end: then nobody wants its results any more
+_UNTIL_WE_END = "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()"
+_PALESTRA = [
+    sys.executable,
+    "-c",
+    f"import os, sys, threading; {_UNTIL_WE_END}; from palestra.faces.cli.main import main; main()",
+]
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _LOOK_S = 0.2
 
@@ -144,7 +150,7 @@ class _Attempt:
         with self._file("log").open("wb") as log:
             child = subprocess.Popen(
                 [*_PALESTRA, *words],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={**clean_environment(), _TOKEN_VARIABLE: self.relay.token},
@@ -253,6 +259,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
 
 
 def _new_folder(parent: Path, environment: str) -> Path:

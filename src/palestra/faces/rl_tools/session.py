@@ -43,6 +43,7 @@ class RlTools:
         self._draft: Draft | None = None
         self._looks: OrderedDict[str, tuple[State, float]] = OrderedDict()
         self._lock = threading.Lock()
+        self._testing = threading.Lock()
 
     def call(
         self,
@@ -202,6 +203,9 @@ class RlTools:
         from palestra.faces.rl_tools.other_dialects import python_of
 
         describe_env(draft.found, draft.env_settings(), python=python_of(draft.found))  # they must fit together, too
+        most = self.site.limits.active_runs
+        if sum(run.is_active for run in self.manager.list()) >= most:
+            raise Refusal(f"{most} runs are going on or waiting already; stop one, or wait until one has ended")
         return views.started(self.manager.start(draft.request()), draft)
 
     def _known(self, run_id: str) -> str:
@@ -238,7 +242,12 @@ class RlTools:
         draft = self._selected()
         chosen = choose_models(models, self.site, str(draft.value("model.name")))
         test = InferenceTest(draft, num_steps, group_size, self.manager.home, progress, cancelled)
-        return test.run(chosen)
+        if not self._testing.acquire(blocking=False):
+            raise Refusal("a test is running already; wait for its answer, then ask for another")
+        try:
+            return test.run(chosen)
+        finally:
+            self._testing.release()
 
 
 TOOL_NAMES = (
