@@ -270,6 +270,7 @@ from pydantic import BaseModel
 
 class BaseEnvConfig(BaseModel):
     group_size: int = 4
+    total_steps: int = 1000
     max_num_workers: int = -1
     wandb_name: str | None = None
 
@@ -300,10 +301,12 @@ def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folde
     assert open_fields["wandb_name"] == chosen["wandb_name"]
     assert "max_num_workers" not in open_fields
     assert edit(tools, "max_num_workers", 4000)["locked_value"] < 4000
-    edit(tools, "train.max_steps", 2)
+    assert "rollout.group_size" not in open_fields  # one setting, one name
+    edit(tools, "total_steps", 2)
     assert tools.rl_start_training()["status"] == "starting"
     (request,) = manager.requests
     assert request.env_settings["max_num_workers"] < 4000
     assert request.env_settings["wandb_name"] == request.settings["track.run_name"]
+    assert (request.settings["train.max_steps"], request.settings["rollout.group_size"]) == (2, 12)
     assert request.server_settings["server_type"] == "sglang"
     assert "is written for atropos" in tools.rl_test_inference()["error"]

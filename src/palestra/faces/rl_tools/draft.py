@@ -33,12 +33,14 @@ class Draft:
     @classmethod
     def of(cls, found: Found, description: EnvDescription, site: Site) -> Draft:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        fields = {**run_fields(description.run_settings), **env_fields(description.fields)}
+        own = env_fields(description.fields, found.dialect)
+        same = {f.also for f in own.values()}
+        fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
         edited: dict[str, Any] = {TRACKING_NAME: f"{found.name.replace('/', '-')}-{stamp}"}
-        for own in fields.values():
-            largest = site.maximum.get(own.setting or "")
-            if largest is not None and (own.default is None or own.default > largest):
-                edited[own.name] = type(own.default)(largest) if own.default is not None else int(largest)
+        for f in fields.values():
+            largest = site.maximum.get(f.key or "")
+            if largest is not None and (f.default is None or f.default > largest):
+                edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
         return cls(found, description.run_settings, fields, site, tuple(locks_of(site)), edited)
 
     def edit(self, name: str, value: Any) -> Draft:
@@ -59,11 +61,11 @@ class Draft:
         if len(json.dumps(value)) > _MAX_VALUE_CHARS:
             raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
         read = own.read(value)
-        largest = self.site.maximum.get(own.setting or "")
+        largest = self.site.maximum.get(own.key or "")
         if largest is not None and (read is None or read > largest):
             raise Refusal(f"{name} is at most {largest:g} at this site, got {short(read)}", field=name, maximum=largest)
         draft = replace(self, edited={**self.edited, name: read})
-        if own.setting is not None:
+        if own.key is not None:
             require_valid(draft.settings(), self.run_settings, own)
         return draft
 
@@ -100,9 +102,10 @@ class Draft:
 
     def settings(self) -> dict[str, Any]:
         """The edited and the locked settings of the run, by their own keys."""
-        edited = {self.fields[name].setting: value for name, value in self.edited.items() if name in self.fields}
+        changed = {self.fields[n].setting: v for n, v in self.edited.items() if n in self.fields}
+        same = {f.also: self.value(f.name) for f in self.fields.values()}
+        given = {key: value for key, value in (changed | same).items() if key is not None}
         named = {"track.run_name": self.edited[TRACKING_NAME]}
-        given = {key: value for key, value in edited.items() if key is not None}
         return {**given, **named, **locked_settings(list(self.locks))}
 
     def env_settings(self) -> dict[str, Any]:

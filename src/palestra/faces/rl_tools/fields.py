@@ -19,12 +19,15 @@ from palestra.tools.arguments import find_mismatch
 TRACKING_NAME = "wandb_name"
 RUN_SEED = "run.seed"  # an environment has a seed of its own
 _RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
+# fields of an Atropos environment -> what the trainer must be told, too
+_SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One setting. `setting` is the key of the run's config that it is, None for a field of the environment."""
+    """One setting. `setting` is the key of the run's config that it is, None for a field of the environment;
+    `also` is the key that must have the same value, where trainer and environment are separate programs."""
 
     name: str
     type: str
@@ -32,6 +35,12 @@ class ConfigField:
     description: str
     schema: Mapping[str, Any]
     setting: str | None = None
+    also: str | None = None
+
+    @property
+    def key(self) -> str | None:
+        """The key of the run's config that this decides, if any."""
+        return self.setting or self.also
 
     def read(self, value: Any) -> Any:
         """The value as this setting takes it; text is read as a number, a list, … where it can mean nothing else."""
@@ -69,9 +78,10 @@ def _meanings(value: Any) -> Iterable[Any]:
         yield int(said)
 
 
-def env_fields(rows: Iterable[Mapping[str, Any]]) -> dict[str, ConfigField]:
+def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:
     """The environment's own fields, as `envs.config_fields` describes them."""
-    return {row["name"]: ConfigField(**row) for row in rows}
+    same = _SAME if dialect == "atropos" else {}
+    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows}
 
 
 @cache

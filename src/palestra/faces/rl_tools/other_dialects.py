@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import Found
+from palestra.faces.cli.train_wire import WIRE_DEFAULTS
+
+
+def describe(found: Found, settings: Mapping[str, Any] | None = None) -> EnvDescription:
+    """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
+    told = describe_env(found, settings, python=python_of(found))
+    if found.dialect == "palestra":
+        return told
+    return replace(told, run_settings={**WIRE_DEFAULTS, **told.run_settings})
 
 
 def python_of(found: Found) -> Path | None:

@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any
 
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import discover
 from palestra.faces.rl_tools import views
 from palestra.faces.rl_tools.answers import Answer, Refusal, answer, require_json, short
 from palestra.faces.rl_tools.draft import Draft
+from palestra.faces.rl_tools.other_dialects import describe
 from palestra.faces.rl_tools.requirements import HINTS, check_rl_python_version, get_missing_keys
 from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import RunManager, State
@@ -178,9 +178,7 @@ class RlTools:
         if name not in names:
             raise Refusal(f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}", available=names)
         env = found.named(name)
-        from palestra.faces.rl_tools.other_dialects import python_of
-
-        draft = Draft.of(env, describe_env(env, python=python_of(env)), self.site)
+        draft = Draft.of(env, describe(env), self.site)
         with self._lock:
             self._draft = draft
         return views.selected(draft)
@@ -200,9 +198,7 @@ class RlTools:
             raise Refusal(
                 f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing
             )
-        from palestra.faces.rl_tools.other_dialects import python_of
-
-        describe_env(draft.found, draft.env_settings(), python=python_of(draft.found))  # they must fit together, too
+        describe(draft.found, draft.env_settings())  # they must fit together, too
         most = self.site.limits.active_runs
         if sum(run.is_active for run in self.manager.list()) >= most:
             raise Refusal(f"{most} runs are going on or waiting already; stop one, or wait until one has ended")
