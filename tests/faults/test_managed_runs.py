@@ -263,6 +263,19 @@ def test_a_run_whose_supervisor_and_guard_are_both_gone_is_found_dead_by_whoever
     assert run_id in str(run.reason)  # how to resume
 
 
+def test_a_supervisor_that_hangs_is_found_by_its_silence_and_ended(runs, monkeypatch):
+    monkeypatch.setattr("palestra.runs.recovery.SILENT_S", 1.0)
+    monkeypatch.setattr("palestra.runs.recovery._LOOK_AGAIN_S", 2.0)
+    run_id = runs.start(LEAVE_A_CHILD)
+    runs.wait(run_id, "running")
+    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)
+    everything = runs.all_processes(run_id)
+    os.kill(runs.index.row(run_id).pid, signal.SIGSTOP)
+    run = runs.wait(run_id, "failed")
+    assert "its supervisor hangs" in str(run.reason)
+    assert eventually(lambda: not any(process.is_alive for process in everything))
+
+
 def test_a_dead_run_before_it_does_not_hold_up_the_queue(runs):
     runs.manager.max_runs = 1
     first, second = runs.start(SLEEP), runs.start(SLEEP)

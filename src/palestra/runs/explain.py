@@ -12,7 +12,7 @@ _TAIL_BYTES = 64 * 1024
 _MAX_LINES = 8
 _MAX_TEXT = 1500
 _NAMES = {"api": "the trajectory API", "trainer": "the trainer", "env": "the environment"}
-_ERROR = re.compile(r"^(Error: |[\w.]*(Error|Exception|Interrupt|Warning)\b.*: )")
+_ERROR = re.compile(r"^(Error: |[\w.]*(Error|Exception|Interrupt)\b.*: )")
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -167,9 +167,13 @@ class RunManager:
         env = {name: value for name, value in os.environ.items() if name != MARK}
         with (folder / "logs" / "supervisor.log").open("a") as log:
             words = [sys.executable, "-P", "-m", "palestra.runs.supervisor", str(self.home), run_id]
-            subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True, check=True
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
             )
+        if done.returncode:
+            reason = f"its supervisor could not be started; see {log.name}"
+            self._index.move(run_id, ["pending"], "failed", reason=reason, ended=time.time())
+            raise PalestraError(f"run {run_id}: {reason}")
 
 
 def new_id(index: Index) -> str:
