@@ -309,4 +309,9 @@ def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folde
     assert request.env_settings["wandb_name"] == request.settings["track.run_name"]
     assert (request.settings["train.max_steps"], request.settings["rollout.group_size"]) == (2, 12)
     assert request.server_settings["server_type"] == "sglang"
+    held = RlTools(manager, Site(run={"rollout.group_size": 6}))
+    held.rl_select_environment("gsm")
+    assert edit(held, "group_size", 8)["locked_value"] == 6
+    held.rl_start_training()
+    assert manager.requests[-1].env_settings["group_size"] == manager.requests[-1].settings["rollout.group_size"] == 6
     assert "is written for atropos" in tools.rl_test_inference()["error"]

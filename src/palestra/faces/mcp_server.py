@@ -56,28 +56,31 @@ _INSTRUCTIONS = (
 Context = Any  # the SDK's ServerRequestContext, whose type parameters say nothing here
 
 
-def make_server(clients: Clients) -> Server[Any]:
-    """A server of the ten tools, and of what there is to read of the runs."""
+class Handlers:
+    """What the server does for each kind of request."""
 
-    def tools_of(ctx: Context) -> RlTools:
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+
+    def _tools(self, ctx: Context) -> RlTools:
         request = ctx.request
-        return clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
+        return self._clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
 
-    async def list_tools(ctx: Context, params: Any) -> types.ListToolsResult:
+    async def list_tools(self, ctx: Context, params: Any) -> types.ListToolsResult:
         return types.ListToolsResult(tools=[_described(name) for name in all_tools()])
 
-    async def call_tool(ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
+    async def call_tool(self, ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         loop = asyncio.get_running_loop()
 
         def progress(done: float, total: float, text: str) -> None:
             asyncio.run_coroutine_threadsafe(ctx.session.report_progress(done, total, text), loop)
 
-        answer = await call_in_thread(tools_of(ctx), params.name, params.arguments, progress)
+        answer = await call_in_thread(self._tools(ctx), params.name, params.arguments, progress)
         text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
         return types.CallToolResult(content=[text], structured_content=answer, is_error=is_refusal(answer))
 
-    async def list_resources(ctx: Context, params: Any) -> types.ListResourcesResult:
-        runs = await asyncio.to_thread(tools_of(ctx).manager.list)
+    async def list_resources(self, ctx: Context, params: Any) -> types.ListResourcesResult:
+        runs = await asyncio.to_thread(self._tools(ctx).manager.list)
         return types.ListResourcesResult(
             resources=[
                 types.Resource(uri=r.uri, name=r.name, mime_type=r.mime_type, description=r.description)
@@ -85,7 +88,7 @@ def make_server(clients: Clients) -> Server[Any]:
             ]
         )
 
-    async def list_templates(ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
+    async def list_templates(self, ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
         return types.ListResourceTemplatesResult(
             resource_templates=[
                 types.ResourceTemplate(
@@ -95,24 +98,28 @@ def make_server(clients: Clients) -> Server[Any]:
             ]
         )
 
-    async def read_resource(ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+    async def read_resource(self, ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
         uri = str(params.uri)
         try:
-            mime_type, text = await asyncio.to_thread(resources.read_uri, tools_of(ctx), uri)
+            mime_type, text = await asyncio.to_thread(resources.read_uri, self._tools(ctx), uri)
         except PalestraError as error:
             raise MCPError(types.INVALID_PARAMS, str(error)) from None
         content = types.TextResourceContents(uri=uri, mime_type=mime_type, text=text)
         return types.ReadResourceResult(contents=[content])
 
+
+def make_server(clients: Clients) -> Server[Any]:
+    """A server of the ten tools, and of what there is to read of the runs."""
+    handlers = Handlers(clients)
     return Server(
         "palestra",
         version=version("palestra"),
         instructions=_INSTRUCTIONS,
-        on_list_tools=list_tools,
-        on_call_tool=call_tool,
-        on_list_resources=list_resources,
-        on_list_resource_templates=list_templates,
-        on_read_resource=read_resource,
+        on_list_tools=handlers.list_tools,
+        on_call_tool=handlers.call_tool,
+        on_list_resources=handlers.list_resources,
+        on_list_resource_templates=handlers.list_templates,
+        on_read_resource=handlers.read_resource,
     )
 
 

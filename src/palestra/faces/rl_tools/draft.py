@@ -73,15 +73,9 @@ class Draft:
         """The lock that holds a name: of the environment's own field, by its full name, or of a setting of the run."""
         own = self.fields.get(name)
         for lock in self.locks:
-            if name == lock.full_name:
-                return lock
-            if own is not None and own.setting is None:
-                if lock.section == "env" and lock.name == name:
-                    return lock
-            elif own is not None:
-                if lock.setting == own.setting and lock.value != THE_MODEL:
-                    return lock
-            elif lock.name == name:
+            by_setting = own is not None and own.key == lock.setting is not None and lock.value != THE_MODEL
+            by_name = lock.name == name and (own is None or (own.setting is None and lock.section == "env"))
+            if by_setting or by_name or lock.full_name == name:
                 return lock
         return None
 
@@ -94,10 +88,9 @@ class Draft:
         return [f for f in ordered if self.lock_of(f.name) is None]
 
     def value(self, name: str) -> Any:
-        setting = self.fields[name].setting
-        held = locked_settings(list(self.locks))
-        if setting in held:
-            return held[setting]
+        key, held = self.fields[name].key, locked_settings(list(self.locks))
+        if key in held:
+            return held[key]
         return self.edited.get(name, self.fields[name].default)
 
     def settings(self) -> dict[str, Any]:
@@ -110,9 +103,10 @@ class Draft:
 
     def env_settings(self) -> dict[str, Any]:
         """The edited and the locked fields of the environment itself."""
-        own = {name for name, f in self.fields.items() if f.setting is None}
+        own = {name: f for name, f in self.fields.items() if f.setting is None}
         locked = {lock.name: lock.value for lock in self.locks if lock.section == "env" and not lock.is_open}
-        given = {**self.edited, **locked}
+        shared = {name: self.value(name) for name, f in own.items() if f.also}
+        given = {**self.edited, **shared, **locked}
         return {name: value for name, value in given.items() if name in own}
 
     def config(self) -> dict[str, Any]:
