@@ -69,3 +69,21 @@ class LlamaCpp:
 def transformers_logprobs(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([list(token_ids)])).logits[0].float(), -1)  # [T, V]
+
+
+def serve_tokenizer(tokenizer: Any, folder: Path) -> LlamaCpp:
+    """llama.cpp with this tokenizer on the smallest model."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from palestra.export.gguf import write_gguf
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    return LlamaCpp(write_gguf(model.state_dict(), config, tokenizer, folder / "small.gguf"))

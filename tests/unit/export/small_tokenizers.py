@@ -16,6 +16,51 @@ CORPUS = [
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "price",
+            "description": "Look up the price of one item.",
+            "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    },
+]
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What does a red lamp cost, and what is 1 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call00001", "type": "function", "function": {"name": "price", "arguments": {"item": "red lamp"}}},
+            {"id": "call00002", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},
+        ],
+    },
+    {"role": "tool", "content": "12", "tool_call_id": "call00001"},
+    {"role": "tool", "content": "3", "tool_call_id": "call00002"},
+    {"role": "assistant", "content": "12 and 3."},
+    {"role": "user", "content": "Thanks!"},
+]
+MARKS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "phi3": ("<|assistant|>", "<|end|>"),
+}
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,9 +69,14 @@ QWEN2 = LLAMA3.replace("{1,3}", "")
 
 
 def make_byte_level(
-    regex: str | None = QWEN2, *, digits: bool = False, ignore_merges: bool = False, bos: bool = False
+    regex: str | None = QWEN2,
+    *,
+    digits: bool = False,
+    ignore_merges: bool = False,
+    bos: bool = False,
+    marks: tuple[str, str] = ("<|im_start|>", "<|im_end|>"),
 ) -> Any:
-    """A byte-level BPE tokenizer with ChatML tokens, trained on the corpus; no regex is GPT-2's own."""
+    """A byte-level BPE tokenizer, trained on the corpus, with a family's marks of turns; no regex is GPT-2's own."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +86,7 @@ def make_byte_level(
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")]
+    special = [AddedToken(text, special=True) for text in ("<|endoftext|>", *marks, "<s>")]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         CORPUS * 3, trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=alphabet)
@@ -48,10 +98,20 @@ def make_byte_level(
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
-        eos_token="<|im_end|>",
+        eos_token=marks[1],
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
     )
+
+
+def make_for_family(family: str) -> Any:
+    """A tokenizer that is known as the family's by its marks, with the template that training would give it."""
+    from palestra.chat.families import prepare
+
+    tokenizer = make_byte_level(marks=MARKS[family])
+    tokenizer.chat_template = None
+    prepare(tokenizer)
+    return tokenizer
 
 
 def make_sentencepiece(*, space_prefix: bool = True, phi: bool = False) -> Any:

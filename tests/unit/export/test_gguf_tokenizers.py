@@ -15,33 +15,16 @@ pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from llama_cpp import LlamaCpp
+from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CORPUS, LLAMA3, QWEN2, make_byte_level, make_sentencepiece, unicode_strings
 
 from palestra.core.errors import PalestraError
-from palestra.export.gguf import write_gguf
 from palestra.export.gguf_vocab import TokenType, read_vocabulary
 from palestra.models.loading import SMOLLM2, load_tokenizer
 
 # The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
 # splits text as this tokenizer does; its pieces of JSON are found first there, wherever they stand.
 AFTER_PUNCTUATION = re.compile(r"""([^\w\s]|_)(": |, "|"?\}\}\n|\n?\{"name": ")""")
-
-
-def serve(tokenizer: Any, folder: Path) -> LlamaCpp:
-    """llama.cpp with this tokenizer on the smallest model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    return LlamaCpp(write_gguf(model.state_dict(), config, tokenizer, folder / "small.gguf"))
 
 
 def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]:
@@ -53,7 +36,7 @@ def test_the_embedded_models_tokens_are_the_same_for_1000_strings(tiny_tokenizer
     texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(1100)]
     texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:1000]
     assert len(texts) == 1000
-    assert differences(tiny_tokenizer, serve(tiny_tokenizer, tmp_path), texts) == []
+    assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
 
 
 def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -76,7 +59,7 @@ def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_to
         )
         for case in demo.make_cases(50, held_out=True, seed=3)
     ]
-    assert differences(tiny_tokenizer, serve(tiny_tokenizer, tmp_path), texts) == []
+    assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
 
 
 def test_smollm2s_tokens_are_the_same_for_1000_strings(tmp_path: Path) -> None:
@@ -84,7 +67,7 @@ def test_smollm2s_tokens_are_the_same_for_1000_strings(tmp_path: Path) -> None:
         tokenizer = load_tokenizer(SMOLLM2)
     except PalestraError as missing:
         pytest.skip(str(missing))
-    assert differences(tokenizer, serve(tokenizer, tmp_path), unicode_strings(1000)) == []
+    assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), unicode_strings(1000)) == []
 
 
 KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -103,7 +86,7 @@ def test_each_kind_of_tokenizer_is_known_to_llama_cpp(kind: str, tmp_path: Path)
     pre, make = KINDS[kind]
     tokenizer = make()
     assert read_vocabulary(tokenizer, len(tokenizer)).pre == pre
-    assert differences(tokenizer, serve(tokenizer, tmp_path), [*unicode_strings(150, seed=1), *CORPUS]) == []
+    assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), [*unicode_strings(150, seed=1), *CORPUS]) == []
 
 
 def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
