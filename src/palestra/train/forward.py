@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
+from palestra.engine.norms import FastNorms
 from palestra.train.attention import Layout, use_tree_attention
 from palestra.train.head import LogitRule, score_tokens
 from palestra.train.self_check import settle
@@ -37,6 +38,7 @@ class Scorer:
         self.compiled = self.model.device.type == "cuda" if compile_layers is None else compile_layers
         self.way: Way = "trees"
         self._layouts: dict[int, Layout] = {}
+        self._norms = FastNorms(self.model, trained=True) if self.model.device.type == "cpu" else None
         settle(self)
 
     @property
@@ -47,7 +49,8 @@ class Scorer:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Forward and backward passes happen inside; the model is as it was afterwards."""
-        with use_tree_attention(self.model) if self.way == "trees" else nullcontext():
+        norms = nullcontext() if self._norms is None else self._norms.use()
+        with norms, use_tree_attention(self.model) if self.way == "trees" else nullcontext():
             layers = _layers(self.model) if self.compiled else []
             for layer in layers:
                 layer._compiled_call_impl = partial(_compiled_call(), layer)
