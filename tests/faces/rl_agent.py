@@ -98,7 +98,7 @@ async def prepare(call: Call) -> None:
     assert (await call("rl_edit_config", field="train.max_steps", value=1))["value"] == 1
 
 
-async def wait_for_end(call: Call, run_id: str, limit_s: float = 120.0) -> dict[str, Any]:
+async def wait_for_end(call: Call, run_id: str, limit_s: float = 300.0) -> dict[str, Any]:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         status = await call("rl_check_status", run_id=run_id)

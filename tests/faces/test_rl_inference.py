@@ -80,7 +80,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, url):
     site = Site(
-        limits=Limits(test_minutes=0.5, test_requests_at_once=2),
+        limits=Limits(test_minutes=0.25, test_requests_at_once=2),
         inference=Inference(base_url=url, api_key_env="ENDPOINT_KEY", models=["good", "stuck"]),
     )
     tools = RlTools(RunManager(folder / "home"), site)
@@ -124,7 +124,7 @@ def test_a_test_that_nobody_wants_any_more_ends_at_once(folder):
     threading.Timer(1.0, gone.set).start()
     answer = tools.call("rl_test_inference", {"models": ["palestra/tiny"]}, cancelled=gone)
     assert answer["results"][0]["status"] == "cancelled"
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 30
     assert not processes_with(answer["results"][0]["output_file"])
 
 
@@ -144,7 +144,7 @@ def test_what_it_started_ends_with_it_also_by_kill(folder):
     wait_until(lambda: not processes_with(name))
 
 
-def wait_until(true, limit_s: float = 20.0) -> None:
+def wait_until(true, limit_s: float = 60.0) -> None:
     until = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""rl_test_inference: `palestra env process` for several models side by side, each in a process without our secrets."""
+"""rl_test_inference: the attempts of several models side by side, each in a process without our secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_text
+from palestra.core.files import write_json
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.draft import Draft
@@ -28,11 +28,8 @@ __all__ = ["InferenceTest", "choose_models"]
 
 # its stdin is a pipe that ends with us, however we end: then nobody wants its results any more
 _UNTIL_WE_END = "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()"
-_PALESTRA = [
-    sys.executable,
-    "-c",
-    f"import os, sys, threading; {_UNTIL_WE_END}; from palestra.faces.cli.main import main; main()",
-]
+_ENDPOINT = "palestra.faces.rl_tools.endpoint_child"
+_LOADED_HERE = "palestra.faces.cli.main"
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _LOOK_S = 0.2
 
@@ -144,12 +141,16 @@ class _Attempt:
     def _process(self) -> tuple[str, str | None]:
         if self.test.cancelled.is_set():
             return "cancelled", None
-        write_text(self._file("yaml"), json.dumps(self._settings()))  # JSON is YAML
-        words = ["env", "process", self.test.draft.environment, "--config", str(self._file("yaml")), "--json"]
-        words += ["--groups", str(self.test.num_steps), "--out", str(self._file("jsonl"))]
+        settings, output = self._file("settings.json"), self._file("jsonl")
+        write_json(settings, self._settings())
+        if self.model.base_url is not None:
+            words = [_ENDPOINT, str(settings), str(output)]
+        else:
+            words = [_LOADED_HERE, "env", "process", self.test.draft.environment, "--config", str(settings)]
+            words += ["--groups", str(self.test.num_steps), "--out", str(output)]
         with self._file("log").open("wb") as log:
             child = subprocess.Popen(
-                [*_PALESTRA, *words],
+                _python(*words),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -178,15 +179,14 @@ class _Attempt:
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """The edited settings, as the YAML file of `palestra env process`. It holds no key."""
+        """The edited settings, for the process that makes the attempts. They hold no key."""
         draft, limits = self.test.draft, self.test.draft.site.limits
-        settings = {k: v for k, v in draft.settings().items() if k.partition(".")[0] in ("rollout", "seed", "model")}
+        run = {k: v for k, v in draft.settings().items() if k.partition(".")[0] in ("rollout", "seed", "model")}
         # whole groups are written one after the other: small batches leave more behind when time is up
         together = max(1, limits.test_requests_at_once // self.test.group_size)
-        settings |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
-        settings["model.name"] = self.model.name if self.model.base_url is None else "palestra/tiny"
+        run |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
         if self.model.base_url is None:
-            return {**settings, "env": draft.env_settings()}
+            return {**run, "model.name": self.model.name, "env": draft.env_settings()}  # JSON is YAML, too
         openai = {
             "model_name": self.model.name,
             "base_url": self.relay.url(self.index),
@@ -194,7 +194,8 @@ class _Attempt:
             "timeout_s": limits.test_minutes * 60,
             "max_concurrent": limits.test_requests_at_once,
         }
-        return {**settings, "env": draft.env_settings(), "openai": openai}
+        asked = {"environment": draft.environment, "groups": self.test.num_steps}
+        return {**asked, "run": run, "env": draft.env_settings(), "openai": openai}
 
     def _tokens(self, records: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:
         if self.model.base_url is not None:
@@ -206,6 +207,11 @@ class _Attempt:
         masks = [mask for record in records for row in record["masks"] for mask in row]
         made = sum(mask != UNTRAINED for mask in masks)
         return {"prompt_tokens": len(masks) - made, "completion_tokens": made, "cost_usd": 0.0}
+
+
+def _python(module: str, *words: str) -> list[str]:
+    code = f"import os, sys, threading; {_UNTIL_WE_END}; from {module} import main; main()"
+    return [sys.executable, "-c", code, *words]
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
