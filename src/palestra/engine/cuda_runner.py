@@ -7,8 +7,9 @@ host looks every few steps whether a row has ended, while the next ones already 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from palestra.engine.paged_ops import DecodePlan, FeedPlan
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Job, Session
 
+log = logging.getLogger(__name__)
+
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -39,7 +42,7 @@ class Graph:
 class CudaRunner:
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
-    decode_steps = 32  # the most steps of a burst
+    decode_steps = 64  # the most steps of a burst
     look_every = 8
 
     def __init__(
@@ -57,6 +60,7 @@ class CudaRunner:
         self._fused = FusedLinears(model)
         self._layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         self._compiled: dict[nn.Module, Any] = {}
+        self._compiles = True
         self._graphs: dict[int, Graph] = {}
         self._graph_pool: Any = None
         self._pointers: list[int] = []
@@ -115,7 +119,8 @@ class CudaRunner:
         state, bucket = self._state, bucket_for(len(chunks))
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
         steps = state.load(chunks, rows, self.page_size, self.context, self.look_every if blind else self.decode_steps)
-        done, looks = 0, []
+        done = 0
+        looks: list[Callable[[], bool]] = []
         while done < steps and not (len(looks) > 1 and looks[-2]()):
             for step in range(done, min(done + self.look_every, steps)):
                 state.choose(self._decode(bucket), bucket, step)
@@ -138,18 +143,30 @@ class CudaRunner:
         return graph.logits
 
     def _capture(self, bucket: int) -> Graph:
+        lens = self._state.lens.clone()
+        try:
+            return self._captured(bucket)
+        except Exception as error:
+            if not self._compiles:
+                raise
+            log.warning("the layers do not compile (%s); they run as they are, slower", error)
+            self._compiles = False
+            return self._captured(bucket)
+        finally:
+            self._state.lens.copy_(lens)
+
+    def _captured(self, bucket: int) -> Graph:
         state = self._state
         plan = DecodePlan(state.tables[:bucket], state.lens[:bucket])
 
         def forward() -> Tensor:
             return self._logits(state.ids[None, :bucket], state.positions[None, :bucket], plan)
 
-        lens = state.lens.clone()
-        with self._ready(compiled=self.device.type == "cuda"):
-            if self.device.type != "cuda":  # the kernels' interpreter: no graphs there
-                graph = Graph(None, torch.empty(0))
-                graph.replay = lambda: self._run_into(graph, forward)
-                return graph
+        if self.device.type != "cuda":  # the kernels' interpreter: no graphs there
+            graph = Graph(None, torch.empty(0))
+            graph.replay = lambda: self._run_into(graph, forward)
+            return graph
+        with self._ready(compiled=self._compiles):
             state.lens.zero_()  # dead rows while capturing: nothing is written
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -161,7 +178,6 @@ class CudaRunner:
             with torch.cuda.graph(captured, pool=self._graph_pool):
                 logits = forward()
             self._graph_pool = self._graph_pool or captured.pool()
-            state.lens.copy_(lens)
         return Graph(captured.replay, logits)
 
     def _run_into(self, graph: Graph, forward: Any) -> None:
@@ -185,7 +201,7 @@ class CudaRunner:
                 stack.callback(module.__dict__.pop, "palestra_kv")
             for module in self._compilable() if compiled else ():
                 if module not in self._compiled:
-                    self._compiled[module] = torch.compile(module.forward, dynamic=True)  # one compile for all buckets
+                    self._compiled[module] = _compile(module.forward)
                 module.__dict__["forward"] = self._compiled[module]
                 stack.callback(module.__dict__.pop, "forward")
             yield
@@ -232,6 +248,11 @@ class CudaRunner:
             block=block,
         )
         return plan, put([ids], torch.long), at[None], put(ends, torch.long)
+
+
+def _compile(function: Any) -> Any:
+    """One compile for all buckets; small kernels that do not wait for each other run as one."""
+    return torch.compile(function, dynamic=True, options={"combo_kernels": True})
 
 
 def bucket_for(rows: int) -> int:

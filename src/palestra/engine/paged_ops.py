@@ -11,7 +11,6 @@ from palestra.engine import kernels
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS = 8
-DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3  # keys at once, and how Triton runs them
 
 
 def splits_for(rows: int, kv_heads: int) -> int:
@@ -20,6 +19,11 @@ def splits_for(rows: int, kv_heads: int) -> int:
     while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= DECODE_PROGRAMS:
         splits *= 2
     return splits
+
+
+def decode_shape(rows: int, kv_heads: int) -> tuple[int, int, int]:
+    """(keys at once, warps, stages): small programs where many share a processor, deep ones where few do."""
+    return (64, 4, 3) if rows * kv_heads <= DECODE_PROGRAMS else (32, 2, 2)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -45,6 +49,7 @@ def decode_attention(
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     splits = splits_for(rows, kv_heads)
+    keys_at_once, warps, stages = decode_shape(rows, kv_heads)
     out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
     part = torch.empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     part_ml = torch.empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -52,8 +57,8 @@ def decode_attention(
         q, k, v, keys, values, tables, lens, out, part, part_ml,
         q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window,
         KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
-        T=min(DECODE_KEYS, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
-        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES,
+        T=min(keys_at_once, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)

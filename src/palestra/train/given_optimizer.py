@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from palestra.core.errors import PalestraError
 from palestra.train.optimizer import Optimizer
 
@@ -29,9 +31,13 @@ class GivenOptimizer(Optimizer):
             raise PalestraError("the optimizer holds no trainable weight of this model; build it from this model's")
         self._given, self._scheduler = chosen, scheduler
 
-    def step(self, learning_rate: float) -> None:
+    @property
+    def can_skip(self) -> bool:
+        return self._given is None and super().can_skip
+
+    def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
         if self._given is None:
-            super().step(learning_rate)
+            super().step(learning_rate, finite)
             return
         self._given.step()
         self.clear()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
 

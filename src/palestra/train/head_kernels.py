@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from palestra.train.head import LogitRule
 
-BLOCK = 4096
+BLOCK = 2048
 
 
 @triton.jit
@@ -33,29 +33,35 @@ def _statistics(
     LOGITS, TARGET, LOGPROB, LSE, ENTROPY, vocabulary, multiplier, softcap, temperature,
     SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: a running softmax with the sum of e^z·z beside that of e^z."""
+    """One row a program: running softmaxes, one for each place of a block, merged at the end.
+
+    Beside each sum of e^z goes that of e^z·z, for the entropy.
+    """
     row = tl.program_id(0)
     base, t = row.to(tl.int64) * vocabulary, tl.arange(0, BLOCK)
-    target = tl.load(TARGET + row)
-    top = tl.full((), -float("inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((), tl.float32)
-    chosen = tl.zeros((), tl.float32)
+    top = tl.full((BLOCK,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocabulary, BLOCK):
-        column = first + t
-        inside = column < vocabulary
-        z, _ = _final(LOGITS, base + column, inside, multiplier, softcap, temperature, SOFTCAP)
-        chosen += tl.sum(tl.where(column == target, z, 0.0), 0)
-        new = tl.maximum(top, tl.max(z, 0))
+        inside = first + t < vocabulary
+        z, _ = _final(LOGITS, base + first + t, inside, multiplier, softcap, temperature, SOFTCAP)
+        new = tl.maximum(top, z)
         shrink = tl.exp(top - new)
         e = tl.exp(z - new)
-        total = total * shrink + tl.sum(e, 0)
-        weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), 0)
+        total = total * shrink + e
+        weighted = weighted * shrink + tl.where(inside, e * z, 0.0)
         top = new
-    lse = top + tl.log(total)
-    tl.store(LOGPROB + row, chosen - lse)
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)
+    sum_e = tl.sum(total * share, 0)
+    lse = highest + tl.log(sum_e)
+    target = base + tl.load(TARGET + row)
+    chosen, _ = _final(
+        LOGITS, target + tl.arange(0, 1), tl.arange(0, 1) == 0, multiplier, softcap, temperature, SOFTCAP
+    )
+    tl.store(LOGPROB + row, tl.sum(chosen, 0) - lse)
     tl.store(LSE + row, lse)
-    tl.store(ENTROPY + row, lse - weighted / total)
+    tl.store(ENTROPY + row, lse - tl.sum(weighted * share, 0) / sum_e)
 
 
 @triton.jit

@@ -201,11 +201,15 @@ class LocalLearner:
             token_losses.append((token_loss, work.batch.row[work.trained]))
             stats += work_stats
         norm = self._optimizer.clip(objective.max_grad_norm) if part.works else sums.new_zeros(())
-        *values, grad_norm = torch.cat([sums, norm.double()[None]]).tolist()
+        checks = torch.cat([sums, norm.double()[None]])
+        ahead = self._optimizer.can_skip  # then it is launched before the host waits for the numbers
+        if part.works and ahead:
+            self._optimizer.step(learning_rate, finite=checks.isfinite().all())
+        *values, grad_norm = checks.tolist()
         if not all(math.isfinite(x) for x in (*values, grad_norm)):
             self._optimizer.clear()
             raise PalestraError(self._explain_not_finite(part, token_losses, values, grad_norm))
-        if part.works:
+        if part.works and not ahead:
             self._optimizer.step(learning_rate)
         policy, echo, bonus = values
         loss = policy + self._echo_coefficient() * echo + bonus

@@ -44,14 +44,21 @@ class Optimizer:
             fused=True,
         )
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether a step can be launched before it is known to be sound: the GPU then leaves the weights alone."""
+        return self.weights[0].is_cuda
+
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to `max_norm`; gives their norm before that."""
         return nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
 
-    def step(self, learning_rate: float) -> None:
-        """Update the weights and forget the gradients."""
+    def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
+        """Update the weights and forget the gradients; nothing changes if `finite` (only where `can_skip`) is false."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
+        if finite is not None:  # what the fused kernels look at to skip a step, without the host
+            self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.adamw.step()
         with torch.no_grad():
             if self._pairs:
