@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.models.gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
+_KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -118,11 +120,17 @@ def _add_special(backend: Any, file: GgufFile, tokens: list[str]) -> None:
     from tokenizers import AddedToken
 
     types = list(file.metadata.get("tokenizer.ggml.token_type") or ())
+    # Phi-3's special tokens swallow the blanks behind them. GGUF has no field for it: llama.cpp, too, goes by the name
+    strips = bool(re.search("phi-?3", str(file.metadata.get("general.name")), re.IGNORECASE))
+    special, added = list[Any](), list[Any]()
     for token, kind in zip(tokens, types, strict=False):
-        if kind == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+        if kind in (_CONTROL, _USER_DEFINED):
+            rstrip = strips and token not in _KEEP_BLANKS
+            is_control = kind == _CONTROL
+            text = AddedToken(token, normalized=False, special=is_control, rstrip=rstrip)
+            (special if is_control else added).append(text)
+    backend.add_special_tokens(special)
+    backend.add_tokens(added)
 
 
 def _add_bos(backend: Any, file: GgufFile, bos: str | None) -> None:

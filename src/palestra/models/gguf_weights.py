@@ -10,7 +10,7 @@ import torch
 from palestra.core.errors import PalestraError
 from palestra.models.gguf_file import GgufFile
 
-_NOT_WEIGHTS = {"rope_freqs.weight"}  # read into the config
+_NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # read into the config
 
 
 def fill(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
