@@ -84,11 +84,13 @@ class LeanDecoder:
         places = torch.tensor(positions)
         cos, sin = self._cos.index_select(0, places), self._sin.index_select(0, places)
         x = self.model.model.embed_tokens(torch.tensor(ids))
-        for module, weights in zip(self.model.model.layers, self._layers, strict=True):
-            x = self._attention(x, module.self_attn, weights, cos, sin, plan)
+        last = len(self._layers) - 1
+        for i, (module, weights) in enumerate(zip(self.model.model.layers, self._layers, strict=True)):
+            out = self._attention(x, module.self_attn, weights, cos, sin, plan)
+            if i == last and len(ends) < len(ids):  # from here on only what is sampled from
+                x, out = (t.index_select(0, torch.tensor(ends, dtype=torch.long)) for t in (x, out))
+            x = _add_product(x, out, weights.out, weights.out_bias)
             x = self._mlp(x, weights)
-        if len(ends) < len(x):
-            x = x.index_select(0, torch.tensor(ends, dtype=torch.long))
         logits = torch.mm(self._norms["hidden"](x), self._head)
         bias = self.model.lm_head.bias
         return logits if bias is None else logits.add_(bias)
@@ -96,7 +98,8 @@ class LeanDecoder:
     def _attention(
         self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(len(x), -1, self.head_dim)
+        """What the heads bring together [N, H * D], before their output product."""
+        qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(x.shape[0], -1, self.head_dim)
         qk = qkv[:, : self.heads + self.kv_heads]
         if weights.qk_norm is not None:
             self._norms["head"](qk, out=qk).mul_(weights.qk_norm)
@@ -104,8 +107,7 @@ class LeanDecoder:
             turned = qk.roll(self.head_dim // 2, -1)
             qk.mul_(cos).addcmul_(turned, sin)
         q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
-        out = plan.attend(module, q, k, v, module.scaling, _window(module), None)
-        return _add_product(x, out.reshape(len(x), -1), weights.out, weights.out_bias)
+        return plan.attend(module, q, k, v, module.scaling, _window(module), None).reshape(x.shape[0], -1)
 
     def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
         normed = self._norms["hidden"](x)

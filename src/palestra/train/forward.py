@@ -20,6 +20,7 @@ from palestra.algo.batching import MicroBatch
 from palestra.engine.norms import FastNorms
 from palestra.train.attention import Layout, use_tree_attention
 from palestra.train.head import LogitRule, score_tokens
+from palestra.train.last_layer import last_mlp_at
 from palestra.train.self_check import settle
 
 Way = Literal["trees", "padded", "logits"]
@@ -82,15 +83,19 @@ class Scorer:
             self._layouts.update({id(batch): Layout(batch.trees, batch.token_ids.device) for batch in batches})
 
     def _packed_hidden(self, batch: MicroBatch) -> Tensor:
-        """[T, H] in packed order."""
+        """[T, H] in packed order; right at the places that the batch reads."""
         if id(batch) not in self._layouts:
             self.prepare([batch])
-        out = self.model.base_model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            layout=self._layouts[id(batch)],
-        )
+        # A compiled or recomputed layer must be the same each time.
+        again = self.compiled or self.model.is_gradient_checkpointing
+        layers = [] if again or self.model.device.type != "cpu" else _layers(self.model)
+        with last_mlp_at(layers, batch.source, len(batch.token_ids)):
+            out = self.model.base_model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                layout=self._layouts[id(batch)],
+            )
         return out.last_hidden_state[0]
 
     def _padded_hidden(self, batch: MicroBatch) -> Tensor:
