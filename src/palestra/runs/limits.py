@@ -60,7 +60,8 @@ def demand_of(settings: Mapping[str, Any], machine_gpus: int, processes: int) ->
 def default_max_runs() -> int:
     """PALESTRA_MAX_RUNS, or one a processor: small models use one thread each, large ones want them all."""
     said = os.environ.get(VARIABLE, "")
-    return int(said) if said.isdecimal() and int(said) else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(said) if said.isdecimal() and int(said) else allowed
 
 
 def count_gpus() -> int:

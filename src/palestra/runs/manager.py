@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,6 @@ from palestra.runs import limits, plan
 from palestra.runs.explain import tail
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State
 from palestra.runs.processes import MARK, send, this_host
-from palestra.runs.processes import signal as signals
 from palestra.runs.recovery import reconcile
 from palestra.runs.request import FILE, RunRequest
 from palestra.runs.store import new_folder
@@ -87,7 +87,7 @@ class RunManager:
             raise PalestraError(f"the run {run_id} has ended already; it is {row.state}")
         self._index.move(run_id, ["pending", "starting", "running"], "stopping")
         if row.kind == "foreground" and row.supervisor is not None and row.host == this_host():
-            send(row.supervisor, signals.SIGTERM)
+            send(row.supervisor, signal.SIGTERM)
         until = time.monotonic() + wait_s
         while self._row(run_id).state not in ENDED and time.monotonic() < until:
             time.sleep(_POLL_S)

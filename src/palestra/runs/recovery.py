@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
-from palestra.runs.index import ACTIVE, Index, Row
+from palestra.runs.index import ACTIVE, Index, Row, State
 from palestra.runs.processes import end_all, marked, send, this_host
-from palestra.runs.processes import signal as signals
 
 LAUNCH_S = 20.0  # a supervisor has told of itself by then
 SILENT_S = 30.0  # one that lives beats every second; a longer silence is looked into
@@ -49,21 +49,20 @@ def _is_silent(index: Index, row: Row) -> bool:
 
 
 def recover(index: Index, row: Row, reason: str) -> None:
-    """End all processes of a run that nobody looks after, then mark it. Whoever comes second finds it done."""
+    """Say why, end all processes of a run that nobody looks after, and mark it. Who comes second finds it done."""
     if index.row(row.run_id).launched != row.launched:  # resumed meanwhile
         return
+    wanted = row.state == "stopping" and row.reason is None  # somebody was stopping it, and nothing had gone wrong
+    if row.state == "stopping" and row.reason:
+        reason = f"{row.reason}; then {reason}"
+    if not wanted:
+        index.move(row.run_id, [row.state], "stopping", of_launch=row.launched, reason=reason)
     if row.host == this_host():
         if row.kind == "managed" and row.supervisor is not None:
-            send(row.supervisor, signals.SIGKILL)
+            send(row.supervisor, signal.SIGKILL)
         left = {part.process.pid: part.process for part in index.parts(row.run_id) if part.exit_code is None}
         left |= {process.pid: process for process in marked(row.run_id)}
         end_all(left.values(), _PATIENCE_S)
-    stopped = row.state == "stopping"
-    index.move(
-        row.run_id,
-        [row.state],
-        "stopped" if stopped else "failed",
-        of_launch=row.launched,
-        reason=f"{reason}; {'it was being stopped' if stopped else f'palestra runs resume {row.run_id} goes on'}",
-        ended=time.time(),
-    )
+    end: State = "stopped" if wanted else "failed"
+    hint = "it was being stopped" if wanted else f"palestra runs resume {row.run_id} goes on"
+    index.move(row.run_id, ["stopping"], end, of_launch=row.launched, reason=f"{reason}; {hint}", ended=time.time())

@@ -39,7 +39,10 @@ class RunFolder:
         path = new_folder(parent, name) if at is None else at
         if (path / "run.json").exists():
             raise PalestraError(f"{path} holds a run already; go on with it by --resume, or choose another folder")
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PalestraError(f"cannot make the run folder {path} ({error.strerror}); choose another") from None
         config.save(path / "config.yaml")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         write_json(path / "run.json", {"name": plain_name(name), "created": stamp, **record})

@@ -73,6 +73,8 @@ class Supervisor:
         except Exception as error:
             traceback.print_exc()
             end, reason = "failed", redact(f"the supervisor failed: {type(error).__name__}: {error}")
+        if end != "completed":  # what is known is said at once: a trainer may take its time to save its step
+            self._index.move(self._run_id, ACTIVE, "stopping", of_launch=self._launched, reason=reason)
         self._end_parts()
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
         self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())

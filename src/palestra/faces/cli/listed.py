@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 @contextmanager
 def listed(display: Display) -> Iterator[None]:
     """Put the run into the index from its first moment to its last, unless a supervisor does."""
-    from palestra.runs.foreground import ForegroundRun
     from palestra.runs.processes import MARK
 
     with _terminated_like_ctrl_c():
-        if MARK in os.environ:
+        if MARK in os.environ or sys.platform == "win32":  # there, processes and locks are another matter
             yield
             return
+        from palestra.runs.foreground import ForegroundRun
+
         run = ForegroundRun()
         display.on_start = run.begin
         try:
