@@ -17,6 +17,7 @@ from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
 from palestra.runs.manager import RunRequest
 
 _MAX_VALUE_CHARS = 10_000
+_TOLD_TO_ATROPOS = ("timeout", "num_requests_for_eval", "server_type")  # of its server; the rest is not for it to know
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Draft:
         same = {f.also for f in own.values()}
         fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
         edited: dict[str, Any] = {TRACKING_NAME: f"{found.name.replace('/', '-')}-{stamp}"}
+        if "use_wandb" in own and found.dialect == "atropos":
+            edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
             largest = site.maximum.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
@@ -122,13 +125,13 @@ class Draft:
 
     def request(self) -> RunRequest:
         """What the run manager is asked for."""
-        server = {lock.name: lock.value for lock in self.locks if lock.section == "server" and not lock.is_open}
-        on_wire = self.found.dialect != "palestra"
+        server = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
+        told = _TOLD_TO_ATROPOS if self.found.dialect == "atropos" else ()
         return RunRequest(
             environment=self.environment,
             settings=self.settings(),
             env_settings=self.env_settings(),
-            server_settings={k: v for k, v in server.items() if k != "model_name"} if on_wire else {},
+            server_settings={name: server[name] for name in told if name in server},
             name=self.found.name.replace("/", "-"),
             backend=self.site.profile,
         )
