@@ -116,7 +116,8 @@ class LeanDecoder:
         return _add_product(x, gate, weights.down, weights.down_bias)
 
     def _refresh(self) -> None:
-        """Copy the weights if they changed: an update in place raises a tensor's version."""
+        """Copy the weights if they changed. A write in place raises a tensor's version, but for fused optimizers:
+        after their steps `weights_changed` must be called, as for kept KV."""
         seen = sum(p._version for p in self._parameters)
         if seen == self._seen:
             return
