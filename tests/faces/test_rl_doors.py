@@ -158,7 +158,7 @@ def test_mcp_tells_progress_while_models_are_tested(clients):
             assert result.structured_content["results"][0]["status"] == "timed out"
 
     asyncio.run(play())
-    assert told[0] == (0, 2, "palestra/tiny: 0 problems")
+    assert told[0] == (0, 2, "palestra/tiny: 0 of 2 problems")
 
 
 def test_mcp_over_http_is_guarded_and_its_clients_have_sessions(clients):

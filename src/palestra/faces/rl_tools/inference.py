@@ -52,7 +52,7 @@ class InferenceTest:
         folder = _new_folder(self.home / "inference_tests", self.draft.found.name)
         endpoints = [Endpoint(m.base_url or "", m.api_key_env, m.more) for m in models]
         relay = Relay(endpoints, limits.test_minutes * 60)
-        steps = _Steps(len(models) * self.num_steps, self.progress)
+        steps = _Steps(len(models), self.num_steps, self.progress)
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
             attempts = [_Attempt(self, m, i, relay, folder, steps) for i, m in enumerate(models)]
@@ -88,9 +88,10 @@ class InferenceTest:
 class _Steps:
     """How many problems are done, of all models together."""
 
-    def __init__(self, total: int, tell: Callable[[float, float, str], None]) -> None:
+    def __init__(self, models: int, each: int, tell: Callable[[float, float, str], None]) -> None:
         self._done: dict[str, int] = {}
-        self._total = total
+        self._each = each
+        self._total = models * each
         self._tell = tell
         self._lock = threading.Lock()
 
@@ -99,7 +100,7 @@ class _Steps:
             if self._done.get(label, -1) != done:
                 self._done[label] = done
                 asked = f", {usage.requests} requests" if usage.requests else ""
-                self._tell(sum(self._done.values()), self._total, f"{label}: {done} problems{asked}")
+                self._tell(sum(self._done.values()), self._total, f"{label}: {done} of {self._each} problems{asked}")
 
 
 @dataclass(frozen=True)
