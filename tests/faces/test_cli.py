@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_every_setting_is_listed_with_its_default(cli):
         assert f"  {key} = " in listing
     assert "train.learning_rate = 1e-05" in listing
     assert "dr_grpo" in listing
+
+
+def test_settings_keys_and_versions_are_told_to_programs_too(cli):
+    assert json.loads(cli("config", "--json", "--lora.r", "8").out)["lora"]["r"] == 8
+    keys = json.loads(cli("config", "--keys", "--json").out)
+    assert keys["train.epsilon"]["default"] == RunConfig().train.epsilon
+    assert keys.keys() == RunConfig.keys().keys()
+    assert json.loads(cli("version", "--json").out).keys() >= {"palestra", "Python", "torch"}
 
 
 def test_printed_config_reads_back_as_itself(cli):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import groupby
 from pathlib import Path
@@ -17,8 +18,9 @@ from palestra.faces.cli import settings
 @click.argument("agent_file", required=False)
 @click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
 @click.option("--keys", is_flag=True, help="List every setting with its default and what it does.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @settings.debug_option
-def command(agent_file: str | None, config_file: Path | None, keys: bool, **parameters: Any) -> None:
+def command(agent_file: str | None, config_file: Path | None, keys: bool, as_json: bool, **parameters: Any) -> None:
     """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
 
     \b
@@ -27,7 +29,7 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, **para
     palestra config --keys                      every setting, its default, what it does
     """
     if keys:
-        _print_keys()
+        _print_keys(as_json)
         return
     import yaml
 
@@ -36,11 +38,19 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, **para
 
     layer = read_yaml_config(config_file) if config_file else {}
     _, config = configure(load_agent_file(agent_file), layer, settings.given(parameters))
-    click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+    data = config.model_dump(mode="json")
+    click.echo(json.dumps(data) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False), nl=False)
 
 
-def _print_keys() -> None:
-    rows = [settings.describe(key, info) for key, info in RunConfig.settings().items()]
+def _print_keys(as_json: bool) -> None:
+    known = RunConfig.settings().items()
+    if as_json:
+        told = {
+            k: {"default": i.get_default(call_default_factory=True), "about": i.description or ""} for k, i in known
+        }
+        click.echo(json.dumps(told))
+        return
+    rows = [settings.describe(key, info) for key, info in known]
     formatter = click.HelpFormatter(width=min(shutil.get_terminal_size().columns, 120))
     for section, members in groupby(rows, lambda row: row[0].rpartition(".")[0]):
         with formatter.section(section or "run"):
