@@ -11,7 +11,7 @@ from palestra.runs.processes import end_all, marked, send, this_host
 LAUNCH_S = 20.0  # a supervisor has told of itself by then
 SILENT_S = 30.0  # one that lives beats every second; a longer silence is looked into
 _LOOK_AGAIN_S = 4.0
-_PATIENCE_S = 4.0  # for a checkpoint of the step under way
+_PATIENCE_S = 6.0  # for a checkpoint of the last whole step; with what follows, all are gone within 10 s
 
 
 def reconcile(index: Index) -> None:

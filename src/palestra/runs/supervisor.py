@@ -29,7 +29,7 @@ _BEAT_S = 1.0
 _LOOK_S = 3.0
 _LAST_POSTS_S = 10.0  # what an environment posted before it ended may still be on its way to the trainer
 _PATIENCE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}  # the trainer finishes its step, and saves it
-_GUARD_PATIENCE_S = 4.0  # for all of them at once, when the supervisor is gone
+_STRAYS_S = 0.5
 _CHECKPOINT_S = 600.0  # … and is not cut off while it writes a large one
 
 
@@ -170,13 +170,15 @@ class Supervisor:
         self._sweep()
 
     def _is_saving(self) -> bool:
-        return any((self._folder / "checkpoints").glob(".step-*.partial"))
+        """Whether a checkpoint is growing; one that a killed trainer left half done does not."""
+        newest = max((path.stat().st_mtime for path in self._folder.glob("checkpoints/.step-*.partial/*")), default=0.0)
+        return time.time() - newest < _PATIENCE_S["trainer"]
 
     def _sweep(self) -> None:
         """End what a process that has ended left behind."""
         alive = [process.pid for part, process in self._parts.items() if part not in self._codes]
         kept = {pid for root in alive for pid in (root, *(p.pid for p in family(root)))}
-        end_all([process for process in family(os.getpid()) if process.pid not in kept], 0.5)
+        end_all([process for process in family(os.getpid()) if process.pid not in kept], _STRAYS_S)
 
 
 def guard(index: Index, run_id: str, supervisor: int) -> None:
@@ -185,11 +187,11 @@ def guard(index: Index, run_id: str, supervisor: int) -> None:
     pid = status = 0
     while pid != supervisor:
         pid, status = os.waitpid(-1, 0)
-    end_all(family(os.getpid()), _GUARD_PATIENCE_S)
     row = index.row(run_id)
     if row.state in ACTIVE and row.launched == launched:
         killed = os.WIFSIGNALED(status)
         recover(index, row, "its supervisor has died" if killed else "its supervisor failed; its log says why")
+    end_all(family(os.getpid()), _STRAYS_S)
 
 
 def main(home: str, run_id: str) -> None:
