@@ -81,12 +81,12 @@ def build(scenario: dict[str, Any]) -> tuple[Any, Any]:
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     ends = math.log((len(tokenizer) - 1) / (TURN_TOKENS - 1)) if scenario["tools"] else NEVER
-    raise_logit(model, tokenizer.eos_token_id, ends)
+    raise_logits(model, {tokenizer.eos_token_id: ends, tokenizer.pad_token_id: NEVER})  # the latter ends our turns too
     return model, tokenizer
 
 
-def raise_logit(model: Any, token_id: int, by: float) -> None:
-    """Add `by` to one token's logit through the weights: channel 0 is kept constant for it."""
+def raise_logits(model: Any, by: Mapping[int, float]) -> None:
+    """Add to some tokens' logits through the weights: channel 0 is kept constant for it."""
     import torch
 
     width = model.config.hidden_size
@@ -95,7 +95,8 @@ def raise_logit(model: Any, token_id: int, by: float) -> None:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
         model.model.embed_tokens.weight[:, 0] = 10.0  # far above the others, so that the last norm gives sqrt(width)
-        model.model.embed_tokens.weight[token_id, 0] += by
+        for token_id, added in by.items():
+            model.model.embed_tokens.weight[token_id, 0] += added
         model.model.norm.weight[0] = width**-0.5
 
 
