@@ -171,7 +171,11 @@ class Supervisor:
 
     def _is_saving(self) -> bool:
         """Whether a checkpoint is growing; one that a killed trainer left half done does not."""
-        newest = max((path.stat().st_mtime for path in self._folder.glob("checkpoints/.step-*.partial/*")), default=0.0)
+        try:
+            files = self._folder.glob("checkpoints/.step-*.partial/*")
+            newest = max((path.stat().st_mtime for path in files), default=0.0)
+        except OSError:  # it was finished while we looked
+            return True
         return time.time() - newest < _PATIENCE_S["trainer"]
 
     def _sweep(self) -> None:
