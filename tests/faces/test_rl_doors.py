@@ -36,7 +36,7 @@ INITIALIZE = {
 
 @pytest.fixture
 def clients(tmp_path):
-    site = Site(limits=Limits(test_minutes=0.05))
+    site = Site(limits=Limits(test_minutes=0.02))
     manager = RunManager(tmp_path / "home")
     return Clients(lambda: RlTools(manager, site))
 
