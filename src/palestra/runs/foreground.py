@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
-from palestra.runs.index import ACTIVE, ENDED, Index, State
+from palestra.runs.index import ACTIVE, ENDED, Index, Row, State
 from palestra.runs.manager import new_id, palestra_home
 from palestra.runs.processes import this_host, this_process
 from palestra.runs.recovery import reconcile
@@ -26,7 +26,7 @@ class ForegroundRun:
         self._run_id = ""
 
     def begin(self, folder: Path) -> None:
-        """List the run; refuse a folder in which another process trains."""
+        """List the run; a folder in which another process trains is refused here, too: it may just have begun."""
         try:
             index = Index(self._home)
             reconcile(index)
@@ -34,6 +34,17 @@ class ForegroundRun:
             self._index = index
         except (sqlite3.Error, OSError):
             return
+
+    def refuse_busy(self, folder: Path) -> None:
+        """Refuse a folder in which another process trains."""
+        try:
+            index = Index(self._home)
+            reconcile(index)
+            row = next((row for row in index.rows() if row.folder == str(folder.resolve())), None)
+        except (sqlite3.Error, OSError):
+            return
+        if row is not None and row.state in ACTIVE:
+            raise _busy(row)
 
     def _list(self, index: Index, folder: Path) -> None:
         now, me = time.time(), this_process()
@@ -50,16 +61,20 @@ class ForegroundRun:
         self._run_id = known.run_id
         again: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **mine}
         if not index.move(known.run_id, ENDED, "running", **again):
-            raise PalestraError(
-                f"{folder} is run {known.run_id}, which is {known.state}; watch it with: palestra runs watch "
-                f"{known.run_id}, or stop it first: palestra runs stop {known.run_id}"
-            )
+            raise _busy(known)
 
     def end(self, state: State, reason: str | None = None) -> None:
         if self._index is not None:
             text = None if reason is None else redact(reason)
             with contextlib.suppress(sqlite3.Error, OSError):
                 self._index.move(self._run_id, ACTIVE, state, reason=text, ended=time.time())
+
+
+def _busy(row: Row) -> PalestraError:
+    return PalestraError(
+        f"{row.folder} is run {row.run_id}, which is {row.state}; watch it with: palestra runs watch {row.run_id}, "
+        f"or stop it first: palestra runs stop {row.run_id}"
+    )
 
 
 def _subject(record: dict[str, object]) -> str:

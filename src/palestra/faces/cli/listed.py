@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 @contextmanager
 def listed(display: Display) -> Iterator[None]:
     """Put the run into the index from its first moment to its last, unless a supervisor does."""
-    from palestra.runs.processes import MARK
-
     with _terminated_like_ctrl_c():
-        if MARK in os.environ or sys.platform == "win32":  # there, processes and locks are another matter
+        if _is_looked_after():
             yield
             return
         from palestra.runs.foreground import ForegroundRun
@@ -36,6 +35,21 @@ def listed(display: Display) -> Iterator[None]:
             run.end("failed", f"{type(error).__name__}: {error}")
             raise
         run.end("completed")
+
+
+def refuse_busy(folder: Path) -> None:
+    """Two trainings in one folder would ruin it: say so before anything is loaded."""
+    if not _is_looked_after():
+        from palestra.runs.foreground import ForegroundRun
+
+        ForegroundRun().refuse_busy(folder)
+
+
+def _is_looked_after() -> bool:
+    """Whether a supervisor keeps the run's row. On Windows nobody does: processes and locks are different there."""
+    from palestra.runs.processes import MARK
+
+    return MARK in os.environ or sys.platform == "win32"
 
 
 @contextmanager

@@ -177,8 +177,10 @@ def _train_env(
 def _resumed(agent_file: str | None, name: str) -> Plan:
     from palestra.faces.cli.agent_file import load_agent_file
     from palestra.faces.cli.find_run import find_run
+    from palestra.faces.cli.listed import refuse_busy
 
     run = find_run(name)
+    refuse_busy(run.path)
     if "environment" in run.record:
         from palestra.envs.load import load_env
 

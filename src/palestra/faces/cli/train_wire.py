@@ -46,6 +46,7 @@ def train_on_url(
 ) -> None:
     """Serve the model, train it over the wire, and say where it is."""
     from palestra.faces.cli.find_run import find_run
+    from palestra.faces.cli.listed import refuse_busy
     from palestra.faces.cli.serve import require_serve_extra
 
     require_serve_extra()
@@ -55,6 +56,7 @@ def train_on_url(
         raise PalestraError("a resumed run keeps its own settings; give --env-url and --resume alone")
     else:
         run = find_run(resume)
+        refuse_busy(run.path)
     outcome = run_on_wire(run, wire.url, wire.port, console, resumed=resume is not None)
     present(run, outcome, console, as_json)
 
