@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +34,11 @@ class LlamaCpp:
         request = urllib.request.Request(
             self.server.listening_address + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{route}: {error.read().decode()}") from error
 
     def tokenize(self, text: str) -> list[int]:
         return list(self.post("/tokenize", {"content": text})["tokens"])
