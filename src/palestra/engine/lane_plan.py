@@ -118,8 +118,9 @@ class Groups:
 
     def _by_lane(self, rows: Tensor, group: int) -> Tensor:
         """[slots, KV, members * G, ...] -> [n, KV, G, ...]."""
-        places = rows.unflatten(2, (self.members, group)).transpose(1, 2)
-        return places.flatten(0, 1).index_select(0, self.to_lanes)
+        slots, heads, _, *rest = rows.shape
+        places = rows.view(slots, heads, self.members, group, *rest).transpose(1, 2)
+        return places.reshape(slots * self.members, heads, group, *rest).index_select(0, self.to_lanes)
 
     def attend(
         self, layer: int, q: Tensor, mask: Tensor | None, scale: float, softcap: float | None
@@ -202,7 +203,7 @@ class LanePlan:
         for store, new in ((own.keys, k), (own.values, v)):
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)
             store[layer].view(-1, rows.shape[1]).index_copy_(0, self.targets, rows)
-        q = q[0].transpose(0, 1).unflatten(1, (heads, -1))  # [N, KV, G, D]
+        q = q[0].transpose(0, 1).view(tokens, heads, -1, q.shape[-1])  # [N, KV, G, D]
         parts = []
         if self.decode is not None:
             singles = q[: len(self.decode.own_len)]

@@ -76,11 +76,13 @@ class Scheduler:
         self._preempted.clear()
         budget = self.tokens_per_step
         chunks: list[Chunk] = []
-        for job in sorted(self.running, key=lambda j: j.pending > 1):
-            count = min(job.pending, budget)
+        pending = [(job.pending, job) for job in self.running]
+        singles, others = [p for p in pending if p[0] <= 1], [p for p in pending if p[0] > 1]
+        for wanted, job in singles + others:
+            count = min(wanted, budget)
             if count <= 0 or job in self._preempted or not self._room(job, count):
                 continue
-            chunks.append(Chunk(job, count, samples=job.params is not None and count == job.pending))
+            chunks.append(Chunk(job, count, samples=job.params is not None and count == wanted))
             budget -= count
         if self._preempted:
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
