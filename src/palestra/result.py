@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from palestra.train.session import Outcome
 
 if TYPE_CHECKING:
     from palestra.export.ollama import OllamaModel
+
+log = logging.getLogger("palestra")
 
 
 @dataclass(frozen=True)
@@ -134,4 +137,7 @@ class GRPOTrainingResult:
         if not source.instructions:
             source = replace(source, instructions=self.instructions)
         folder = self.run.path / "export" / "ollama"
-        return to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
+        made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
+        if not made.created:
+            log.warning("Ollama is not installed here; the files are ready. Where it is, run: %s", made.command)
+        return made

@@ -45,7 +45,9 @@ def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: py
     assert 'SYSTEM """Use the tools."""' in (folder / "Modelfile").read_text()
 
 
-def test_a_result_exports_itself_to_ollama(run: RunFolder, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_exports_itself_to_ollama_and_tells_the_command(
+    run: RunFolder, tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from palestra.agents.agent import Agent
     from palestra.result import GRPOTrainingResult
     from palestra.train.session import Outcome
@@ -54,6 +56,7 @@ def test_a_result_exports_itself_to_ollama(run: RunFolder, tiny: Any, monkeypatc
     outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0)  # type: ignore[arg-type]
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)
     made = result.to_ollama("clerk", quantization="f16")
+    assert f"run: ollama create clerk -f {made.modelfile}" in caplog.text
     assert made.modelfile.parent == run.path / "export" / "ollama"
     assert 'SYSTEM """Use the tools."""' in made.modelfile.read_text()
 

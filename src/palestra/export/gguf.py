@@ -101,7 +101,8 @@ def _plan(
     for name, tensor in ropes.items():
         yield PlannedTensor(name, "f32", tuple(tensor.shape), ropes, name, lambda tensor: tensor)
     for source in weights:
-        if source == "lm_head.weight" and config.tie_word_embeddings:
+        is_copy = source == "lm_head.weight" and config.tie_word_embeddings
+        if is_copy or source.endswith("rotary_emb.inv_freq"):  # which old checkpoints hold, and anyone can reckon
             continue
         target = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if target is None:

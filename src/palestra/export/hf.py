@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json
 from palestra.export.merge import merged_copy
@@ -36,9 +38,10 @@ def save_hf(
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise PalestraError(
-            f"the model could not be saved to {folder} ({error.strerror or error}); choose another path"
+            f"the model could not be saved to {folder} ({why}); free some space or choose another path"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 import shutil
@@ -19,8 +18,6 @@ from palestra.export.ollama_templates import TEMPLATES
 from palestra.export.out import to_gguf
 from palestra.export.source import ModelSource
 from palestra.models.loading import TINY
-
-log = logging.getLogger("palestra")
 
 _MOST_CONTEXT = 8192  # longer ones cost memory that few machines have; `PARAMETER num_ctx` may be changed
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?")
@@ -63,9 +60,7 @@ def to_ollama(
     write_text(path, text)
     program = shutil.which("ollama")
     command = ["ollama", "create", name, "-f", str(path.resolve())]
-    if program is None:
-        log.info("Ollama is not installed here; where it is, run: %s", shlex.join(command))
-    else:
+    if program is not None:
         _create([program, *command[1:]])
     return OllamaModel(name, gguf, path, shlex.join(command), program is not None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_a_base_held_in_four_bits_is_not_merged_into(adapted: tuple[Any, Path], 
     with pytest.raises(PalestraError, match="held in 4 bits"):
         save_hf(model, tiny.tokenizer, tmp_path / "out", merge=True)
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_that_fills_up_leaves_the_old_folder_and_no_other(tmp_path: Path) -> None:
+    """The system itself refuses to write on: no file may be longer than 200 kB in that process."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    script = f"""
+import resource
+from palestra.core.errors import PalestraError
+from palestra.export.hf import save_hf
+from palestra.models.loading import load_model
+from pathlib import Path
+loaded = load_model("palestra/tiny")
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    save_hf(loaded.model, loaded.tokenizer, Path({str(tmp_path)!r}) / "model")
+except PalestraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "could not be saved" in done.stdout, done.stderr
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/old"]
 
 
 def point_to(folder: Path, base: Path) -> None:
