@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.runs.index import Index
+from palestra.runs.index import ENDED, Index
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.runs.processes import Process, marked
 from palestra.tracking.jsonl import read_metrics
@@ -91,7 +91,7 @@ class Victims:
         until = time.monotonic() + 240
         while not happened():
             row = self.index.row(self.run_id)
-            assert row.state != "failed" or what == "the end", f"failed before {what}: {row.reason}"
+            assert row.state not in ENDED or what == "the end", f"{row.state} before {what}: {row.reason}"
             assert time.monotonic() < until, f"no {what}; {row.state}"
             time.sleep(0.005)
 
