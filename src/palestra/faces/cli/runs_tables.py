@@ -23,8 +23,9 @@ _WIDTH = 60
 
 def runs_table(runs: Sequence[Run]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("run", "name", "state"):
-        table.add_column(heading, no_wrap=True)
+    table.add_column("run", no_wrap=True)
+    table.add_column("name", overflow="fold")  # what gives way on a narrow terminal
+    table.add_column("state", no_wrap=True)
     for heading in ("step", "reward", "correct", "held-out", "age", "took"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
@@ -38,8 +39,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
             _number(numbers.get("reward_mean"), ".2f"),
             _number(numbers.get("percent_correct"), ".0%"),
             _number(numbers.get("eval_percent_correct"), ".0%"),
-            show_seconds(max(0.0, time.time() - run.created)),
-            _took(run),
+            _about(time.time() - run.created),
+            "" if run.started is None else _about((run.ended or time.time()) - run.started),
         )
     return table
 
@@ -124,6 +125,17 @@ _FORMS = (
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
+
+
+def _about(seconds: float) -> str:
+    """
+    >>> [_about(s) for s in (5, 400, 7300, 200000)]
+    ['5 s', '7 min', '2 h', '2 d']
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def _took(run: Run) -> str:
