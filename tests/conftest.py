@@ -7,7 +7,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["PALESTRA_HOME"] = tempfile.mkdtemp(prefix="palestra-home-")  # trainings are listed; not among the user's
+HOME = tempfile.TemporaryDirectory(prefix="palestra-home-", ignore_cleanup_errors=True)
+os.environ["PALESTRA_HOME"] = HOME.name  # trainings are listed; those of tests not among the user's
 
 
 @pytest.fixture(scope="session")
