@@ -55,7 +55,7 @@ HEAVY = {
     "peft": "train",
     "safetensors": "export models train",
     "numpy": "algo engine models policy train",
-    "triton": "engine",
+    "triton": "engine train",
     "trl": "",
     "datasets": "",
     "pyarrow": "",

@@ -127,7 +127,7 @@ def _collectors(env: RunningEnv, config: RunConfig, openai: OpenAISettings | Non
 
     if openai is None:
         loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
-        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine)
+        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return build_collectors(env, policy, ChatFormat(loaded.tokenizer), config)
     sampling = sampling_params(config.rollout, ())
     limits = Limits(sampling, config.rollout.max_tool_rounds, config.rollout.tool_timeout_s)

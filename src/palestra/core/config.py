@@ -35,6 +35,9 @@ class ModelSection(Section):
     engine: Literal["auto", "paged", "plain"] = Field(
         "auto", description="the sampler: auto takes the paged engine where the model allows it"
     )
+    kv_memory_gib: float | None = Field(
+        None, gt=0, description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4"
+    )
 
 
 class TrainSection(Section):

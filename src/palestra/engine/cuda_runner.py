@@ -80,10 +80,12 @@ class CudaRunner:
         """Captured graphs hold the weights' addresses: capture again if somebody moved one."""
         with torch.no_grad():
             self._fused.claim()
-        pointers = [parameter.data_ptr() for parameter in self.model.parameters()]
-        if pointers != self._pointers:
+        if self._graphs and self._addresses() != self._pointers:
             self._graphs.clear()
-            self._pointers = pointers
+            self._graph_pool = None  # gone with the last graph that used it
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.model.parameters()]
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
@@ -178,6 +180,7 @@ class CudaRunner:
             with torch.cuda.graph(captured, pool=self._graph_pool):
                 logits = forward()
             self._graph_pool = self._graph_pool or captured.pool()
+            self._pointers = self._addresses()
         return Graph(captured.replay, logits)
 
     def _run_into(self, graph: Graph, forward: Any) -> None:

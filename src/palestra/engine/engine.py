@@ -49,13 +49,15 @@ class Engine:
         *,
         kv_memory_gib: float | None = None,
         page_size: int | None = None,
-        max_running: int = 256,
-        tokens_per_step: int = 2048,
+        max_running: int | None = None,
+        tokens_per_step: int | None = None,
         max_context: int | None = None,
         self_check: bool = True,
     ) -> None:
         register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
+        max_running = max_running or (256 if device.type == "cpu" else 512)
+        tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)
         shape = kv_shape(model)
         config = text_config(model)
         self.model = model

@@ -27,8 +27,9 @@ def decode_attention(
 ):  # fmt: skip
     """One new token of each row: stores its KV and attends to the row's pages.
 
-    Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token, whose KV starts its running
-    softmax straight from registers. A row of length 0 is dead: it stores nothing and reads nothing.
+    Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
+    whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
+    and reads nothing.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)

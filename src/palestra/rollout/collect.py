@@ -74,7 +74,11 @@ class Collector:
 
     def _open(self, episodes: Sequence[Episode]) -> list[tuple[Any, Any]]:
         """A session for each episode; siblings with the same prompt share its computation."""
-        prompts = [self.chat.prompt(e.prompt, [t.schema for t in e.tools]) for e in episodes]
+        openings = [(e.prompt, [t.schema for t in e.tools]) for e in episodes]
+        if all(opening == openings[0] for opening in openings):
+            prompts = [self.chat.prompt(*openings[0])] * len(openings)
+        else:
+            prompts = [self.chat.prompt(*opening) for opening in openings]
         if all(p == prompts[0] for p in prompts):
             sessions = self.policy.fork(self.policy.open(prompts[0].token_ids), len(prompts))
         else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
-from palestra.core.types import Group, Rollout
+from palestra.core.types import Group, Message, Rollout
+
+_MESSAGE_FIELDS = tuple(field.name for field in fields(Message))
 
 
 class JsonlTracker:
@@ -49,13 +51,19 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "stop": rollout.stop,
         "error": rollout.error,
         "scores": {name: asdict(score) for name, score in rollout.scores.items()},
-        "messages": [asdict(m) for m in rollout.messages],
+        "messages": [_message_record(m) for m in rollout.messages],
         "turns": [
             {"maker": t.maker, "token_ids": t.token_ids, "policy_version": t.policy_version} for t in rollout.turns
         ],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
     }
+
+
+def _message_record(message: Message) -> dict[str, Any]:
+    """As `asdict`, without its copies: there are thousands of messages in a step."""
+    record = {field: getattr(message, field) for field in _MESSAGE_FIELDS}
+    return record | {"tool_calls": [asdict(call) for call in message.tool_calls]}
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ more to their logits than the head knows). A self-check on a few tokens settles 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -138,6 +139,8 @@ def _compiled_call() -> Callable[..., Any]:
         keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
         return checkpoint(layer._call_impl, *args, use_reentrant=False, context_fn=keep, **kwargs)
 
+    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     return torch.compile(call, dynamic=True)
 
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
-# What rounding explains: the largest difference in a log-probability, and in a gradient relative to its size.
-TOLERANCES = {torch.bfloat16: (0.3, 0.3), torch.float16: (0.05, 0.1)}
-FULL_PRECISION = (1e-3, 1e-2)
+# What rounding explains: the difference of log-probabilities (root mean square; unlikely tokens of a trained model
+# are off by tenths in bfloat16), and of a gradient relative to its size. A wrong way is off by whole nats.
+TOLERANCES = {torch.bfloat16: (0.3, 0.5), torch.float16: (0.05, 0.1)}
+FULL_PRECISION = (5e-4, 1e-2)
 
 
 def settle(scorer: Scorer) -> None:
@@ -67,9 +68,9 @@ def _mismatch(scorer: Scorer, batch: MicroBatch, expected: list[Tensor]) -> str 
     except Exception as error:  # whatever a foreign model or a compiler raises, a plainer way remains
         return f"{name} raised {type(error).__name__}: {error}"
     logprob_limit, gradient_limit = TOLERANCES.get(model.dtype, FULL_PRECISION)
-    worst = float((found[0] - expected[0]).abs().max())
-    if not worst <= logprob_limit:
-        return f"{name} differs by {worst:.2g} from its own log-probabilities on a small check"
+    difference = float((found[0] - expected[0]).square().mean().sqrt())
+    if not difference <= logprob_limit:
+        return f"{name} differs by {difference:.2g} from its own log-probabilities on a small check"
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         error_norm, norm = float((mine - theirs).norm()), float(theirs.norm())
         if not error_norm <= gradient_limit * norm + 1e-6:

@@ -68,7 +68,7 @@ def train_in_folder(
     steps = total_steps(config, len(environment.problems("train")))
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = LocalLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0, total_steps=steps)
-    policy = build_policy(model, loaded.tokenizer, config.model.engine)
+    policy = build_policy(model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
     collector, scorer = map(rollouts_by, build_collectors(environment, policy, chat, config, reward_functions))
     record = json.loads((folder / "run.json").read_text())
     tracker = open_trackers(config, folder, record, resume_after=state.step if resumed else None)
@@ -90,7 +90,7 @@ def evaluate_only(
     loaded: LoadedModel, environment: Environment, config: RunConfig, runner: asyncio.Runner, watcher: Watcher
 ) -> EvalReport:
     """Score the held-out problems once."""
-    policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine)
+    policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
     _, scorer = build_collectors(environment, policy, ChatFormat(loaded.tokenizer), config)
     return run_evaluation(scorer, environment.problems("held_out"), config, runner, watcher, "scoring")
 

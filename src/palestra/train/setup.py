@@ -30,7 +30,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build_policy(model: Any, tokenizer: Any, engine: str) -> Policy[Any]:
+def build_policy(model: Any, tokenizer: Any, engine: str, kv_memory_gib: float | None = None) -> Policy[Any]:
     """The paged engine where the model allows it, plain batched sampling where not."""
     from palestra.engine.attention import UnsupportedModel
     from palestra.policy.local import LocalPolicy
@@ -39,7 +39,7 @@ def build_policy(model: Any, tokenizer: Any, engine: str) -> Policy[Any]:
     if engine == "plain":
         return PlainPolicy(model, tokenizer)
     try:
-        return LocalPolicy(model, tokenizer)
+        return LocalPolicy(model, tokenizer, kv_memory_gib=kv_memory_gib)
     except UnsupportedModel as reason:
         if engine == "paged":
             raise

@@ -81,7 +81,7 @@ class StepTrainer:
         self._reward = reward_function(reward_model_or_fn)
         self._optimizer = GivenOptimizer(model, self.config.train, master_weights=self.config.model.master_weights)
         self._learner = LocalLearner(model, config=self.config, optimizer=self._optimizer)
-        self._policy = build_policy(model, tokenizer, self.config.model.engine)
+        self._policy = build_policy(model, tokenizer, self.config.model.engine, self.config.model.kv_memory_gib)
         self._sampling = sampling_params(self.config.rollout, stop_token_ids(model, tokenizer))
 
     @classmethod

@@ -71,7 +71,7 @@ def train_over_wire(
         raise PalestraError("environments over the wire have no last problem; set train.max_steps")
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = WireLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
-    policy = build_policy(model, loaded.tokenizer, config.model.engine)
+    policy = build_policy(model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
     if not isinstance(policy, LocalPolicy):
         raise PalestraError("serving a model while it is trained needs the paged engine; this model or engine is plain")
     state = _restore(learner, policy, folder / "checkpoints", watcher) if resumed else TrainState()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.types import Score
+from palestra.core.types import Message, Score, ToolCall
 from palestra.envs.env import Env, EnvConfig
 from palestra.envs.library._numbers import is_number
 
@@ -21,6 +21,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
 }
 _LARGEST = 1e15
+_EXAMPLES_SEED = 77_777_777
 
 
 class CalculatorConfig(EnvConfig):
@@ -28,6 +29,7 @@ class CalculatorConfig(EnvConfig):
 
     operations: int = Field(2, ge=1, le=8, description="operations in one expression")
     largest: int = Field(99, ge=2, description="the largest number in an expression")
+    shots: int = Field(0, ge=0, le=8, description="solved problems shown before each one, for models that need them")
 
 
 class Calculator(Env):
@@ -37,12 +39,22 @@ class Calculator(Env):
     instructions = "Work out the expression with the calculator, then answer with the result."
     env_config_cls: ClassVar[type[BaseModel]] = CalculatorConfig
 
+    def setup(self) -> None:
+        rng = random.Random(_EXAMPLES_SEED)
+        self.shown = tuple(message for _ in range(self.config.shots) for message in _solved(self._expression(rng)))
+
     def make_problem(self, rng: random.Random) -> Any:
+        expression = self._expression(rng)
+        question = f"What is {expression}?"
+        asked = (*self.shown, Message("user", question)) if self.shown else question
+        return {"input": asked, "expect": evaluate(expression), "expression": expression}
+
+    def _expression(self, rng: random.Random) -> str:
         expression = str(rng.randint(1, self.config.largest))
         for _ in range(self.config.operations):
             expression = f"({expression})" if rng.random() < 0.3 and " " in expression else expression
             expression += f" {rng.choice('+-*')} {rng.randint(1, self.config.largest)}"
-        return {"input": f"What is {expression}?", "expect": evaluate(expression), "expression": expression}
+        return expression
 
     def calculate(self, expression: str) -> float:
         """Work out an arithmetic expression.
@@ -54,6 +66,15 @@ class Calculator(Env):
 
     def score(self, answer: str) -> Score:
         return is_number(answer, self.problem.expect)
+
+
+def _solved(expression: str) -> Iterator[Message]:
+    """A problem, the call that solves it, what the calculator says, and the answer."""
+    call, result = ToolCall("call_0", "calculate", {"expression": expression}), str(evaluate(expression))
+    yield Message("user", f"What is {expression}?")
+    yield Message("assistant", "", (call,))
+    yield Message("tool", result, tool_call_id=call.id, name=call.name)
+    yield Message("assistant", result)
 
 
 def evaluate(expression: str) -> float:

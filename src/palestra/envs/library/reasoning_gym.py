@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.types import Problem, Score
+from palestra.core.types import Message, Problem, Score
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig
 from palestra.envs.problems import is_held_out
 from palestra.envs.reasoning_gym_tasks import task_names
 
 _SEEDS_APART = 1_000_003  # datasets add the index to the seed
+_EXAMPLES_SEED = 77_777_777
 _MOST_DRAWS = 60
 _ANSWER = ("<answer>", "</answer>")
 
@@ -25,6 +27,8 @@ class ReasoningGymConfig(EnvConfig):
 
     task: str = Field("leg_counting", description="the dataset's name")
     options: dict[str, Any] = Field(default_factory=dict, description="settings of the dataset itself, as JSON")
+    shots: int = Field(0, ge=0, le=16, description="solved problems shown before each one, for models that need them")
+    answer_tags: bool = Field(True, description="the answer stands in <answer> tags; false: the whole reply is it")
 
 
 class ReasoningGym(Env):
@@ -32,6 +36,7 @@ class ReasoningGym(Env):
 
     name = "reasoning_gym"
     instructions = "Solve the problem. Put your final answer, and nothing else, between <answer> and </answer>."
+    bare_instructions = "Solve the problem. Reply with the answer only."
     env_config_cls: ClassVar[type[BaseModel]] = ReasoningGymConfig
 
     def setup(self) -> None:
@@ -42,6 +47,9 @@ class ReasoningGym(Env):
             raise PalestraError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
         self.datasets: list[Any] = []
         self.dataset(0)
+        if not self.config.answer_tags:
+            self.instructions = self.bare_instructions
+        self.shown = tuple(self._solved())
 
     def dataset(self, number: int) -> Any:
         """One of as many datasets of the same kind as are asked for, each with other entries."""
@@ -55,8 +63,23 @@ class ReasoningGym(Env):
     def problems(self, split: Split) -> Sequence[Problem]:
         return _Entries(self, split)
 
+    def _solved(self) -> Iterator[Message]:
+        """The examples as turns of a conversation; they are training problems, the same ones for every seed."""
+        library = importlib.import_module("reasoning_gym")
+        entries = library.create_dataset(self.config.task, seed=_EXAMPLES_SEED, size=200, **self.config.options)
+        left = self.config.shots
+        for entry in entries:
+            problem = Problem("example", entry["question"], entry["answer"])
+            if left and not is_held_out(problem, self.config.held_out_share):
+                left -= 1
+                yield Message("user", entry["question"])
+                answer = str(entry["answer"])
+                yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
+
     def score(self, answer: str) -> Score:
-        said = answer.rpartition(_ANSWER[0])[2].partition(_ANSWER[1])[0].strip()
+        said = answer.strip()
+        if self.config.answer_tags:
+            said = said.rpartition(_ANSWER[0])[2].partition(_ANSWER[1])[0].strip()
         if not said:
             return Score(0.0, False, "there is no answer")
         value = float(self.dataset(0).score_answer(said, self.problem.row["entry"]))
@@ -79,5 +102,6 @@ class _Entries(Sequence[Problem]):
             entry = self._env.dataset(number)[index]
             problem = Problem(f"{self._split}-{index}", entry["question"], entry["answer"], {"entry": entry})
             if is_held_out(problem, self._env.config.held_out_share) == (self._split == "held_out"):
-                return problem
+                shown = self._env.shown
+                return replace(problem, input=(*shown, Message("user", entry["question"]))) if shown else problem
         raise PalestraError(f"{self._env.config.task} has too few different questions to hold some out")

