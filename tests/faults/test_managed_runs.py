@@ -302,6 +302,16 @@ def test_secrets_reach_the_trainer_and_nothing_else(runs, monkeypatch):
         runs.start(SLEEP, settings={"track.run_name": secret})
 
 
+def test_what_a_process_prints_of_the_environment_does_not_stay_in_its_log(runs, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "sk-0123456789-secret")
+    run_id = runs.start("begin()\nprint('it is', os.environ['WANDB_API_KEY'], flush=True)\ntime.sleep(300)")
+    runs.wait(run_id, "running")
+    runs.manager.stop(run_id)
+    log = runs.manager.get(run_id).logs["trainer"].read_text()
+    assert "it is [WANDB_API_KEY]" in log
+    assert "sk-0123456789-secret" not in log
+
+
 def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_saves_what_is_done(runs):
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import palestra.api, palestra.train.session, transformers"], check=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
 from palestra.core.secrets import redact
 from palestra.runs import limits, plan
 from palestra.runs.explain import why
@@ -76,6 +77,7 @@ class Supervisor:
         if end != "completed":  # what is known is said at once: a trainer may take its time to save its step
             self._index.move(self._run_id, ACTIVE, "stopping", of_launch=self._launched, reason=reason)
         self._end_parts()
+        self._redact_logs()
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
         self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())
 
@@ -168,6 +170,13 @@ class Supervisor:
                     send(process, signal.SIGKILL)
                 time.sleep(_TICK_S)
         self._sweep()
+
+    def _redact_logs(self) -> None:
+        """An environment may print what it likes, keys too; what stays on disk names them only."""
+        for path in plan.logs(self._folder, list(self._codes)).values():
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            if (clean := redact(text)) != text:
+                write_text(path, clean)
 
     def _is_saving(self) -> bool:
         """Whether a checkpoint is growing; one that a killed trainer left half done does not."""
