@@ -58,7 +58,7 @@ class _Score(torch.autograd.Function):
         rule: LogitRule,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, _) = _chunk_tokens(weight), _kernels(weight.device.type)
+        size, (statistics, _) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
         room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
@@ -82,7 +82,7 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, logsumexp, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
-        size, (_, logit_gradient) = _chunk_tokens(weight), _kernels(weight.device.type)
+        size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
@@ -111,8 +111,11 @@ class _Score(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _chunk_tokens(weight: Tensor) -> int:
-    return max(128, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight) // 128 * 128)
+def _chunk_tokens(weight: Tensor, tokens: int) -> int:
+    """Tokens of one chunk: all chunks of nearly the same size, so that the largest is as small as can be."""
+    most = max(128, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight) // 128 * 128)
+    chunks = max(1, -(-tokens // most))
+    return -(-tokens // chunks // 128) * 128 or 128
 
 
 @cache
