@@ -111,6 +111,8 @@ def serve_env(
     from palestra.models.loading import load_tokenizer
     from palestra.train.setup import build_collectors
 
+    config.rollout.require_free_calls("the trainer's server samples, and it takes no grammar")
+
     async def make_collector() -> Collector:
         tokenizer = load_tokenizer(model_name or await policy.model_name())
         return build_collectors(env, policy, ChatFormat(tokenizer), config)[0]
@@ -129,6 +131,7 @@ def _collectors(env: RunningEnv, config: RunConfig, openai: OpenAISettings | Non
         loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return build_collectors(env, policy, ChatFormat(loaded.tokenizer), config)
+    config.rollout.require_free_calls("the endpoint samples, and it takes no grammar")
     sampling = sampling_params(config.rollout, ())
     limits = Limits(sampling, config.rollout.max_tool_rounds, config.rollout.tool_timeout_s)
     calm = replace(limits, sampling=replace(sampling, temperature=config.eval.temperature))

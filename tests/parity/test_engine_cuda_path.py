@@ -29,6 +29,18 @@ model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 prompt = [5, 17, 9, 23, 61, 3, 42, 8, 7, 12, 50, 31, 56, 44, 8, 7, 15, 60, 29]
 
+class EvenBehindOdd:  # a grammar: behind an odd id comes an even one
+    odd = False
+
+    def start(self):
+        return EvenBehindOdd()
+
+    def allowed(self):
+        return bytes([0b01010101] * 8) if self.odd else None
+
+    def accept(self, token_id):
+        self.odd = token_id % 2 == 1
+
 def turns():
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
@@ -40,6 +52,10 @@ def turns():
             SamplingParams(5, temperature=0.0), SamplingParams(4, seed=7), SamplingParams(5, 0.7, stop_token_ids=(1,)),
         ]
         out += engine.sample(group, params)
+    held = SamplingParams(6, seed=3, grammar=EvenBehindOdd())
+    out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
+    ids = out[-1].token_ids
+    assert not any(a % 2 and b % 2 for a, b in zip(ids, ids[1:])), ids
     for session in group:
         engine.close(session)
     assert engine.pool.free == engine.pool.pages

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
+from palestra.chat.callgrammar import CallGrammars
 from palestra.chat.messages import to_dict
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
@@ -100,6 +102,11 @@ class ChatFormat:
         written = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text, calls = parse_assistant(written, self.call_form)
         return Message("assistant", strip_thinking(text), tool_calls=calls)
+
+    @cached_property
+    def call_grammars(self) -> CallGrammars:
+        """What holds sampled tool calls to their schemas; PalestraError where that cannot be."""
+        return CallGrammars(self._tokenizer, self.call_form)
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""

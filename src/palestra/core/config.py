@@ -99,6 +99,11 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(1024, ge=1, description="all turns of a rollout together")
     max_tool_rounds: int = Field(5, ge=0)
     tool_timeout_s: float = Field(30.0, gt=0)
+    constrain_tool_calls: bool = Field(
+        False,
+        description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
+        "train.importance_correction weighs it); needs palestra[constrain]",
+    )
     max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 is synchronous")
 
     @model_validator(mode="after")
@@ -108,6 +113,11 @@ class RolloutSection(Section):
                 "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
             )
         return self
+
+    def require_free_calls(self, why: str) -> None:
+        """Refuse `constrain_tool_calls` where nobody would heed it."""
+        if self.constrain_tool_calls:
+            raise PalestraError(f"rollout.constrain_tool_calls has no effect here: {why}; set it to false")
 
 
 class LoraSection(Section):

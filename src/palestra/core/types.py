@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
@@ -72,6 +72,24 @@ class Turn:
             raise ValueError(f"a {self.maker} turn of {count} tokens has {given} logprobs; expected {expected}")
 
 
+class Matching(Protocol):
+    """Follows the tokens of one turn and says which may come next."""
+
+    def allowed(self) -> bytes | None:
+        """A bit for each token id, the lowest first; None when every token may come next."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """This token came next."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a turn may say; it never changes, and each turn follows it by a matching of its own."""
+
+    def start(self) -> Matching: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one turn. The defaults sample the model's own distribution."""
@@ -85,6 +103,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,8 @@ class CudaRunner:
         emissions = self._feed(feeds) if feeds else []
         if singles:
             rows = [SamplingRow.of(c.job) for c in singles]
-            plain = not any(row.truncates or row.params.repetition_penalty != 1.0 for row in rows)
-            emissions += self._burst(singles, rows) if plain else self._single(singles, rows)
+            general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
+            emissions += self._single(singles, rows) if general else self._burst(singles, rows)
         return emissions
 
     def _feed(self, chunks: Sequence[Chunk]) -> list[Emission]:

@@ -124,6 +124,7 @@ class Engine:
         self._check_idle(session)
         check_params(params, self._stops.usable)
         job = Job(session, params, len(session.token_ids), self.version)
+        job.matching = params.grammar.start() if params.grammar is not None else None
         if len(session.token_ids) >= self.context:
             job.finish = "length"
         else:
@@ -170,6 +171,9 @@ class Engine:
         if job.finish is not None or job.params is None:
             return False
         session, params = job.session, job.params
+        if job.matching is not None:
+            for token in emission.token_ids:
+                job.matching.accept(token)
         if not params.stop and emission.token_ids:  # runners end at stop ids and limits, so only the last can end it
             session.token_ids += emission.token_ids
             job.logprobs += emission.logprobs

@@ -9,21 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.types import SamplingParams
+from palestra.core.types import Matching, SamplingParams
 from palestra.engine.session import Job
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one row: its parameters, its place in the sequence, and the tokens so far."""
+    """How to sample one row: its parameters, its place in the sequence, the tokens so far, and what may follow."""
 
     params: SamplingParams
     position: int
     tokens: Sequence[int]
+    matching: Matching | None = None
 
     @classmethod
     def of(cls, job: Job) -> SamplingRow:
         assert job.params is not None
-        return cls(job.params, len(job.session.token_ids), job.session.token_ids)
+        return cls(job.params, len(job.session.token_ids), job.session.token_ids, job.matching)
 
     @property
     def truncates(self) -> bool:
@@ -52,10 +53,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
     """A token [B] and its logprob [B] for each row of logits [B, V].
 
-    The logprob is that of the distribution sampled from: after penalty, temperature and truncation.
+    The logprob is that of the distribution sampled from: after grammar, penalty, temperature and truncation.
     Temperature 0 takes the most likely token and reports its logprob at temperature 1.
     """
     logits = logits.float()
+    if any(row.matching is not None for row in rows):
+        logits = masked(logits, rows)
     if any(row.params.repetition_penalty != 1.0 for row in rows):
         logits = penalised(logits, rows)
     temperatures = [row.params.temperature for row in rows]
@@ -80,6 +83,21 @@ def by_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
     cumulative = probs.cumsum(-1)
     threshold = draws[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def masked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What a row's grammar does not allow becomes minus infinity; the other rows stay as they are."""
+    asked = [(i, row.matching.allowed()) for i, row in enumerate(rows) if row.matching is not None]
+    bits = {i: np.frombuffer(allowed, np.uint8) for i, allowed in asked if allowed is not None}
+    if not bits:
+        return logits
+    packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
+    each = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    known = ((packed[:, :, None] >> each) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    allowed = known.new_zeros(len(bits), logits.shape[1])  # a model may have more ids than its tokenizer
+    allowed[:, : known.shape[1]] = known
+    where = torch.tensor(list(bits), device=logits.device)
+    return logits.index_copy(0, where, logits[where].masked_fill(~allowed, float("-inf")))
 
 
 def penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.core.types import Finish, Matching, Sampled, SamplingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +42,7 @@ class Job:
     policy_version: int
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
+    matching: Matching | None = None
 
     @property
     def pending(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.core.types import Finish, Matching, Sampled, SamplingParams
 from palestra.engine.sampler import SamplingRow, sample
 
 
@@ -32,6 +32,12 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
+    matching: Matching | None = None
+
+    @property
+    def row(self) -> SamplingRow:
+        tokens = self.session.token_ids + self.ids
+        return SamplingRow(self.params, len(tokens), tokens, self.matching if self.finish is None else None)
 
 
 class PlainPolicy:
@@ -69,6 +75,7 @@ class PlainPolicy:
 
     async def sample(self, session: PlainSession, params: SamplingParams) -> Sampled:
         request = _Request(session, params, asyncio.get_running_loop().create_future())
+        request.matching = params.grammar.start() if params.grammar is not None else None
         self._waiting.append(request)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -120,14 +127,13 @@ class PlainPolicy:
 
     def _advance(self, batch: list[_Request], logits: Tensor) -> Tensor:
         """Sample a token for each request that goes on; give what is fed next, [B, 1]."""
-        rows = [
-            SamplingRow(r.params, len(r.session.token_ids) + len(r.ids), r.session.token_ids + r.ids) for r in batch
-        ]
-        tokens, logprobs = sample(logits, rows)
+        tokens, logprobs = sample(logits, [request.row for request in batch])
         for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
             if request.finish is None:
                 request.ids.append(token)
                 request.logprobs.append(logprob)
+                if request.matching is not None:
+                    request.matching.accept(token)
                 request.finish = self._finish(request)
         return tokens[:, None]
 

@@ -62,6 +62,8 @@ class RemotePolicy:
         return [RemoteSession(list(session.token_ids)) for _ in range(n)]
 
     async def sample(self, session: RemoteSession, params: SamplingParams) -> Sampled:
+        if params.grammar is not None:
+            raise PalestraError("a remote model cannot be held to a grammar; set rollout.constrain_tool_calls to false")
         body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
         sampled = read_sampled(await self._ask("POST", "/generate", body))
         self.version = sampled.policy_version

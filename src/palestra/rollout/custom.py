@@ -30,6 +30,8 @@ class CustomCollector(Collector):
 
     @classmethod
     def of(cls, collector: Collector, function: RolloutFunction, trainer: Any) -> CustomCollector:
+        if collector.limits.grammars is not None:
+            raise PalestraError("rollout.constrain_tool_calls has no effect on a rollout_func; set it to false")
         parts = {part.name: getattr(collector, part.name) for part in fields(Collector)}
         return cls(**parts, function=function, trainer=trainer)
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from palestra.chat.callgrammar import CallGrammars
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
@@ -21,11 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns."""
+    """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns.
+
+    With `grammars`, tool calls are held to the episode's tools and their schemas while they are sampled.
+    """
 
     sampling: SamplingParams
     max_tool_rounds: int = 5
     tool_timeout_s: float = 30.0
+    grammars: CallGrammars | None = None
 
 
 @dataclass(slots=True)
@@ -97,13 +102,16 @@ async def play(
 ) -> StopReason:
     """Sample, call tools, feed their results and sample again, until the model answers or a limit is met."""
     tools = {tool.name: tool for tool in episode.tools}
+    sampling = limits.sampling
+    if limits.grammars is not None and tools:
+        sampling = replace(sampling, grammar=limits.grammars.of([tool.schema for tool in tools.values()]))
     rounds = 0
     while True:
-        left = limits.sampling.max_new_tokens - attempt.sampled
+        left = sampling.max_new_tokens - attempt.sampled
         if left <= 0:
             return "truncated"
-        seed = limits.sampling.seed + len(attempt.turns)
-        sampled = await policy.sample(session, replace(limits.sampling, max_new_tokens=left, seed=seed))
+        seed = sampling.seed + len(attempt.turns)
+        sampled = await policy.sample(session, replace(sampling, max_new_tokens=left, seed=seed))
         if not math.isfinite(sum(sampled.logprobs)):
             raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
         attempt.turns.append(Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version))

@@ -101,6 +101,8 @@ def _check_tools(environment: Environment, chat: ChatFormat, config: RunConfig) 
     tools = list(episode.tools)
     episode.close()
     if tools:
+        if config.rollout.constrain_tool_calls:
+            chat.call_grammars.of([tool.schema for tool in tools])
         chat.continuation([Message("tool", "result", tool_call_id="call_0", name=tools[0].name)])
     elif config.echo.coefficient > 0:
         raise PalestraError(

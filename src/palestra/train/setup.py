@@ -76,7 +76,8 @@ def build_collectors(
     if options.max_staleness:
         raise NotYetError("rollout.max_staleness > 0 (asynchronous training) is not built yet; leave it at 0")
     sampling = sampling_params(options, chat.stop_token_ids)
-    limits = Limits(sampling, options.max_tool_rounds, options.tool_timeout_s)
+    grammars = chat.call_grammars if options.constrain_tool_calls else None
+    limits = Limits(sampling, options.max_tool_rounds, options.tool_timeout_s, grammars)
     calm = replace(
         limits, sampling=replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
     )

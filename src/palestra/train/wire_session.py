@@ -69,6 +69,7 @@ def train_over_wire(
     began = time.perf_counter()
     if config.train.max_steps is None:
         raise PalestraError("environments over the wire have no last problem; set train.max_steps")
+    config.rollout.require_free_calls("environments over the wire sample with settings of their own")
     model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
     learner = WireLearner(model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
     policy = build_policy(model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)

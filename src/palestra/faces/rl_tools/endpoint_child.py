@@ -24,6 +24,7 @@ async def attempt(asked: Mapping[str, Any], path: Path) -> None:
     env = load_env(asked["environment"], asked["env"])
     config = RunConfig.build(env.env.run_settings, asked["run"])
     rollout = config.rollout
+    rollout.require_free_calls("the endpoint samples, and it takes no grammar")
     sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
     limits = Limits(sampling, rollout.max_tool_rounds, rollout.tool_timeout_s)
     records = process(

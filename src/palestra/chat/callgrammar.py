@@ -1,0 +1,177 @@
+"""Grammars for sampling: inside of a tool call only a tool at hand and arguments that fit its JSON schema.
+
+>>> grammar = CallGrammars(tokenizer, HERMES).of([tool.schema])         # doctest: +SKIP
+>>> SamplingParams(max_new_tokens=64, grammar=grammar)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm
+from palestra.core.errors import PalestraError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_OPEN = OPEN.encode()
+_SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
+_KEPT = 256  # grammars; environments may make up tools for every problem
+
+
+class CallGrammars:
+    """Makes the grammars of tools, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, form: CallForm) -> None:
+        if form is not HERMES:
+            raise PalestraError(
+                f"rollout.constrain_tool_calls knows the form {HERMES.example}; this model's chat template asks for "
+                f"the {form.name} form, {form.example}. Leave the setting off, or use a template with {OPEN}"
+            )
+        try:
+            from llguidance import hf
+        except ModuleNotFoundError:
+            raise PalestraError(
+                "rollout.constrain_tool_calls needs llguidance; pip install 'palestra[constrain]'"
+            ) from None
+        try:
+            self.tokens = hf.from_tokenizer(tokenizer)
+        except ValueError as error:
+            raise PalestraError(
+                f"rollout.constrain_tool_calls cannot read {type(tokenizer).__name__}: {error}. Leave the setting off"
+            ) from None
+        self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
+        self.crossing = _crossing(self.pieces)
+        special = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._close = f"<[{special[CLOSE]}]>" if CLOSE in special else json.dumps(CLOSE)
+        self._made: dict[str, CallGrammar] = {}
+
+    def of(self, tools: Sequence[dict[str, Any]]) -> CallGrammar:
+        """The grammar of these tools, given as their schemas."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._made:
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            self._made[key] = CallGrammar(self, self._matcher(tools))
+        return self._made[key]
+
+    def _matcher(self, tools: Sequence[dict[str, Any]]) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.tokens, _lark(tools, self._close), log_level=0)
+        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        unkept = [text for text in said if not text.startswith("Unknown format")]  # a format may be a mere note
+        if not unkept:
+            return matcher
+        for tool in tools if len(tools) > 1 else ():
+            self._matcher([tool])  # raises for the one that is to blame
+        reason = unkept[0].partition("\n")[0].rpartition("JSON schema: ")[2]
+        raise PalestraError(
+            f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {reason}. "
+            "Leave the setting off, or write the schema without it"
+        )
+
+
+class CallGrammar:
+    """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
+
+    def __init__(self, grammars: CallGrammars, matcher: LLMatcher) -> None:
+        self.pieces = grammars.pieces
+        self._grammars = grammars
+        self._matcher = matcher
+        self._openings: dict[int, bytes | None] = {}
+
+    def start(self) -> CallMatching:
+        return CallMatching(self)
+
+    def opened(self, said: bytes) -> LLMatcher:
+        """A matcher for one call, of which `said` is there already."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(self._grammars.tokens.tokenize_bytes(said))
+        return matcher
+
+    def openings(self, begun: int) -> bytes | None:
+        """Outside of calls, behind the first `begun` bytes of a tag: everything but a wrong way to open a call."""
+        if begun not in self._openings:
+            wrong = [i for i, said in self._grammars.crossing[begun] if self.opened(said).is_error()]
+            mask = bytearray(b"\xff" * -(-len(self.pieces) // 8))
+            for token_id in wrong:
+                mask[token_id >> 3] &= ~(1 << (token_id & 7))
+            self._openings[begun] = bytes(mask) if wrong else None
+        return self._openings[begun]
+
+
+class CallMatching:
+    """Follows one turn. Text is free, and so is thinking at the start, where a call is only talk."""
+
+    def __init__(self, grammar: CallGrammar) -> None:
+        self._grammar = grammar
+        self._text = bytearray()  # outside of calls
+        self._begun = 0  # bytes of an opening tag at its end
+        self._call: LLMatcher | None = None
+
+    def allowed(self) -> bytes | None:
+        if self._call is None:
+            return self._grammar.openings(self._begun)
+        mask = self._call.compute_bitmask()
+        if mask.count(0) == len(mask):
+            raise PalestraError(f"the tokenizer cannot write the call that was begun; {self._call.get_error()}")
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        if self._call is not None:
+            if not self._call.consume_token(token_id):
+                raise PalestraError(f"a tool call left its grammar: {self._call.get_error()}")
+            if self._call.is_accepting():
+                self._call = None
+            return
+        piece = self._grammar.pieces[token_id] if token_id < len(self._grammar.pieces) else b""
+        text = self._text
+        unseen = max(0, len(text) - len(_OPEN) + 1)  # where a tag that is new would begin
+        text += piece
+        at = text.find(_OPEN, unseen)
+        self._begun = next((n for n in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:n])), 0)
+        if (at >= 0 or self._begun) and self._only_thought():
+            self._begun = 0
+        elif at >= 0:
+            self._call = self._grammar.opened(bytes(text[at + len(_OPEN) :]))
+
+    def _only_thought(self) -> bool:
+        return self._text.lstrip().startswith(b"<think>") and b"</think>" not in self._text
+
+
+def _crossing(pieces: Sequence[bytes]) -> list[list[tuple[int, bytes]]]:
+    """By how much of the opening tag is there: the tokens that end it and go on, with what they say of the call."""
+    found: list[list[tuple[int, bytes]]] = [[] for _ in _OPEN]
+    for token_id, piece in enumerate(pieces):
+        if _OPEN[-1:] in piece[:-1]:
+            for begun, rows in enumerate(found):
+                _, tag, said = (_OPEN[:begun] + piece).partition(_OPEN)
+                if tag and said:
+                    rows.append((token_id, said))
+    return found
+
+
+def _lark(tools: Sequence[dict[str, Any]], close: str) -> str:
+    """One call and the tag that closes it, in llguidance's dialect of Lark."""
+
+    def key(word: str) -> str:
+        return json.dumps(json.dumps(word, ensure_ascii=False), ensure_ascii=False)
+
+    calls = [
+        f'"{{" WS? {key("name")} WS? ":" WS? {key(tool["function"]["name"])} WS? "," WS? '
+        f'{key("arguments")} WS? ":" WS? %json {json.dumps(_schema(tool))} WS? "}}"'
+        for tool in tools
+    ]
+    rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
+    start = f"start: WS? ({' | '.join(f'call_{i}' for i in range(len(calls)))}) WS? {close}"
+    return "\n".join([start, *rules, f"WS: /{_SPACE}/"])
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments, closed as tools read them: what is not named is refused."""
+    parameters = tool["function"].get("parameters") or {}
+    options = {"whitespace_pattern": _SPACE, "coerce_one_of": True, "lenient": True}
+    return {"type": "object", "additionalProperties": False, **parameters, "x-guidance": options}

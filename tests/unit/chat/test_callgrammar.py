@@ -1,0 +1,162 @@
+"""The grammar of tool calls, token by token."""
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+
+from palestra import function_tool
+from palestra.chat.callforms import HERMES, LLAMA3
+from palestra.chat.callgrammar import CallGrammars, CallMatching
+from palestra.core.errors import PalestraError
+
+
+@function_tool
+def add(a: int, b: int = 0) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+
+@function_tool
+def say(text: str) -> str:
+    """Say.
+
+    Args:
+        text: What.
+    """
+    return text
+
+
+SCHEMAS = [add.schema, say.schema]
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_tokenizer: Any) -> CallGrammars:
+    return CallGrammars(tiny_tokenizer, HERMES)
+
+
+def allows(matching: CallMatching, token_id: int) -> bool:
+    mask = matching.allowed()
+    return mask is None or bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def follow(matching: CallMatching, tokenizer: Any, text: str, **options: Any) -> str:
+    """Say the text as long as it is allowed; what was said."""
+    said = []
+    for token_id in tokenizer.encode(text, add_special_tokens=False, **options):
+        if not allows(matching, token_id):
+            break
+        matching.accept(token_id)
+        said.append(token_id)
+    return str(tokenizer.decode(said))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        '{"name":"add","arguments":{"a":-1,"b":2}}',
+        '\n{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}\n',
+        '{"name": "say", "arguments": {"text": "é \\" </tool_call"}}',
+    ],
+)
+def test_right_calls_may_be_said_and_text_goes_on_behind_them(
+    grammars: CallGrammars, tiny_tokenizer: Any, call: str
+) -> None:
+    text = f"Well. <tool_call>{call}</tool_call> and <tool_call>{call}</tool_call><|im_end|>"
+    assert follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, text) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        ('{"name": "sub", "arguments": {}}', '{"name": "s'),
+        ('{"name": "add", "arguments": {"a": "1"}}', '{"name": "add", "arguments": {"a": '),
+        ('{"name": "add", "arguments": {"b": 1}}', '{"name": "add", "arguments": {"'),
+        ('{"name": "add", "arguments": {"a": 1, "c": 1}}', '{"name": "add", "arguments": {"a": 1, "'),
+        ("<|im_end|>", ""),
+    ],
+)
+def test_wrong_calls_end_where_they_go_wrong(
+    grammars: CallGrammars, tiny_tokenizer: Any, call: str, right: str
+) -> None:
+    said = follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, f"<tool_call>{call}</tool_call>")
+    assert said.startswith("<tool_call>")
+    assert f"<tool_call>{right}".startswith(said)
+
+
+def test_a_tag_in_several_tokens_opens_a_call_too(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
+    matching = grammars.of(SCHEMAS).start()
+    assert follow(matching, tiny_tokenizer, "<tool_call>", split_special_tokens=True) == "<tool_call>"
+    assert not follow(matching, tiny_tokenizer, "Well")
+    assert follow(matching, tiny_tokenizer, f"{CALL}</tool_call>Well") == f"{CALL}</tool_call>Well"
+
+
+def test_a_token_that_ends_the_tag_may_go_on_with_the_call_alone(tiny_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(['>{"name', ">Well"])
+    right, wrong = tokenizer.convert_tokens_to_ids(['>{"name', ">Well"])
+    matching = CallGrammars(tokenizer, HERMES).of(SCHEMAS).start()
+    assert allows(matching, wrong)
+    assert follow(matching, tokenizer, "so <tool_call", split_special_tokens=True) == "so <tool_call"
+    assert not allows(matching, wrong)
+    assert allows(matching, tokenizer.encode("x")[0])
+    assert allows(matching, right)
+    matching.accept(right)
+    assert follow(matching, tokenizer, f"{CALL[6:]}</tool_call>Well") == f"{CALL[6:]}</tool_call>Well"
+
+
+def test_a_call_in_thinking_is_only_talk(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
+    matching = grammars.of(SCHEMAS).start()
+    thought = " <think>a <tool_call> is dear, I think</think> "
+    assert follow(matching, tiny_tokenizer, thought) == thought
+    assert follow(matching, tiny_tokenizer, "<tool_call>Well") == "<tool_call>"
+
+
+def test_turns_of_one_grammar_do_not_meet(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
+    grammar = grammars.of(SCHEMAS)
+    assert grammar is grammars.of(list(SCHEMAS))
+    first, second = grammar.start(), grammar.start()
+    follow(first, tiny_tokenizer, "<tool_call>{")
+    assert second.allowed() is None
+    assert follow(second, tiny_tokenizer, f"<tool_call>{CALL}") == f"<tool_call>{CALL}"
+    assert follow(first, tiny_tokenizer, CALL[1:]) == CALL[1:]
+
+
+def schema(**a: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": a}, "required": ["a"]}
+    return {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+
+
+def test_a_schema_that_cannot_be_kept_is_refused_by_the_name_of_its_tool(grammars: CallGrammars) -> None:
+    with pytest.raises(PalestraError, match=r"schema of 'odd'.*uniqueItems"):
+        grammars.of([add.schema, schema(type="array", uniqueItems=True)])
+    with pytest.raises(PalestraError, match=r"schema of 'odd'.*funny"):
+        grammars.of([schema(type="funny")])
+
+
+def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(
+    grammars: CallGrammars, tiny_tokenizer: Any
+) -> None:
+    matching = grammars.of([schema(type="string", format="path")]).start()
+    begun = '<tool_call>{"name": "odd", "arguments": {"a": "/x"'
+    assert follow(matching, tiny_tokenizer, begun) == begun
+    assert not follow(matching, tiny_tokenizer, ",")
+
+
+def test_other_forms_of_calls_are_refused_by_name(tiny_tokenizer: Any) -> None:
+    with pytest.raises(PalestraError, match="llama3 form"):
+        CallGrammars(tiny_tokenizer, LLAMA3)
+
+
+def test_without_the_library_the_extra_is_named(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(PalestraError, match=r"pip install 'palestra\[constrain\]'"):
+        CallGrammars(tiny_tokenizer, HERMES)

@@ -1,0 +1,173 @@
+"""Turns that are sampled with a grammar: by both samplers, whoever else is in the batch."""
+
+import asyncio
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from palestra import function_tool
+from palestra.chat.template import ChatFormat
+from palestra.core.errors import PalestraError
+from palestra.core.types import Grammar, Sampled, SamplingParams
+from palestra.engine.sampler import SamplingRow, sample
+from palestra.policy.local import LocalPolicy
+from palestra.policy.plain import PlainPolicy
+from palestra.policy.remote import RemotePolicy
+from palestra.tools.arguments import read_arguments
+
+OPEN = "<tool_call>"
+
+
+@function_tool
+def order(item: Literal["lamp", "vase"], count: int, gift: bool = False) -> str:
+    """Order.
+
+    Args:
+        item: What.
+        count: How many.
+        gift: Wrapped or not.
+    """
+    return f"{count} {item}"
+
+
+@function_tool
+def now() -> str:
+    """The time."""
+    return "noon"
+
+
+TOOLS = {"order": order, "now": now}
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    """It knows nothing, and opens a call now and then."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1032,  # more than the tokenizer's
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_tokenizer: Any) -> ChatFormat:
+    return ChatFormat(tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def grammar(chat: ChatFormat) -> Grammar:
+    return chat.call_grammars.of([tool.schema for tool in TOOLS.values()])
+
+
+def turns(policy: Any, chat: ChatFormat, grammars: list[Grammar | None], first_seed: int = 0) -> list[Sampled]:
+    async def main() -> list[Sampled]:
+        sessions = policy.fork(policy.open([5, 9, 33]), len(grammars))
+        params = [
+            SamplingParams(120, stop_token_ids=chat.stop_token_ids, seed=first_seed + i, grammar=g)
+            for i, g in enumerate(grammars)
+        ]
+        return await asyncio.gather(*(policy.sample(s, p) for s, p in zip(sessions, params, strict=True)))
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=["paged", "plain"])
+def policy(request: pytest.FixtureRequest, model: Qwen3ForCausalLM) -> Any:
+    return LocalPolicy(model, kv_memory_gib=0.05) if request.param == "paged" else PlainPolicy(model)
+
+
+def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
+    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+) -> None:
+    calls = 0
+    for turn in turns(policy, chat, [grammar] * 100):
+        text = tiny_tokenizer.decode(turn.token_ids)
+        found = chat.read(turn.token_ids).tool_calls
+        if text.count(OPEN) > text.count("</tool_call>"):
+            assert turn.finish == "length"  # the budget ended inside of the call
+            found = found[:-1]
+        for call in found:
+            assert call.error is None
+            read_arguments(TOOLS[call.name], call.arguments)
+            calls += 1
+    assert calls >= 5
+
+
+def test_text_is_sampled_as_without_a_grammar(
+    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+) -> None:
+    opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
+    free, held = turns(policy, chat, [None] * 40), turns(policy, chat, [grammar] * 40)
+    whole = 0
+    for one, other in zip(free, held, strict=True):
+        if opening not in one.token_ids:
+            assert one == other
+            whole += 1
+        else:
+            end = one.token_ids.index(opening) + 1
+            assert one.token_ids[:end] == other.token_ids[:end]
+            assert one.logprobs[:end] == other.logprobs[:end]
+            assert one.token_ids != other.token_ids
+    assert 0 < whole < 40
+
+
+def test_a_turn_does_not_depend_on_the_others_of_its_batch(
+    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+) -> None:
+    mixed = turns(policy, chat, [grammar, None] * 20)
+    opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
+    chosen = [*[i for i in range(0, 40, 2) if opening in mixed[i].token_ids][:2], 1]
+    assert len(chosen) == 3
+    for i in chosen:
+        [alone] = turns(policy, chat, [grammar if i % 2 == 0 else None], first_seed=i)
+        assert alone.token_ids == mixed[i].token_ids
+        assert alone.logprobs == pytest.approx(mixed[i].logprobs, abs=1e-5)
+
+
+class Only:
+    """Allows the same tokens always."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.bits = np.packbits(np.isin(np.arange(16), token_ids), bitorder="little").tobytes()
+
+    def allowed(self) -> bytes:
+        return self.bits
+
+    def accept(self, token_id: int) -> None: ...
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_logprob_is_that_of_the_allowed_tokens_and_other_rows_stay(temperature: float) -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(1)) * 3
+    params = SamplingParams(1, temperature, seed=4)
+    rows = [SamplingRow(params, 7, []) for _ in range(3)]
+    tokens, logprobs = sample(logits, [rows[0], rows[1]._replace(matching=Only(2, 11)), rows[2]])
+    plain_tokens, plain_logprobs = sample(logits, rows)
+    assert all(tokens[i] == plain_tokens[i] and logprobs[i] == plain_logprobs[i] for i in (0, 2))
+    assert tokens[1] in (2, 11)
+    kept = (logits[1, [2, 11]] / (temperature or 1.0)).log_softmax(-1)
+    assert logprobs[1] == pytest.approx(float(kept[0 if tokens[1] == 2 else 1]), abs=1e-5)
+
+
+def test_top_k_counts_allowed_tokens() -> None:
+    logits = torch.arange(20.0)[None]
+    row = SamplingRow(SamplingParams(1, top_k=1), 0, [], Only(3, 5))
+    tokens, logprobs = sample(logits, [row])
+    assert (tokens.item(), logprobs.item()) == (5, 0.0)
+
+
+def test_a_server_of_others_refuses_a_grammar(grammar: Grammar) -> None:
+    policy = RemotePolicy("http://127.0.0.1:9")
+    with pytest.raises(PalestraError, match="constrain_tool_calls"):
+        asyncio.run(policy.sample(policy.open([1]), SamplingParams(4, grammar=grammar)))
