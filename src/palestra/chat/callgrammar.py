@@ -44,8 +44,10 @@ class CallGrammars:
             ) from None
         self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
         self.crossing = _crossing(self.pieces)
-        special = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._close = f"<[{special[CLOSE]}]>" if CLOSE in special else json.dumps(CLOSE)
+        added = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items()}
+        # llguidance keeps added tokens in <…> apart from text, also where they are not declared special
+        is_apart = CLOSE in added and self.tokens.is_special_token(added[CLOSE])
+        self._close = f"<[{added[CLOSE]}]>" if is_apart else json.dumps(CLOSE)
         self._made: dict[str, CallGrammar] = {}
 
     def of(self, tools: Sequence[dict[str, Any]]) -> CallGrammar:

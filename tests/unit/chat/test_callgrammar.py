@@ -1,10 +1,13 @@
 """The grammar of tool calls, token by token."""
 
 import copy
+import json
 import sys
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from palestra import function_tool
 from palestra.chat.callforms import HERMES, LLAMA3
@@ -97,6 +100,24 @@ def test_a_tag_in_several_tokens_opens_a_call_too(grammars: CallGrammars, tiny_t
     assert follow(matching, tiny_tokenizer, "<tool_call>", split_special_tokens=True) == "<tool_call>"
     assert not follow(matching, tiny_tokenizer, "Well")
     assert follow(matching, tiny_tokenizer, f"{CALL}</tool_call>Well") == f"{CALL}</tool_call>Well"
+
+
+@pytest.mark.parametrize("tags", ["added", "text"])
+def test_tags_that_are_no_special_tokens_open_and_close_a_call(tiny_tokenizer: Any, tags: str) -> None:
+    state = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        if "tool" in token["content"]:
+            token |= {"special": False} if tags == "added" else {"content": f"<unused_{token['id']}>"}
+    if tags == "text":
+        names = {t["id"]: t["content"] for t in state["added_tokens"]}
+        state["model"]["vocab"] = {names.get(i, text): i for text, i in state["model"]["vocab"].items()}
+    backend = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    assert len(tokenizer.encode("</tool_call>")) == 1 or tags == "text"
+    matching = CallGrammars(tokenizer, HERMES).of(SCHEMAS).start()
+    text = f"So <tool_call>{CALL}</tool_call>Well"
+    assert follow(matching, tokenizer, text) == text
+    assert follow(matching, tokenizer, "<tool_call>Well") == "<tool_call>"
 
 
 def test_a_token_that_ends_the_tag_may_go_on_with_the_call_alone(tiny_tokenizer: Any) -> None:
