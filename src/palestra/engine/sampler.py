@@ -88,14 +88,16 @@ def by_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
 def masked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """What a row's grammar does not allow becomes minus infinity; the other rows stay as they are."""
     asked = [(i, row.matching.allowed()) for i, row in enumerate(rows) if row.matching is not None]
-    bits = {i: np.frombuffer(allowed, np.uint8) for i, allowed in asked if allowed is not None}
+    bits = {i: np.frombuffer(mask, np.uint8) for i, mask in asked if mask is not None}
     if not bits:
         return logits
-    packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
+    vocabulary = logits.shape[1]
+    packed = np.zeros((len(bits), -(-vocabulary // 8)), np.uint8)  # a model may have more ids than its tokenizer
+    for row, mask in zip(packed, bits.values(), strict=True):
+        row[: len(mask)] = mask[: len(row)]
     each = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    known = ((packed[:, :, None] >> each) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
-    allowed = known.new_zeros(len(bits), logits.shape[1])  # a model may have more ids than its tokenizer
-    allowed[:, : known.shape[1]] = known
+    unpacked = (torch.from_numpy(packed).to(logits.device)[:, :, None] >> each) & 1
+    allowed = unpacked.view(len(bits), -1)[:, :vocabulary].bool()
     where = torch.tensor(list(bits), device=logits.device)
     return logits.index_copy(0, where, logits[where].masked_fill(~allowed, float("-inf")))
 

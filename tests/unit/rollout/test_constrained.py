@@ -138,8 +138,8 @@ def test_a_turn_does_not_depend_on_the_others_of_its_batch(
 class Only:
     """Allows the same tokens always."""
 
-    def __init__(self, *token_ids: int) -> None:
-        self.bits = np.packbits(np.isin(np.arange(16), token_ids), bitorder="little").tobytes()
+    def __init__(self, *token_ids: int, size: int = 16) -> None:
+        self.bits = np.packbits(np.isin(np.arange(size), token_ids), bitorder="little").tobytes()
 
     def allowed(self) -> bytes:
         return self.bits
@@ -158,6 +158,14 @@ def test_the_logprob_is_that_of_the_allowed_tokens_and_other_rows_stay(temperatu
     assert tokens[1] in (2, 11)
     kept = (logits[1, [2, 11]] / (temperature or 1.0)).log_softmax(-1)
     assert logprobs[1] == pytest.approx(float(kept[0 if tokens[1] == 2 else 1]), abs=1e-5)
+
+
+def test_masks_may_be_shorter_or_longer_than_the_vocabulary() -> None:
+    held = [Only(3, size=8), Only(19, size=20), Only(19, 30, size=64)]
+    rows = [SamplingRow(SamplingParams(1, seed=i), 0, [], matching) for i, matching in enumerate(held)]
+    tokens, logprobs = sample(torch.zeros(3, 20), rows)
+    assert tokens.tolist() == [3, 19, 19]
+    assert logprobs.tolist() == [0.0] * 3
 
 
 def test_top_k_counts_allowed_tokens() -> None:
