@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.export import q8
 from palestra.export.gguf_arch import Architecture, Field, architecture_of, fields_of, rope_tensors, transform_of
 from palestra.export.gguf_vocab import Vocabulary, read_vocabulary
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
-Q8_0_BLOCK = 32  # numbers that share a scale
 _HEADER_BYTES = 64 * 2**20  # more than any vocabulary takes
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
@@ -44,7 +44,7 @@ class PlannedTensor:
     @property
     def nbytes(self) -> int:
         count = torch.Size(self.shape).numel()
-        return count // Q8_0_BLOCK * 34 if self.type == "q8_0" else count * {"f32": 4, "f16": 2, "bf16": 2}[self.type]
+        return count // q8.BLOCK * 34 if self.type == "q8_0" else count * {"f32": 4, "f16": 2, "bf16": 2}[self.type]
 
 
 def write_gguf(
@@ -123,7 +123,7 @@ def _type_for(shape: tuple[int, ...], type: str) -> str:
     """Vectors stay exact; rows that 8-bit blocks do not divide stay 16-bit."""
     if len(shape) < 2:
         return "f32"
-    return "f16" if type == "q8_0" and shape[-1] % Q8_0_BLOCK else type
+    return "f16" if type == "q8_0" and shape[-1] % q8.BLOCK else type
 
 
 def _writer(path: Path, architecture: Architecture, config: Any, type: str, name: str) -> GGUFWriter:
@@ -208,10 +208,7 @@ def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
             return half.numpy()
         case "bf16":
             return values.bfloat16().view(torch.uint8).numpy()
-    import gguf
-
-    encoded: np.ndarray[Any, Any] = gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
-    return encoded
+    return q8.quantize(values)
 
 
 def chat_template(tokenizer: Any) -> str:

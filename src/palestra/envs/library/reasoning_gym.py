@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -65,16 +66,19 @@ class ReasoningGym(Env):
 
     def _solved(self) -> Iterator[Message]:
         """The examples as turns of a conversation; they are training problems, the same ones for every seed."""
+        if not self.config.shots:
+            return
         library = importlib.import_module("reasoning_gym")
         entries = library.create_dataset(self.config.task, seed=_EXAMPLES_SEED, size=200, **self.config.options)
-        left = self.config.shots
-        for entry in entries:
-            problem = Problem("example", entry["question"], entry["answer"])
-            if left and not is_held_out(problem, self.config.held_out_share):
-                left -= 1
-                yield Message("user", entry["question"])
-                answer = str(entry["answer"])
-                yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
+        training = (e for e in entries if not self._is_held_out(e))
+        for entry in itertools.islice(training, self.config.shots):
+            answer = str(entry["answer"])
+            yield Message("user", entry["question"])
+            yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
+
+    def _is_held_out(self, entry: Any) -> bool:
+        problem = Problem("example", entry["question"], entry["answer"])
+        return is_held_out(problem, self.config.held_out_share)
 
     def score(self, answer: str) -> Score:
         said = answer.strip()
