@@ -57,8 +57,8 @@ RECIPES = {
     "calculator": Recipe(
         "arithmetic with a calculator",
         "calculator",
-        "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the temperature "
-        "of training a tenth of its attempts pass. It was near the edge: a small push makes it call the tool, copy the "
+        "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
+        "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the tool, copy the "
         "expression, and say what came back, in all seeds alike. Brackets it still drops.",
         {
             "env.shots": 2,
