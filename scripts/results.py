@@ -58,8 +58,8 @@ RECIPES = {
         "arithmetic with a calculator",
         "calculator",
         "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
-        "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the tool, copy the "
-        "expression, and say what came back, in all seeds alike. Brackets it still drops.",
+        "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
+        "tool, copy the expression, and say what came back, in all seeds alike. Brackets it still drops.",
         {
             "env.shots": 2,
             "env.operations": 2,

@@ -54,7 +54,7 @@ HEAVY = {
     "transformers": "engine models policy train",
     "peft": "train",
     "safetensors": "export models train",
-    "numpy": "algo engine models policy train",
+    "numpy": "algo engine export models policy train",
     "triton": "engine train",
     "trl": "",
     "datasets": "",
