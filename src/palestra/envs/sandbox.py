@@ -111,7 +111,8 @@ class Sandbox:
         kept.finish()
         seconds, exit_code = time.monotonic() - began, process.wait()
         if stopped is None:  # the kernel's own limit on CPU time may have come first
-            by_kernel = exit_code in (-signal.SIGKILL, -signal.SIGXCPU)
+            limit_signals = (signal.SIGKILL, signal.SIGXCPU)  # told as they are, or by the wrapper as 128 + signal
+            by_kernel = exit_code in {*(-s for s in limit_signals), *(128 + s for s in limit_signals)}
             stopped = self._broken_limit(seconds if by_kernel else 0.0, kept)
         return Ran(kept.text, exit_code, seconds, stopped)
 
