@@ -76,10 +76,11 @@ def tree_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
     plain = softcap is None and s_aux is None and not windowed
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if plain and flash_fits(q, v):
-        out = flash_trees(q, k, v, layout.bounds, q.shape[-1] ** -0.5 if scaling is None else scaling)
+        out = flash_trees(q, k, v, layout.bounds, scale)
     elif plain and cpu_fits(q, v):
-        out = cpu_trees(q, k, v, layout.trees, q.shape[-1] ** -0.5 if scaling is None else scaling)
+        out = cpu_trees(q, k, v, layout.trees, scale)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         out = masked_trees(q, k, v, layout, sliding_window, extra)

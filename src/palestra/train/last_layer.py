@@ -16,8 +16,11 @@ WORTHWHILE = 0.75  # of the tokens; above this, picking them out saves nothing
 def last_mlp_at(layers: list[nn.Module], source: Tensor, tokens: int) -> Iterator[None]:
     """Inside, the last layer's MLP adds nothing to tokens [T] that are not in `source`; the others are unchanged."""
     mlp = getattr(layers[-1], "mlp", None) if layers else None
+    if not isinstance(mlp, nn.Module) or "forward" in mlp.__dict__:
+        yield
+        return
     rows = torch.unique(source)
-    if not isinstance(mlp, nn.Module) or "forward" in mlp.__dict__ or len(rows) > WORTHWHILE * tokens:
+    if len(rows) > WORTHWHILE * tokens:
         yield
         return
     whole = mlp.forward
