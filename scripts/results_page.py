@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from palestra.evals.report import Rate
-from palestra.faces.charts import Frame, grid, path_of, smooth
+from palestra.faces.runs_chart import chart
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of results -->")
-STYLE = """
-svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#444}.grid{stroke:#e3e5e9;fill:none}
-.line{fill:none;stroke-width:2.5;stroke:#2563eb}.s1{stroke:#0891b2}.s2{stroke:#7c3aed}
-@media(prefers-color-scheme:dark){svg{background:#111}text{fill:#bbb}.grid{stroke:#2a2d33}.line{stroke:#60a5fa}
-.s1{stroke:#22d3ee}.s2{stroke:#a78bfa}}
-"""
 Run = dict[str, Any]
 
 
@@ -103,14 +96,5 @@ def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _chart(members: Sequence[Run], title: str) -> str:
-    longest = max(len(run["metrics"]) for run in members)
-    frame = Frame(longest, 0.0, 1.0)
-    parts = [grid(frame, percent=True)]
-    for number, run in enumerate(members):
-        rates = smooth([m["pass_rate"] for m in run["metrics"]], 3)
-        points = list(zip([m["step"] for m in run["metrics"]], rates, strict=True))
-        parts.append(f'<polyline class="line s{number}" points="{path_of(frame, points)}"/>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width} {frame.height}" width="{frame.width}" '
-        f'role="img"><title>{escape(title)}</title><style>{STYLE}</style>{"".join(parts)}</svg>\n'
-    )
+    curves = {f"seed {run['seed']}": [(m["step"], m["pass_rate"]) for m in run["metrics"]] for run in members}
+    return chart(curves, title, percent=True)

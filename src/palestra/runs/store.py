@@ -75,8 +75,8 @@ class RunFolder:
         return self.path / "model"
 
 
-def new_folder(parent: Path, name: str) -> Path:
-    """Make an empty folder that is named after the run and the time, and has never been there before."""
+def new_folder(parent: Path, name: str, remedy: str = "choose another --output_dir") -> Path:
+    """Make an empty folder that has this name and the time in its own, and has never been there before."""
     name, stamp = plain_name(name), time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
@@ -86,10 +86,8 @@ def new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise PalestraError(
-                f"cannot make the run folder {path} ({error.strerror}); choose another --output_dir"
-            ) from None
-    raise PalestraError(f"too many runs named {name} in {parent}; choose another output_dir")
+            raise PalestraError(f"cannot make the folder {path} ({error.strerror}); {remedy}") from None
+    raise PalestraError(f"too many folders named {name} in {parent}; {remedy}")
 
 
 def plain_name(name: str) -> str:

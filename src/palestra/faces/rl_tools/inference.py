@@ -23,6 +23,7 @@ from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.models import Candidate, choose_models
 from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
 from palestra.rollout.process import UNTRAINED
+from palestra.runs.store import new_folder
 
 __all__ = ["InferenceTest", "choose_models"]
 
@@ -49,7 +50,9 @@ class InferenceTest:
         """Test all; one that fails or takes too long does not keep the others' results."""
         self._require_bounds()
         limits = self.draft.site.limits
-        folder = _new_folder(self.home / "inference_tests", self.draft.found.name)
+        # new each time: no older output can be taken for this test's
+        remedy = "set PALESTRA_HOME to a folder of yours"
+        folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
         endpoints = [Endpoint(m.base_url or "", m.api_key_env, m.more) for m in models]
         relay = Relay(endpoints, limits.test_minutes * 60)
         steps = _Steps(len(models), self.num_steps, self.progress)
@@ -268,20 +271,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
     if child.stdin is not None:
         child.stdin.close()
-
-
-def _new_folder(parent: Path, environment: str) -> Path:
-    """A folder that was not there before: no older output can be taken for this test's."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        path = parent / f"{environment.replace('/', '-')}-{stamp}-{attempt}"
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise PalestraError(
-                f"cannot make {path} ({error.strerror}); set PALESTRA_HOME to a folder of yours"
-            ) from None
-    raise PalestraError(f"too many tests at once in {parent}; try again in a second")
