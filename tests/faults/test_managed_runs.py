@@ -302,12 +302,18 @@ def test_secrets_reach_the_trainer_and_nothing_else(runs, monkeypatch):
         runs.start(SLEEP, settings={"track.run_name": secret})
 
 
-def test_what_a_process_prints_of_the_environment_does_not_stay_in_its_log(runs, monkeypatch):
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_what_a_process_prints_of_the_environment_does_not_stay_in_its_log(runs, monkeypatch, end):
     monkeypatch.setenv("WANDB_API_KEY", "sk-0123456789-secret")
     run_id = runs.start("begin()\nprint('it is', os.environ['WANDB_API_KEY'], flush=True)\ntime.sleep(300)")
-    runs.wait(run_id, "running")
-    runs.manager.stop(run_id)
-    log = runs.manager.get(run_id).logs["trainer"].read_text()
+    log = runs.wait(run_id, "running").logs["trainer"]
+    assert eventually(lambda: "it is" in log.read_text())
+    if end == "stopped":
+        runs.manager.stop(run_id)
+    else:
+        os.kill(runs.index.row(run_id).supervisor.pid, signal.SIGKILL)
+    runs.wait(run_id, end)
+    log = log.read_text()
     assert "it is [WANDB_API_KEY]" in log
     assert "sk-0123456789-secret" not in log
 

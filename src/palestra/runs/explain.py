@@ -6,7 +6,9 @@ import re
 import signal
 from pathlib import Path
 
+from palestra.core.files import write_text
 from palestra.core.secrets import redact
+from palestra.runs.plan import STOP_ORDER, logs
 
 _TAIL_BYTES = 64 * 1024
 _MAX_LINES = 8
@@ -25,6 +27,14 @@ def tail(path: Path, lines: int) -> list[str]:
     except OSError:
         return []
     return [redact(line) for line in text.splitlines()[-lines:]] if lines > 0 else []
+
+
+def redact_logs(folder: Path) -> None:
+    """Once a run's processes have ended. An environment may print what it likes, keys too; the disk names them only."""
+    for path in logs(folder, list(STOP_ORDER)).values():
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if (clean := redact(text)) != text:
+            write_text(path, clean)
 
 
 def why(part: str, exit_code: int, log: Path) -> str:

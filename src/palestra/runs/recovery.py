@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
+from palestra.runs.explain import redact_logs
 from palestra.runs.index import ACTIVE, Index, Row, State
 from palestra.runs.processes import end_all, marked, send, this_host
 
@@ -63,6 +65,7 @@ def recover(index: Index, row: Row, reason: str) -> None:
         left = {part.process.pid: part.process for part in index.parts(row.run_id) if part.exit_code is None}
         left |= {process.pid: process for process in marked(row.run_id)}
         end_all(left.values(), _PATIENCE_S)
+        redact_logs(Path(row.folder))
     end: State = "stopped" if wanted else "failed"
     hint = "it was being stopped" if wanted else f"palestra runs resume {row.run_id} goes on"
     index.move(row.run_id, ["stopping"], end, of_launch=row.launched, reason=f"{reason}; {hint}", ended=time.time())

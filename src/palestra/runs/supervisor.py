@@ -16,10 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_text
 from palestra.core.secrets import redact
 from palestra.runs import limits, plan
-from palestra.runs.explain import why
+from palestra.runs.explain import redact_logs, why
 from palestra.runs.index import ACTIVE, Index, State
 from palestra.runs.processes import Process, adopt_orphans, end_all, family, reap, send, spawn, this_process
 from palestra.runs.recovery import reconcile, recover
@@ -77,7 +76,7 @@ class Supervisor:
         if end != "completed":  # what is known is said at once: a trainer may take its time to save its step
             self._index.move(self._run_id, ACTIVE, "stopping", of_launch=self._launched, reason=reason)
         self._end_parts()
-        self._redact_logs()
+        redact_logs(self._folder)
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
         self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())
 
@@ -170,13 +169,6 @@ class Supervisor:
                     send(process, signal.SIGKILL)
                 time.sleep(_TICK_S)
         self._sweep()
-
-    def _redact_logs(self) -> None:
-        """An environment may print what it likes, keys too; what stays on disk names them only."""
-        for path in plan.logs(self._folder, list(self._codes)).values():
-            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-            if (clean := redact(text)) != text:
-                write_text(path, clean)
 
     def _is_saving(self) -> bool:
         """Whether a checkpoint is growing; one that a killed trainer left half done does not."""
