@@ -11,23 +11,9 @@ from pathlib import Path
 from palestra.core.errors import PalestraError
 
 PROGRAM = "llama-quantize"
-QUANTIZED = (
-    *(
-        "q4_0",
-        "q4_1",
-        "q5_0",
-        "q5_1",
-        "q2_k",
-        "q2_k_s",
-        "q3_k",
-        "q3_k_s",
-        "q3_k_m",
-        "q3_k_l",
-        "q4_k",
-        "q4_k_s",
-        "q4_k_m",
-    ),
-    *("q5_k", "q5_k_s", "q5_k_m", "q6_k", "tq1_0", "tq2_0", "iq3_xs", "iq3_s", "iq3_m", "iq3_xxs", "iq4_nl", "iq4_xs"),
+QUANTIZED = tuple(
+    "q4_0 q4_1 q5_0 q5_1 q2_k q2_k_s q3_k q3_k_s q3_k_m q3_k_l q4_k q4_k_s q4_k_m q5_k q5_k_s q5_k_m q6_k "
+    "tq1_0 tq2_0 iq3_xs iq3_s iq3_m iq3_xxs iq4_nl iq4_xs".split()
 )
 _USUAL_PLACES = ("~/llama.cpp", "~/.local", "/opt/llama.cpp", "/usr/local", "/opt/homebrew", "llama.cpp")
 

@@ -68,5 +68,6 @@ def _of_environment(model: str, environment: dict[str, Any]) -> Partner:
     env = load_env(environment["name"], environment["settings"])
     episode = env.open(env.problems("held_out")[0])
     told = "\n\n".join(message.text for message in episode.prompt if message.role == "system")
-    asked = next((message.text for message in episode.prompt if message.role == "user"), "")
+    # solved examples may stand before it
+    asked = next((message.text for message in reversed(episode.prompt) if message.role == "user"), "")
     return Partner(model, told, tuple(episode.tools), f"The tools are those of the problem: {asked}")
