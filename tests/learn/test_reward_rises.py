@@ -51,7 +51,8 @@ def test_the_same_seed_gives_the_same_metrics_and_weights(tmp_path: Path) -> Non
     )
 
     def numbers(result: GRPOTrainingResult) -> list[dict[str, float]]:
-        clock = ("seconds", "per_s", "memory")
+        # Neither the clock's nor the two that show the last bits of sampling, which depend on who shared a batch.
+        clock = ("seconds", "per_s", "memory", "kl_sampler", "sampler_gap_max")
         return [{k: v for k, v in row.items() if not any(word in k for word in clock)} for row in result.metrics]
 
     assert numbers(first) == numbers(second)

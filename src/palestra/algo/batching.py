@@ -16,6 +16,7 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,20 +56,25 @@ class MicroBatch:
     sampler_logprobs: Tensor  # [N] float32
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same, with its tensors on a device."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        """The same, with its tensors on a device: in one copy, since each costs a wait."""
+        if device == self.token_ids.device:
+            return self
+        tensors = [getattr(self, name) for name in _TENSORS]
+        together = torch.cat([x.contiguous().view(torch.uint8) for x in tensors]).to(device)
+        parts = together.split([x.nbytes for x in tensors])
+        moved = {name: y.view(x.dtype) for name, x, y in zip(_TENSORS, tensors, parts, strict=True)}
         return MicroBatch(trees=self.trees, **moved)
 
 
-_TENSORS = (
+_TENSORS = (  # the widest first, so that each begins at a multiple of its size
     "token_ids",
     "position_ids",
     "source",
     "target",
     "row",
+    "sampler_logprobs",
     "trained",
     "observed",
-    "sampler_logprobs",
 )
 
 
@@ -77,6 +83,7 @@ class _Row:
     index: int
     token_ids: np.ndarray
     scored: np.ndarray  # places in the row that are predicted
+    targets: np.ndarray  # the tokens there
     trained: np.ndarray
     observed: np.ndarray
     logprobs: np.ndarray
@@ -148,19 +155,26 @@ def _families(samples: Sequence[Sample], share_prefix: bool, observed: bool) -> 
 
 def _row(index: int, sample: Sample, observed: bool) -> _Row | None:
     trained = _flags(sample.trained)
-    watched = _flags(sample.observed) if observed else np.zeros_like(trained)
-    scored = np.flatnonzero(trained | watched)
-    scored = scored[scored > 0]  # nothing predicts the first token
+    watched = _flags(sample.observed) if observed else np.zeros(len(trained), dtype=bool)
+    scored = (trained | watched).nonzero()[0] if observed else trained.nonzero()[0]
+    if len(scored) and scored[0] == 0:
+        scored = scored[1:]  # nothing predicts the first token
     if not len(scored):
         return None
-    # the quickest ways from Python's numbers to NumPy's: a GPU waits for this
-    ids = np.fromiter(sample.token_ids, np.int64, len(sample.token_ids))
-    logprobs = np.fromiter(sample.logprobs, np.float32, len(sample.logprobs))
-    return _Row(index, ids, scored, trained[scored], watched[scored], logprobs[scored])
+    ids, logprobs = _numbers(sample.token_ids, "q"), _numbers(sample.logprobs, "f")
+    at = scored
+    if scored[-1] - scored[0] == len(scored) - 1:  # without a gap: views instead of copies
+        at = slice(scored[0], scored[-1] + 1)
+    return _Row(index, ids, scored, ids[at], trained[at], watched[at], logprobs[at])
 
 
 def _flags(values: Sequence[bool]) -> np.ndarray:
     return np.frombuffer(bytes(values), dtype=bool)
+
+
+def _numbers(values: Sequence[float], kind: str) -> np.ndarray:
+    """The quickest way from Python's numbers to NumPy's: a GPU waits for this."""
+    return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
 
 
 def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
@@ -178,7 +192,8 @@ def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
             ids.append(row.token_ids[shared : row.fed])
             positions.append(np.arange(shared, row.fed))
             before = row.scored - 1
-            sources.append(np.where(before < shared, start + before, at + before - shared))
+            own = before + (at - shared)
+            sources.append(np.where(before < shared, start + before, own) if shared else own)
             at += row.fed - shared
         trees.append(Tree(start, shared, tuple(row.fed - shared for row in rows if row.fed > shared)))
         start = at
@@ -188,8 +203,8 @@ def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
         position_ids=_tensor(positions),
         trees=tuple(trees),
         source=_tensor(sources),
-        target=_tensor([row.token_ids[row.scored] for row in rows]),
-        row=_tensor([np.full(len(row.scored), row.index) for row in rows]),
+        target=_tensor([row.targets for row in rows]),
+        row=torch.from_numpy(np.repeat([row.index for row in rows], [len(row.scored) for row in rows])),
         trained=_tensor([row.trained for row in rows]),
         observed=_tensor([row.observed for row in rows]),
         sampler_logprobs=_tensor([row.logprobs for row in rows]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
+from palestra.engine.cuda_lean import CudaLean
 from palestra.engine.cuda_state import DecodeState
 from palestra.engine.fuse import FusedLinears
 from palestra.engine.lanes import KVShape
@@ -58,6 +59,7 @@ class CudaRunner:
         self.values = torch.zeros((*lead, shape.value_dim), dtype=shape.dtype, device=self.device)
         self._switch = AttentionSwitch(model)
         self._fused = FusedLinears(model)
+        self.lean = CudaLean.of(model, self._fused, self.keys, self.values, context)
         self._layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         self._compiled: dict[nn.Module, Any] = {}
         self._compiles = True
@@ -101,8 +103,11 @@ class CudaRunner:
 
     def _feed(self, chunks: Sequence[Chunk]) -> list[Emission]:
         plan, ids, positions, ends = self._feed_plan(chunks)
-        with self._ready(compiled=False):
-            logits = self._logits(ids, positions, plan, ends)
+        if self.lean is not None:
+            logits = self.lean.feed(ids[0], positions[0], plan, ends)
+        else:
+            with self._ready(compiled=False):
+                logits = self._logits(ids, positions, plan, ends)
         for chunk in chunks:
             chunk.job.session.kv_len += chunk.count
         sampling = [chunk.job for chunk in chunks if chunk.samples]
@@ -162,13 +167,15 @@ class CudaRunner:
         plan = DecodePlan(state.tables[:bucket], state.lens[:bucket])
 
         def forward() -> Tensor:
+            if self.lean is not None:
+                return self.lean.decode(state.ids[:bucket], plan)
             return self._logits(state.ids[None, :bucket], state.positions[None, :bucket], plan)
 
         if self.device.type != "cuda":  # the kernels' interpreter: no graphs there
             graph = Graph(None, torch.empty(0))
             graph.replay = lambda: self._run_into(graph, forward)
             return graph
-        with self._ready(compiled=self._compiles):
+        with nullcontext() if self.lean is not None else self._ready(compiled=self._compiles):
             state.lens.zero_()  # dead rows while capturing: nothing is written
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

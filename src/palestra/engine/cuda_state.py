@@ -13,7 +13,7 @@ from palestra.engine import kernels
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 
-VOCABULARY_BLOCK = 4096
+VOCABULARY_BLOCK, STATS_WARPS, CHOOSE_WARPS = 4096, 4, 4
 
 
 class DecodeState:
@@ -100,16 +100,17 @@ class DecodeState:
         """Choose each row's token from logits [bucket, V] and advance the rows."""
         vocabulary = logits.shape[1]
         blocks = -(-vocabulary // VOCABULARY_BLOCK)
-        if self._stats.numel() < self.rows * blocks * 3:
-            self._stats = torch.empty(self.rows * blocks * 3, device=logits.device)
+        if self._stats.numel() < self.rows * blocks * 2:
+            self._stats = torch.empty(self.rows * blocks * 2, device=logits.device)
         kernels.block_stats[(bucket, blocks)](
-            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
+            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=STATS_WARPS
         )
         stops = self.stops.shape[1]
         kernels.choose_and_advance[(bucket,)](
             logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.positions,
             self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows, stops, step,
-            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), num_warps=4,
+            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(),
+            num_warps=CHOOSE_WARPS,
         )  # fmt: skip
 
 

@@ -84,6 +84,11 @@ class FusedLinears:
         for first, linears in self._groups:
             first.claim(linears)
 
+    def whole(self, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the group that a linear is the first of."""
+        first = next(first for first, linears in self._groups if linears[0] is linear)
+        return first.weight, first.bias
+
     @contextmanager
     def use(self) -> Iterator[None]:
         for parent, name, _, stand_in in self._swaps:

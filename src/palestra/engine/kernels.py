@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from palestra.engine.layer_kernels import turned
+
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
@@ -20,12 +22,13 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def decode_attention(
-    Q, K_NEW, V_NEW, K, V, TABLES, LENS, OUT, PART, PART_ML,
-    q_stride, k_stride, v_stride, table_width, scale, softcap, window,
+    Q, K_NEW, V_NEW, K, V, TABLES, LENS, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
+    q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """One new token of each row: stores its KV and attends to the row's pages.
+    """One new token of each row: makes its query and key ready, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
@@ -36,20 +39,21 @@ def decode_attention(
     g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, T)
     in_d = d < D
     rows = (g[:, None] < G) & in_d[None, :]
-    q = tl.load(Q + b * q_stride + (h * G + g[:, None]) * D + d[None, :], mask=rows, other=0.0)
     past = tl.maximum(n - 1, 0)
+    q_row, k_row = b * q_stride + (h * G + g[:, None]) * D, b * k_stride + h * D + tl.arange(0, 1)[:, None]
+    q = turned(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, TURN)
+    k_new = turned(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, TURN)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
     first, end = first_key // T, tl.cdiv(past, T)
     span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
     low = first + split * span
     high = tl.minimum(low + span, end)
-    k_new = tl.load(K_NEW + b * k_stride + h * D + d, mask=in_d, other=0.0)
     v_new = tl.load(V_NEW + b * v_stride + h * D + d, mask=in_d, other=0.0)
     m = tl.full((GP,), -float("inf"), tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
     if split == SPLITS - 1:
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if SOFTCAP:
             m = softcap * (2.0 * tl.sigmoid(2.0 * m / softcap) - 1.0)
         total = tl.full((GP,), 1.0, tl.float32)
@@ -57,7 +61,7 @@ def decode_attention(
         if n > 0:
             page = tl.load(TABLES + b * table_width + past // PAGE).to(tl.int64)
             at = ((page * KV + h) * PAGE + past % PAGE) * D + d
-            tl.store(K + at, k_new, mask=in_d)
+            tl.store(K + at[None, :], k_new, mask=in_d[None, :])
             tl.store(V + at, v_new, mask=in_d)
     for i in range(low, high):
         page = tl.load(TABLES + b * table_width + i * T // PAGE).to(tl.int64)
@@ -146,16 +150,15 @@ def feed_attention(
 
 @triton.jit
 def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr):
-    """Maximum, sum of exponentials and place of the maximum of each block of logits; grid (rows, blocks)."""
+    """Maximum and sum of exponentials of each block of logits; grid (rows, blocks)."""
     b, i = tl.program_id(0), tl.program_id(1)
     at = i * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(TEMPERATURE + b)
     x = tl.load(LOGITS + b.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     x = x / temperature
     top = tl.max(x, 0)
-    tl.store(STATS + (b * blocks + i) * 3, top)
-    tl.store(STATS + (b * blocks + i) * 3 + 1, tl.sum(tl.exp(x - top), 0))
-    tl.store(STATS + (b * blocks + i) * 3 + 2, (i * BLOCK + tl.argmax(x, 0)).to(tl.float32))
+    tl.store(STATS + (b * blocks + i) * 2, top)
+    tl.store(STATS + (b * blocks + i) * 2 + 1, tl.sum(tl.exp(x - top), 0))
 
 
 @triton.jit(do_not_specialize=["step", "stops"])
@@ -171,25 +174,25 @@ def choose_and_advance(
     b = tl.program_id(0)
     left = tl.load(LEFT + b)
     temperature = tl.load(TEMPERATURE + b)
+    greedy = tl.load(GREEDY + b) != 0
     i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
     real = i < blocks
-    tops = tl.load(STATS + (b * blocks + i) * 3, mask=real, other=-float("inf"))
-    sums = tl.load(STATS + (b * blocks + i) * 3 + 1, mask=real, other=0.0)
+    tops = tl.load(STATS + (b * blocks + i) * 2, mask=real, other=-float("inf"))
+    sums = tl.load(STATS + (b * blocks + i) * 2 + 1, mask=real, other=0.0)
     top = tl.max(tops, 0)
     mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
-    reached = tl.cumsum(mass, 0)
     total = tl.sum(mass, 0)
     target = tl.load(DRAWS + step * rows + b) * total
+    reached = tl.cumsum(mass, 0)
     block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
+    block = tl.where(greedy, tl.argmax(tops, 0), block)  # either way one block holds the token
     before = tl.sum(tl.where(i < block, mass, 0.0), 0)
     base = LOGITS + b.to(tl.int64) * vocabulary
     at = block * BLOCK + t
     x = tl.load(base + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) / temperature
     inner = tl.cumsum(tl.exp(x - top), 0)
-    drawn = tl.minimum(block * BLOCK + tl.sum((inner <= target - before).to(tl.int32), 0), vocabulary - 1)
-    place = tl.argmax(tops, 0)
-    best = tl.load(STATS + (b * blocks + place) * 3 + 2).to(tl.int32)
-    token = tl.where(tl.load(GREEDY + b) != 0, best, drawn)
+    drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
+    token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
     chosen = tl.load(base + token).to(tl.float32) / temperature
     alive = left > 0
     tl.store(TOKENS + step * rows + b, tl.where(alive, token, -1))

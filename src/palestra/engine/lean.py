@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionPlan, AttentionSwitch
-from palestra.engine.norms import norm_epsilon, norm_is_plain
+from palestra.engine.norms import norm_epsilon
+from palestra.engine.plain import is_plain_decoder, window_of
 from palestra.engine.probe import ShapeProbe, text_config
 
 log = logging.getLogger(__name__)
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # others change with the length
 LARGEST_BYTES = 2 << 30  # of weights; beyond this a second copy is too dear
 CHECK_TOKENS, TOLERANCE = 12, 1e-4
 
@@ -64,7 +63,7 @@ class LeanDecoder:
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
         """For a model of this shape whose numbers it gives; None for any other."""
-        if not _has_the_shape(model):
+        if not _fits(model):
             return None
         lean = cls(model)
         difference = lean._difference()
@@ -107,7 +106,7 @@ class LeanDecoder:
             turned = qk.roll(self.head_dim // 2, -1)
             qk.mul_(cos).addcmul_(turned, sin)
         q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
-        return plan.attend(module, q, k, v, module.scaling, _window(module), None).reshape(x.shape[0], -1)
+        return plan.attend(module, q, k, v, module.scaling, window_of(module), None).reshape(x.shape[0], -1)
 
     def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
         normed = self._norms["hidden"](x)
@@ -202,38 +201,7 @@ def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
     return torch.cat([linear.weight.t() for linear in linears], dim=1).mul_(norm[:, None])
 
 
-def _window(attention: Any) -> int | None:
-    own = attention.__dict__
-    return own["sliding_window"] if "sliding_window" in own else getattr(attention.config, "sliding_window", None)
-
-
-def _has_the_shape(model: Any) -> bool:
-    """A Hugging Face decoder of a known family in float32, with plain linear layers, norms and nothing hooked in."""
-    config = text_config(model)
-    plain = type(model).__module__.startswith(f"transformers.models.{config.model_type}.")
-    if config.model_type not in KNOWN or not plain or config.hidden_act not in ("silu", "swish"):
-        return False
-    if config.rope_parameters.get("rope_type", "default") not in STATIC_ROPE:
-        return False
+def _fits(model: Any) -> bool:
     parameters = list(model.parameters())
-    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in parameters):
-        return False
-    if sum(p.numel() * 4 for p in parameters) > LARGEST_BYTES:
-        return False
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
-        return False
-    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
-    return all(map(_is_plain_linear, _linears(model))) and norm_is_plain(norms[0])
-
-
-def _linears(model: Any) -> list[nn.Module]:
-    layers = model.model.layers
-    attention = [
-        getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-    ]
-    mlp = [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
-    return [*attention, *mlp, model.lm_head]
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
+    here = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+    return here and sum(p.numel() * 4 for p in parameters) <= LARGEST_BYTES and is_plain_decoder(model)

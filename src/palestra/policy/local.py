@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -101,7 +103,7 @@ class Pauses:
     def __init__(self, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
         self._quick_s = quick_s
         self._patience_s = patience_s
-        self._usual_s = 0.0
+        self._lately: deque[float] = deque([0.0], maxlen=15)
         self._since: dict[Session, float] = {}
         self._over = asyncio.Event()
 
@@ -111,19 +113,17 @@ class Pauses:
     def end(self, session: Session) -> None:
         began = self._since.pop(session, None)
         if began is not None:
-            self._observe(time.perf_counter() - began)
+            self._lately.append(time.perf_counter() - began)
         if not self._since:
             self._over.set()
 
     async def wait(self) -> None:
         """Until all are back, or patience runs out; who is not back then is not waited for again."""
-        if self._since and self._usual_s < self._quick_s:
+        # The median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time.
+        if self._since and median(self._lately) < self._quick_s:
             self._over = asyncio.Event()  # belongs to the loop that waits
             try:
                 await asyncio.wait_for(self._over.wait(), self._patience_s)
             except TimeoutError:
-                self._observe(self._patience_s)
+                self._lately.append(self._patience_s)
         self._since.clear()
-
-    def _observe(self, seconds: float) -> None:
-        self._usual_s += 0.1 * (seconds - self._usual_s)

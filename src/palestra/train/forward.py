@@ -38,6 +38,7 @@ class Scorer:
         self.pad_token_id = pad_token_id
         self.rule = logit_rule(self.model, temperature)
         self.compiled = self.model.device.type == "cuda" if compile_layers is None else compile_layers
+        self.compiled_at_once = _alike(self.model)
         self.way: Way = "trees"
         self._layouts: dict[int, Layout] = {}
         self._norms = FastNorms(self.model, trained=True) if self.model.device.type == "cpu" else None
@@ -54,8 +55,11 @@ class Scorer:
         norms = nullcontext() if self._norms is None else self._norms.use()
         with norms, use_tree_attention(self.model) if self.way == "trees" else nullcontext():
             layers = _layers(self.model) if self.compiled else []
-            for layer in layers:
-                layer._compiled_call_impl = partial(_compiled_call(), layer)
+            n = self.compiled_at_once
+            for run in (layers[i : i + n] for i in range(0, len(layers), n)):
+                run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
+                for layer in run[1:]:
+                    layer._compiled_call_impl = _passed_through
             try:
                 yield
             finally:
@@ -125,23 +129,40 @@ def _layers(model: Any) -> list[nn.Module]:
     return max((list(stack) for stack in stacks), key=len, default=[])
 
 
+def _alike(model: Any) -> int:
+    """How many layers are compiled as one program: up to four that are called alike, a divisor of all."""
+    layers = len(_layers(model))
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return next(n for n in (4, 3, 2, 1) if n == 1 or (len(kinds) <= 1 and layers % n == 0))
+
+
 @cache
 def _compiled_call() -> Callable[..., Any]:
-    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers.
+    """Runs a few layers compiled: for any length, since every micro-batch has its own, and once for all such runs.
 
     Of a layer's activations only the products' and the attention's are kept; the cheap steps between
     them are computed again in the backward pass, fused into what needs them.
     """
 
-    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return layer._call_impl(*args, **kwargs)
+    def call(layers: nn.ModuleList, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
-        return checkpoint(layer._call_impl, *args, use_reentrant=False, context_fn=keep, **kwargs)
+        for layer in layers:
+            if torch.is_grad_enabled():
+                hidden = checkpoint(
+                    layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs
+                )
+            else:
+                hidden = layer._call_impl(hidden, *args, **kwargs)
+        return hidden
 
     # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     return torch.compile(call, dynamic=True)
+
+
+def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a layer that was computed with the one before it."""
+    return hidden
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -28,7 +28,7 @@ def settle(scorer: Scorer) -> None:
     """Set the scorer's way to the first that gives the model's own numbers; say so when it is not the best one."""
     model = scorer.model
     training = model.training
-    model.eval()
+    model.train(not _drops(model))  # as the learner will call it, so that what is compiled here serves there
     try:
         shared, apart = _probe(model.get_input_embeddings().weight)
         expected = _numbers(model, lambda: scorer.from_logits(apart))
@@ -42,11 +42,20 @@ def settle(scorer: Scorer) -> None:
                 log.warning("the learner computes whole logits, which takes more memory: %s", reason)
         elif compiled:
             scorer.compiled = True
-            if reason := _mismatch(scorer, shared, expected):
+            if (reason := _mismatch(scorer, shared, expected)) and scorer.compiled_at_once > 1:
+                scorer.compiled_at_once = 1
+                reason = _mismatch(scorer, shared, expected)
+            if reason:
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
     finally:
         model.train(training)
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether training differs from evaluation by chance."""
+    layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    return layers or any("dropout" in name and value for name, value in vars(model.config).items())
 
 
 def _cannot_share(model: nn.Module) -> str | None:

@@ -1,0 +1,110 @@
+"""Triton kernels for the small steps of a layer between its products: norm, gate, and what turns queries and keys."""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(X, W, OUT, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT = X / sqrt(mean(X²) + eps) * W, rounded as the Hugging Face modules round; grid (rows,)."""
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    x = tl.load(X + row + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)).to(OUT.dtype.element_ty).to(tl.float32)
+    w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row + at, (normed * w).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate(X, OUT, width, BLOCK: tl.constexpr):
+    """OUT [rows, width] = silu(the first half of X) * its second half; grid (rows, blocks)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(X + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(X + (row * 2 + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    silu = (x * tl.sigmoid(x)).to(OUT.dtype.element_ty).to(tl.float32)
+    tl.store(OUT + row * width + at, (silu * value).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_product(
+    X, W, OUT, rows, width, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """OUT [rows, width] = silu(X @ gates) * (X @ values), W [2 * width, depth]: the products are never written out.
+
+    Grid (width / BN, rows / BM); BN divides the width and BK the depth. For few rows, where reading the weights is
+    nearly all there is to do.
+    """
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    real = (m < rows)[:, None]
+    x_at = X + m[:, None].to(tl.int64) * depth + k[None, :]
+    gate_at = W + n[None, :].to(tl.int64) * depth + k[:, None]
+    value_at = gate_at + width.to(tl.int64) * depth
+    g = tl.zeros((BM, BN), tl.float32)
+    v = tl.zeros((BM, BN), tl.float32)
+    for i in range(0, depth, BK):
+        x = tl.load(x_at + i, mask=real, other=0.0)
+        g = tl.dot(x, tl.load(gate_at + i), g)
+        v = tl.dot(x, tl.load(value_at + i), v)
+    out = g * tl.sigmoid(g) * v
+    tl.store(OUT + m[:, None].to(tl.int64) * width + n[None, :], out.to(OUT.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def turned(
+    X, row, inside, d, W, COS, SIN, position, eps,
+    D: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Heads [R, DP] from X + row [R, 1] on, normed by W and turned to their position; as loaded where neither is asked.
+
+    Rounded where the Hugging Face modules round, so that sampler and learner differ as little as can be.
+    """
+    x = tl.load(X + row + d[None, :], mask=inside, other=0.0)
+    if NORM or TURN:
+        E: tl.constexpr = X.dtype.element_ty
+        other_d = (d + D // 2) % D
+        other = tl.load(X + row + other_d[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = x.to(tl.float32)
+        in_d = d < D
+        if NORM:
+            r = tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+            w = tl.load(W + d, mask=in_d, other=0.0).to(tl.float32)
+            other_w = tl.load(W + other_d, mask=in_d, other=0.0).to(tl.float32)
+            y = ((y * r).to(E).to(tl.float32) * w[None, :]).to(E).to(tl.float32)
+            other = ((other * r).to(E).to(tl.float32) * other_w[None, :]).to(E).to(tl.float32)
+        if TURN:
+            cos = tl.load(COS + position * D + d, mask=in_d, other=0.0).to(tl.float32)
+            sin = tl.load(SIN + position * D + d, mask=in_d, other=0.0).to(tl.float32)
+            sign = tl.where(d < D // 2, -1.0, 1.0)
+            y = (y * cos[None, :]).to(E).to(tl.float32) + (other * (sign * sin)[None, :]).to(E).to(tl.float32)
+        x = y.to(E)
+    return x
+
+
+@triton.jit
+def turn_and_store(
+    QKV, Q_OUT, K, V, PAGES, POSITIONS, COS, SIN, Q_NORM, K_NORM, eps, qkv_stride,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """A token's queries made ready into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(POSITIONS + token)
+    one, d = tl.arange(0, 1), tl.arange(0, DP)
+    inside = (one[:, None] == 0) & (d[None, :] < D)
+    row = token * qkv_stride + head * D + one[:, None]
+    if head < H:
+        q = turned(QKV, row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, TURN)
+        tl.store(Q_OUT + (token * H + head) * D + one[:, None] + d[None, :], q, mask=inside)
+    else:
+        k = turned(QKV, row, inside, d, K_NORM, COS, SIN, position, eps, D, NORM, TURN)
+        v = tl.load(QKV + row + KV * D + d[None, :], mask=inside, other=0.0)
+        at = ((tl.load(PAGES + token) * KV + head - H) * PAGE + position % PAGE) * D + one[:, None] + d[None, :]
+        tl.store(K + at, k, mask=inside)
+        tl.store(V + at, v, mask=inside)
