@@ -1,31 +1,41 @@
 """The CUDA path against the CPU path: the same tokens. Runs in Triton's interpreter, or on a GPU.
 
-Skipped where Triton is not installed. The interpreter is slow, so the model is one layer and the turns short.
+Skipped where Triton is not installed. The interpreter is slow, so the models are small and the turns short.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 SCRIPT = """
+import json, sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
+from palestra.engine import paged_ops
 from palestra.engine.cuda_runner import CudaRunner
 
+asked = json.loads(sys.argv[1])
 config = AutoConfig.for_model(
-    "gemma2", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, sliding_window=7,
+    asked["family"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0,
+    **asked["more"],
 )
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+with torch.no_grad():
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases, which would be ones and zeros
+            parameter.add_(torch.randn_like(parameter) * 0.3)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 prompt = [5, 17, 9, 23, 61, 3, 42, 8, 7, 12, 50, 31, 56, 44, 8, 7, 15, 60, 29]
 
@@ -43,6 +53,7 @@ class EvenBehindOdd:  # a grammar: behind an odd id comes an even one
 
 def turns():
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
+    assert (engine.runner.lean is not None) == asked["lean"]
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
     out = []
     for more in ([], [4, 5, 6]):
@@ -63,6 +74,7 @@ def turns():
 
 expected = turns()
 engine_module.build_runner = CudaRunner
+paged_ops.DECODE_PROGRAMS = asked["programs"]
 model.to(device)
 for a, b in zip(expected, turns(), strict=True):
     assert a.token_ids == b.token_ids and a.finish == b.finish, (a, b)
@@ -71,9 +83,45 @@ print("SAME")
 """
 
 
-def test_cuda_path_samples_what_the_cpu_path_samples() -> None:
+PRODUCT = """
+import torch
+from palestra.engine.layer_kernels import gated_product
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+x, weight = torch.randn(21, 64, device=device), torch.randn(2 * 32, 64, device=device)
+out = torch.empty(21, 32, device=device)
+gated_product[(2, 2)](x, weight, out, 21, 32, 64, BM=16, BN=16, BK=32)
+gates, values = (x @ weight.T).chunk(2, 1)
+torch.testing.assert_close(out, torch.nn.functional.silu(gates) * values, atol=1e-2, rtol=1e-2)
+print("SAME")
+"""
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     import torch
 
     env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env)
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "lean", "programs"),
+    [
+        ("gemma2", {"sliding_window": 7}, False, 16),
+        ("qwen3", {}, True, 1),  # one program a row; with 16 its pages are split among two
+        ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1),
+        ("mistral", {"sliding_window": 6}, True, 16),
+    ],
+)
+def test_cuda_path_samples_what_the_cpu_path_samples(
+    family: str, more: dict[str, Any], lean: bool, programs: int
+) -> None:
+    asked = {"family": family, "more": more, "lean": lean, "programs": programs}
+    done = run(SCRIPT, json.dumps(asked))
+    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+
+
+def test_the_gated_product_is_the_gate_times_the_value() -> None:
+    done = run(PRODUCT)
     assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]

@@ -58,9 +58,7 @@ class CudaLean:
         self.kv_heads, self.head_dim = keys.shape[2], keys.shape[4]
 
     @classmethod
-    def of(
-        cls, model: Any, fused: FusedLinears, keys: Tensor, values: Tensor, context: int
-    ) -> CudaLean | None:
+    def of(cls, model: Any, fused: FusedLinears, keys: Tensor, values: Tensor, context: int) -> CudaLean | None:
         """For a model of this shape; None for any other."""
         return cls(model, fused, keys, values, context) if is_plain_decoder(model) else None
 
@@ -145,9 +143,7 @@ def _gated(x: Tensor, layer: _Layer) -> Tensor:
     few = rows <= FEW_ROWS and x.dtype.itemsize == 2 and layer.gate_up_bias is None
     if few and width % shape["BN"] == 0 and depth % shape["BK"] == 0:
         grid = (width // shape["BN"], -(-rows // shape["BM"]))
-        layer_kernels.gated_product[grid](
-            x, layer.gate_up, out, rows, width, depth, **shape, num_warps=4, num_stages=3
-        )
+        layer_kernels.gated_product[grid](x, layer.gate_up, out, rows, width, depth, **shape, num_warps=4, num_stages=3)
         return out
     both = F.linear(x, layer.gate_up, layer.gate_up_bias)
     layer_kernels.gate[(rows, -(-width // 1024))](both, out, width, BLOCK=1024, num_warps=4)

@@ -1,8 +1,9 @@
 """One step on a GPU: prompts and appends as one ragged forward, then a burst of decode steps.
 
-A decode step is a CUDA graph of a bucketed batch size: compiled layers, fused linears, attention over
-pages, LM head; two kernels then choose the tokens and make every row ready for the next step. The
-host looks every few steps whether a row has ended, while the next ones already run.
+A decode step is a CUDA graph of a bucketed batch size: the lean forward of plain decoders, or the module
+with compiled layers and fused linears; attention over pages, LM head. Two kernels then choose the tokens
+and make every row ready for the next step. The host looks every few steps whether a row has ended, while
+the next ones already run.
 """
 
 from __future__ import annotations
@@ -88,6 +89,12 @@ class CudaRunner:
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
+
+    def give_up_lean(self) -> bool:
+        lean, self.lean = self.lean, None
+        self._graphs.clear()
+        self._graph_pool = None
+        return lean is not None
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:

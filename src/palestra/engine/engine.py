@@ -36,6 +36,10 @@ class Runner(KVMemory, Protocol):
 
     def weights_changed(self) -> None: ...
 
+    def give_up_lean(self) -> bool:
+        """Run every layer through the module from now on; False if that was so before."""
+        ...
+
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
 
 

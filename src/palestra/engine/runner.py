@@ -46,6 +46,10 @@ class CpuRunner:
         if self.lean is not None:
             self.lean.weights_changed()
 
+    def give_up_lean(self) -> bool:
+        lean, self.lean = self.lean, None
+        return lean is not None
+
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
         ordered, decoding = self._arrange(chunks)

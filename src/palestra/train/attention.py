@@ -21,6 +21,7 @@ from palestra.train.cpu_trees import fits as cpu_fits
 from palestra.train.flash_trees import Bounds, flash_fits, flash_trees
 
 NAME = "palestra_trees"
+MOST_REPEATS = 4
 
 
 class Layout:
@@ -78,6 +79,8 @@ def tree_attention(
     plain = softcap is None and s_aux is None and not windowed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if plain and flash_fits(q, v):
+        # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale)
     elif plain and cpu_fits(q, v):
         out = cpu_trees(q, k, v, layout.trees, scale)
@@ -85,6 +88,12 @@ def tree_attention(
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         out = masked_trees(q, k, v, layout, sliding_window, extra)
     return out[None], None  # [1, T, H, D]
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """[T, K, D] -> [T, heads, D], if each key-value head serves few heads of queries; else as it is."""
+    share = heads // x.shape[1]
+    return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MOST_REPEATS else x
 
 
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next

@@ -31,25 +31,28 @@ def _final(LOGITS, at, inside, multiplier, softcap, temperature, SOFTCAP: tl.con
 @triton.jit
 def _statistics(
     LOGITS, TARGET, LOGPROB, LSE, ENTROPY, vocabulary, multiplier, softcap, temperature,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: running softmaxes, one for each place of a block, merged at the end.
+    """One row a program: running softmaxes, one for each run of PER places in a block, merged at the end.
 
-    Beside each sum of e^z goes that of e^z·z, for the entropy.
+    A run belongs to one thread, which shrinks its sums once for all of it: exponentials are what this kernel
+    costs. Beside each sum of e^z goes that of e^z·z, for the entropy.
     """
+    RUNS: tl.constexpr = BLOCK // PER
     row = tl.program_id(0)
-    base, t = row.to(tl.int64) * vocabulary, tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
+    base = row.to(tl.int64) * vocabulary
+    t = tl.arange(0, RUNS)[:, None] * PER + tl.arange(0, PER)[None, :]
+    top = tl.full((RUNS,), -1e30, tl.float32)
+    total = tl.zeros((RUNS,), tl.float32)
+    weighted = tl.zeros((RUNS,), tl.float32)
     for first in range(0, vocabulary, BLOCK):
         inside = first + t < vocabulary
         z, _ = _final(LOGITS, base + first + t, inside, multiplier, softcap, temperature, SOFTCAP)
-        new = tl.maximum(top, z)
+        new = tl.maximum(top, tl.max(z, 1))
         shrink = tl.exp(top - new)
-        e = tl.exp(z - new)
-        total = total * shrink + e
-        weighted = weighted * shrink + tl.where(inside, e * z, 0.0)
+        e = tl.exp(z - new[:, None])
+        total = total * shrink + tl.sum(e, 1)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), 1)
         top = new
     highest = tl.max(top, 0)
     share = tl.exp(top - highest)
@@ -92,7 +95,7 @@ def statistics(logits: Tensor, target: Tensor, rule: LogitRule) -> tuple[Tensor,
     logprob, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _statistics[(rows,)](
         logits, target, logprob, lse, entropy, vocabulary, rule.multiplier, rule.softcap or 1.0, rule.temperature,
-        SOFTCAP=rule.softcap is not None, BLOCK=BLOCK, num_warps=8,
+        SOFTCAP=rule.softcap is not None, BLOCK=BLOCK, PER=8, num_warps=8,
     )  # fmt: skip
     return logprob, lse, entropy
 

@@ -11,7 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sampled, SamplingParams
-from palestra.policy.local import LocalPolicy
+from palestra.engine.session import Session
+from palestra.policy.local import LocalPolicy, Pauses
 
 PROMPT = [5, 9, 33, 21, 60, 2]
 
@@ -163,3 +164,17 @@ def test_a_failing_step_fails_the_turn_and_not_the_next_one(policy: LocalPolicy)
 def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) -> None:
     with pytest.raises(PalestraError, match="max_new_tokens=0"):
         asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
+
+
+def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
+    async def waits(seconds: list[float]) -> bool:
+        pauses = Pauses(quick_s=0.05, patience_s=0.01)
+        pauses._lately.extend(seconds)
+        session = Session([1])
+        pauses.begin(session)
+        began = asyncio.get_running_loop().time()
+        await pauses.wait()
+        return asyncio.get_running_loop().time() - began >= 0.009
+
+    assert asyncio.run(waits([0.001] * 10 + [0.9] * 3))
+    assert not asyncio.run(waits([0.2] * 15))
