@@ -1,11 +1,14 @@
 """`palestra chat` as people and scripts use it."""
 
+import asyncio
 import io
 import json
 
 import pytest
+from rich.console import Console
 
 from palestra.core.config import RunConfig
+from palestra.faces.cli import chat
 from palestra.runs.store import RunFolder
 
 
@@ -86,3 +89,20 @@ def test_a_run_without_a_model_and_a_model_that_is_none_are_named(cli, run_folde
     shutil.rmtree(run.model)
     assert "no trained model yet" in cli("chat", str(run.path)).err
     assert "there is no folder" in cli("chat", "./nothing/here").err
+
+
+def test_on_a_terminal_an_answer_is_seen_while_it_is_written():
+    class Talking:
+        so_far = ""
+
+        async def say(self, text, on_message):
+            self.so_far = "one two [bold]three\nfour"
+            await asyncio.sleep(0.3)
+            return "answered"
+
+    screen, ended = io.StringIO(), []
+    console = Console(file=screen, force_terminal=True, width=24)
+    with asyncio.Runner() as runner:
+        chat._answer(console, runner, Talking(), "count", lambda message, stop: ended.append(stop))
+    assert ended == ["answered"]
+    assert "…wo [bold]three four" in screen.getvalue()

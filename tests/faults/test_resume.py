@@ -68,14 +68,34 @@ def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path
     assert len(metrics(run_of(broken))) < STEPS
     finish(start(broken, "--resume", str(run_of(broken))))
 
-    for row, expected in zip(metrics(run_of(broken)), metrics(run_of(straight)), strict=True):
+    name = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert_same_run(run_of(broken), run_of(straight), name)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    straight, longer = tmp_path / "straight", tmp_path / "longer"
+    straight.mkdir()
+    longer.mkdir()
+    finish(start(straight, *ARGUMENTS, "--train.max_steps", "5"))
+    finish(start(longer, *ARGUMENTS, "--train.max_steps", "3"))
+    run = run_of(longer)
+    shorter = start(longer, "--resume", str(run), "--train.max_steps", "3")
+    _, errors = shorter.communicate(timeout=100)
+    assert shorter.returncode != 0
+    assert b"longer, not shorter" in errors
+    finish(start(longer, "--resume", str(run), "--train.max_steps", "5"))
+    assert_same_run(run, run_of(straight), "model.safetensors")
+    assert "max_steps: 5" in (run / "config.yaml").read_text()
+
+
+def assert_same_run(one: Path, other: Path, weights: str) -> None:
+    for row, expected in zip(metrics(one), metrics(other), strict=True):
         # Who shares a batch with whom depends on how fast tools answer, and the sampler's last bits on that.
         # The learner computes its own, so these two diagnostics are all that can tell.
         for name in ("kl_sampler", "sampler_gap_max"):
             assert row.pop(name, 0.0) == pytest.approx(expected.pop(name, 0.0), rel=0.02, abs=1e-4)
         assert row == expected
-    name = "adapter_model.safetensors" if adapter else "model.safetensors"
-    one, other = (load_file(run_of(folder) / "model" / name) for folder in (straight, broken))
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert value.equal(other[key]), key
+    mine, theirs = (load_file(run / "model" / weights) for run in (one, other))
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        assert value.equal(theirs[key]), key

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import write_text
 
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 
@@ -205,7 +206,7 @@ class RunConfig(Section):
     def save(self, path: Path) -> None:
         import yaml
 
-        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
     @classmethod
     def keys(cls) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """The forward of plain decoders in few kernels, for the GPU.
 
 At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers of the Llama
-shape are written out: seven to nine kernels each, of which the products are mostly the library's. Residuals are added by
-the products themselves, and queries and keys are normed and turned where they are read. Nothing is compiled
-but these small kernels, so the first step comes in a second. The weights are the module's own.
+shape are written out: seven to nine kernels each, of which the products are mostly the library's. Residuals
+are added by the products themselves, and queries and keys are normed and turned where they are read. Nothing
+is compiled but these small kernels, so the first step comes in a second. The weights are the module's own.
 """
 
 from __future__ import annotations

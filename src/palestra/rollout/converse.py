@@ -53,6 +53,7 @@ class Talk:
         self._limits = limits
         self._opening = [Message("system", instructions)] if instructions else []
         self._session: Any = None
+        self._attempt: Attempt | None = None
         self.messages: list[Message] = list(self._opening)
 
     async def say(self, text: str, on_message: Callable[[Message], None] = lambda message: None) -> StopReason:
@@ -64,12 +65,14 @@ class Talk:
         try:
             self._feed(asked)
             said = Turn("template", tuple(self._session.token_ids))
-            attempt = Attempt([said], asked, on_message=on_message)
+            attempt = self._attempt = Attempt([said], asked, on_message=on_message)
             episode = Conversation(tuple(asked), self._tools)
             stop = await play(self._policy, self._session, self._chat, episode, attempt, self._limits)
         except BaseException:
             self._close()
             raise
+        finally:
+            self._attempt = None
         self.messages = attempt.messages
         if stop == "truncated":  # in the middle of a message: the next question begins with a fresh rendering
             self._close()
@@ -79,6 +82,13 @@ class Talk:
         """Forget all but the instructions."""
         self._close()
         self.messages = list(self._opening)
+
+    @property
+    def so_far(self) -> str:
+        """What the model has written of the message that it is at; empty between messages."""
+        if self._attempt is None or self._session is None:
+            return ""
+        return self._chat.read(self._session.token_ids[len(self._attempt.token_ids) :]).text
 
     @property
     def token_count(self) -> int:

@@ -66,6 +66,17 @@ class RunFolder:
 
         return RunConfig.build(yaml.safe_load((self.path / "config.yaml").read_text()))
 
+    def lengthen(self, max_steps: int) -> None:
+        """Let the run have more steps than it was started with; resume it to go on. Schedules then end later."""
+        before = self.config.train.max_steps
+        longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
+        if before is not None and (longer.train.max_steps or 0) <= before:
+            raise PalestraError(
+                f"train.max_steps={max_steps}, but {self.path} was started with {before}; a resumed run can be made "
+                "longer, not shorter"
+            )
+        longer.save(self.path / "config.yaml")
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

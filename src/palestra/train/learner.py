@@ -15,6 +15,10 @@ class Learner(Protocol):
 
     def step(self, samples: Sequence[Sample], objective: TrainSection) -> dict[str, float]: ...
 
+    def skip(self) -> None:
+        """A step in which there was nothing to learn: schedules go on all the same."""
+        ...
+
     def publish(self) -> int:
         """Make the new weights the sampling policy's; gives the new policy version."""
         ...

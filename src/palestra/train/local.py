@@ -30,7 +30,7 @@ from palestra.train.optimizer import Optimizer, learning_rate_at
 class LocalLearner:
     """Trains one model in place; the sampler that drives the same model sees every step at once.
 
-    `total_steps` is the number of `step` calls of the whole run, for schedules that end. The model's
+    `total_steps` is the number of `step` and `skip` calls of the whole run, for schedules that end. The model's
     weights at construction are the KL reference, if `train.beta` asks for one.
 
     >>> learner = LocalLearner(model, config=config)  # doctest: +SKIP
@@ -113,6 +113,9 @@ class LocalLearner:
             "train_seconds": seconds,
             "peak_memory_gib": self._peak_memory_gib(),
         }
+
+    def skip(self) -> None:
+        self.steps += 1
 
     def publish(self) -> int:
         """The sampler drives this very model, so publishing is counting."""

@@ -119,6 +119,8 @@ class Training:
             metrics |= self.learner.step(samples, train)
             version = self.learner.publish()
             self.collector.policy.refresh(version)
+        else:
+            self.learner.skip()
         self.state = TrainState(
             state.step + 1, state.cursor + harvest.drawn, version, state.best_reward, state.best_step
         )

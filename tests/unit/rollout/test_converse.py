@@ -116,3 +116,20 @@ def test_reset_forgets_all_but_the_instructions(talk_of):
     talk.reset()
     assert [message.text for message in talk.messages] == ["Be brief."]
     assert policy.open_now == 0
+
+
+def test_the_message_being_written_can_be_looked_at(talk_of, tiny_tokenizer):
+    talk, policy = talk_of(CALL, "It is five.<|im_end|>")
+    seen, sample = [], policy.sample
+
+    async def slowly(session, params):
+        half = tiny_tokenizer.encode("It is", add_special_tokens=False)
+        session.token_ids += half
+        seen.append(talk.so_far)
+        del session.token_ids[-len(half) :]
+        return await sample(session, params)
+
+    policy.sample = slowly
+    ask(talk, "2 + 3?")
+    assert seen == ["It is", "It is"], "of each message by itself"
+    assert talk.so_far == ""

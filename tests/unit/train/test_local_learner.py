@@ -16,6 +16,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
 from palestra.train.local import LocalLearner
 from palestra.train.lora import add_lora
+from palestra.train.optimizer import learning_rate_at
 
 VOCABULARY = 64
 
@@ -229,6 +230,16 @@ def test_the_entropy_controller_raises_the_bonus_while_entropy_is_low() -> None:
     assert learner.entropy_coefficient > 0
     with_bonus = learner.step(make_samples(), config.train)
     assert with_bonus["loss"] < with_bonus["policy_loss"]
+
+
+def test_a_step_with_nothing_to_learn_moves_the_schedules_on() -> None:
+    config = settings(train={"learning_rate": 1e-2, "scheduler": "linear", "max_steps": 4})
+    learner = LocalLearner(build(), config=config)
+    rates = [learner.step(make_samples(), config.train)["learning_rate"]]
+    learner.skip()
+    rates.append(learner.step(make_samples(), config.train)["learning_rate"])
+    assert rates == [learning_rate_at(0, config.train, 4), learning_rate_at(2, config.train, 4)]
+    assert rates[1] < rates[0]
 
 
 def variants() -> dict[str, dict[str, Any]]:

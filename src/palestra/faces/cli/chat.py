@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +15,7 @@ from palestra.faces.cli import settings
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from palestra.core.types import Message
     from palestra.faces.cli.chat_partner import Partner
@@ -134,8 +135,31 @@ def _answer(console: Console, runner: asyncio.Runner, talk: Talk, text: str, sho
     if not console.is_terminal:
         runner.run(answer())
         return
-    with console.status("…"):
-        runner.run(answer())
+    with console.status("…") as status:
+        runner.run(_watched(answer(), lambda: status.update(_tail(talk.so_far, console.width - 4))))
+
+
+async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) -> None:
+    """Do the work, and look at it ten times a second."""
+
+    async def looking() -> None:
+        while True:
+            look()
+            await asyncio.sleep(0.1)
+
+    watcher = asyncio.create_task(looking())
+    try:
+        await work
+    finally:
+        watcher.cancel()
+
+
+def _tail(text: str, width: int) -> Text:
+    """The end of an answer that is still being written, as one line."""
+    from rich.text import Text
+
+    line = " ".join(text.split())
+    return Text(line if len(line) < width else "…" + line[len(line) - width + 1 :], style="dim") if line else Text("…")
 
 
 def _shown_to_people(console: Console) -> Show:

@@ -6,12 +6,14 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 
 _HELP = {"seed": "The same seed and settings give the same run.", "output_dir": "Where run folders are made."}
 
@@ -31,6 +33,17 @@ def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
         for key, info in RunConfig.settings().items()
         if (text := parameters.get(_parameter(key))) is not None
     }
+
+
+def only_longer(given: Mapping[str, Any], config_file: Path | None) -> int | None:
+    """How long a resumed run shall be, the one setting of it that may change; None: as long as it was to be."""
+    others = [f"--{key}" for key in given if key != "train.max_steps"] + (["--config"] if config_file else [])
+    if others:
+        raise PalestraError(
+            f"{', '.join(others)}: a resumed run keeps its own settings, but for a larger --train.max_steps. "
+            "Leave this out, or start a new run without --resume"
+        )
+    return given.get("train.max_steps")
 
 
 def read(info: FieldInfo, text: str) -> Any:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from palestra.result import GRPOTrainingResult
     from palestra.train.loop import Watcher
 
-_KEEPS_ITS_OWN = "a resumed run keeps its own settings. Leave this out, or start a new run without --resume"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -80,6 +78,7 @@ def command(
       palestra train my_agent.py --detach
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
+      palestra train --resume runs/my-agent-20260131-101500 --train.max_steps 200
 
     Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
@@ -110,10 +109,7 @@ def command(
     elif resume is None:
         plan = _new(agent_file, config_file, settings.given(parameters), folder)
     else:
-        given = [f"--{key}" for key in settings.given(parameters)] + (["--config"] if config_file else [])
-        if given:
-            raise PalestraError(f"{', '.join(given)}: {_KEEPS_ITS_OWN}")
-        plan = _resumed(agent_file, resume)
+        plan = _resumed(agent_file, resume, settings.only_longer(settings.given(parameters), config_file))
     result = _train(plan, console)
     _present(result, console, as_json)
 
@@ -174,13 +170,15 @@ def _train_env(
     return Plan(config, train)
 
 
-def _resumed(agent_file: str | None, name: str) -> Plan:
+def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
     from palestra.faces.cli.agent_file import load_agent_file
     from palestra.faces.cli.find_run import find_run
     from palestra.faces.cli.listed import refuse_busy
 
     run = find_run(name)
     refuse_busy(run.path)
+    if max_steps is not None:
+        run.lengthen(max_steps)
     if "environment" in run.record:
         from palestra.envs.load import load_env
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from palestra.core.errors import PalestraError
+from palestra.faces.cli import settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,11 +53,12 @@ def train_on_url(
     require_serve_extra()
     if resume is None:
         run = new_run(wire_config(config_file, given, wire.env), wire.url, wire.folder)
-    elif given or config_file:
-        raise PalestraError("a resumed run keeps its own settings; give --env-url and --resume alone")
     else:
+        longer = settings.only_longer(given, config_file)
         run = find_run(resume)
         refuse_busy(run.path)
+        if longer is not None:
+            run.lengthen(longer)
     outcome = run_on_wire(run, wire.url, wire.port, console, resumed=resume is not None)
     present(run, outcome, console, as_json)
 
