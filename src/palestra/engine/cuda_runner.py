@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda_lean import CudaLean
-from palestra.engine.cuda_state import DecodeState
+from palestra.engine.cuda_state import DecodeState, padded_tables
 from palestra.engine.fuse import FusedLinears
 from palestra.engine.lanes import KVShape
 from palestra.engine.paged_ops import DecodePlan, FeedPlan
@@ -235,19 +235,13 @@ class CudaRunner:
     def _feed_plan(self, chunks: Sequence[Chunk]) -> tuple[FeedPlan, Tensor, Tensor, Tensor]:
         page, block = self.page_size, 64 if max(c.count for c in chunks) > 32 else 16
         sessions, counts = [c.job.session for c in chunks], [c.count for c in chunks]
-        ids: list[int] = []
-        positions: list[int] = []
-        pages: list[int] = []
-        for session, count in zip(sessions, counts, strict=True):
-            span = range(session.kv_len, session.kv_len + count)
-            ids += session.token_ids[span.start : span.stop]
-            positions += span
-            pages += [session.table[p // page] for p in span]
+        tables = padded_tables([session.table for session in sessions])
+        ids = [i for s, n in zip(sessions, counts, strict=True) for i in s.token_ids[s.kv_len : s.kv_len + n]]
+        row_of = np.repeat(np.arange(len(chunks)), counts)
         firsts = np.cumsum([0, *counts[:-1]])
+        positions = np.arange(len(ids)) + np.repeat([s.kv_len for s in sessions] - firsts, counts)
         ends = [first + c.count - 1 for first, c in zip(firsts, chunks, strict=True) if c.samples]
         blocks = [(row, start) for row, count in enumerate(counts) for start in range(0, count, block)]
-        width = max(len(session.table) for session in sessions)
-        tables = [session.table + [0] * (width - len(session.table)) for session in sessions]
 
         def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(np.asarray(values), dtype=dtype, device=self.device)
@@ -255,7 +249,7 @@ class CudaRunner:
         at = put(positions, torch.long)
         plan = FeedPlan(
             tables=put(tables),
-            pages=put(pages, torch.long),
+            pages=put(tables[row_of, positions // page], torch.long),
             offsets=at % page,
             block_row=put([row for row, _ in blocks]),
             block_start=put([start for _, start in blocks]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ class DecodeState:
         steps = min(steps, max(left))
         self._loaded = n
         params = [row.params for row in rows]
-        width = max(len(s.table) for s in sessions)
-        self._put(self.tables[:n, :width], [s.table + [0] * (width - len(s.table)) for s in sessions])
+        tables = padded_tables([s.table for s in sessions])
+        self._put(self.tables[:n, : tables.shape[1]], tables)
         self._put(self.ids, [s.token_ids[-1] for s in sessions])
         self._put(self.positions, [s.kv_len for s in sessions])
         self.lens.zero_()
@@ -112,6 +113,15 @@ class DecodeState:
             BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(),
             num_warps=CHOOSE_WARPS,
         )  # fmt: skip
+
+
+def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
+    """Tables of unlike lengths as one array, with zeros behind the short ones."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), np.int32)
+    pages = np.fromiter(chain.from_iterable(tables), np.int32, lengths.sum())
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = pages
+    return padded
 
 
 def _tokens_left(job: Job, page_size: int, context: int) -> int:

@@ -86,14 +86,19 @@ class Scheduler:
             budget -= count
         if self._preempted:
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
-        for chunk in chunks if decode_reserve > 1 else ():
-            want = chunk.job.session.kv_len + chunk.count + decode_reserve - 1
-            self._extend(chunk.job.session, min(want, self._longest(chunk.job.session)))
+        if decode_reserve > 1:
+            self._reserve(chunks, decode_reserve - 1)
         return chunks
 
-    def _longest(self, session: Session) -> int:
-        """The length that its pages and the free ones allow."""
-        return (len(session.table) + self.pool.free) * self.pool.page_size
+    def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
+        """Room for so many tokens behind each chunk, as far as there are free pages."""
+        size = self.pool.page_size
+        for chunk in chunks:
+            session = chunk.job.session
+            missing = -(-(session.kv_len + chunk.count + tokens) // size) - len(session.table)
+            if missing > 0 and (pages := min(missing, self.pool.free)):
+                session.table += self.pool.take(pages)
+                self._touch(session)
 
     def _admit(self) -> None:
         blocked: list[Job] = []

@@ -25,6 +25,7 @@ from palestra.train.last_layer import last_mlp_at
 from palestra.train.self_check import settle
 
 Way = Literal["trees", "padded", "logits"]
+WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
 
 
 class Scorer:
@@ -33,11 +34,12 @@ class Scorer:
     def __init__(
         self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0, compile_layers: bool | None = None
     ) -> None:
-        """`compile_layers`: None compiles on a CUDA GPU only."""
+        """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait."""
         self.model = causal_lm(model)
         self.pad_token_id = pad_token_id
         self.rule = logit_rule(self.model, temperature)
-        self.compiled = self.model.device.type == "cuda" if compile_layers is None else compile_layers
+        large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
+        self.compiled = large if compile_layers is None else compile_layers
         self.compiled_at_once = _alike(self.model)
         self.way: Way = "trees"
         self._layouts: dict[int, Layout] = {}

@@ -68,8 +68,9 @@ def process(
     from palestra.env_api import process_env
     from palestra.faces.cli.display import make_display, show_path
     from palestra.faces.process_page import write_page
+    from palestra.runs.store import plain_name
 
-    path = out or Path(f"{env.name.replace('/', '-')}.jsonl")
+    path = out or Path(f"{plain_name(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
         process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
