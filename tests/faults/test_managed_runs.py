@@ -341,3 +341,16 @@ def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_sa
     assert Path(results["model_path"], "config.json").is_file()
     assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 81))
     assert len(results["history"]) == 50
+
+
+def test_a_complete_run_goes_on_only_with_more_steps(runs):
+    run_id = runs.start("if not (folder / 'run.json').exists():\n    begin()\nsys.exit(0)")
+    runs.wait(run_id, "completed")
+    with pytest.raises(PalestraError, match="more steps"):
+        runs.manager.resume(run_id)
+    runs.manager.resume(run_id, max_steps=5)
+    folder = runs.wait(run_id, "completed").folder
+    assert "max_steps: 5" in (folder / "config.yaml").read_text()
+    with pytest.raises(PalestraError, match="longer, not shorter"):
+        runs.manager.resume(run_id, max_steps=4)
+    assert runs.manager.get(run_id).state == "completed"

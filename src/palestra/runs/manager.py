@@ -20,7 +20,7 @@ from palestra.runs.index import ACTIVE, ENDED, Index, Row, State
 from palestra.runs.processes import MARK, send, this_host
 from palestra.runs.recovery import reconcile
 from palestra.runs.request import FILE, RunRequest
-from palestra.runs.store import new_folder
+from palestra.runs.store import RunFolder, new_folder
 from palestra.runs.view import Run, results, view
 from palestra.tracking.jsonl import read_metrics
 
@@ -93,22 +93,26 @@ class RunManager:
             time.sleep(_POLL_S)
         return self.get(run_id)
 
-    def resume(self, run_id: str) -> Run:
-        """Go on with a run that was stopped or failed, from its last checkpoint."""
+    def resume(self, run_id: str, *, max_steps: int | None = None) -> Run:
+        """Go on with a run that was stopped or failed, from its last checkpoint; with more steps, a complete one."""
         row = self._row(run_id)
-        if row.state not in ("stopped", "failed"):
-            state = "complete" if row.state == "completed" else row.state
-            raise PalestraError(f"the run {run_id} is {state}; only one that was stopped or has failed can go on")
+        resumable: list[State] = ["stopped", "failed"] if max_steps is None else ["stopped", "failed", "completed"]
+        if row.state == "completed" not in resumable:
+            raise PalestraError(f"the run {run_id} is complete; give it more steps to go on with (--max-steps)")
+        if row.state not in resumable:
+            raise PalestraError(f"the run {run_id} is {row.state}; only one that was stopped or has failed can go on")
         folder = Path(row.folder)
         if not folder.is_dir():
             raise PalestraError(f"the folder of run {run_id} is gone: {folder}; start a new run")
         if not (folder / FILE).is_file():
             _adopt(folder)
+        if max_steps is not None:
+            RunFolder.open(folder).lengthen(max_steps)
         now = time.time()
         back = {"reason": None, "ended": None, "launched": now, "pid": None, "born": None, "heartbeat": None}
         self._index.forget_parts(run_id)
         if not self._index.move(
-            run_id, ["stopped", "failed"], "pending", kind="managed", host=this_host(), max_runs=self.max_runs, **back
+            run_id, resumable, "pending", kind="managed", host=this_host(), max_runs=self.max_runs, **back
         ):
             raise PalestraError(f"the run {run_id} was just resumed by somebody else")
         self._launch(run_id, folder)

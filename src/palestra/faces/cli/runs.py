@@ -127,12 +127,13 @@ def stop(run_ids_given: Sequence[str], wait_s: float, as_json: bool) -> None:
 
 @command.command("resume")
 @run_ids.argument(many=True)
+@click.option("--max-steps", type=click.IntRange(1), help="Make them longer: so many steps in all. Also complete runs.")
 @_json
 @settings.debug_option
-def resume(run_ids_given: Sequence[str], as_json: bool) -> None:
+def resume(run_ids_given: Sequence[str], max_steps: int | None, as_json: bool) -> None:
     """Go on with runs that were stopped or have failed, in the background, each from its last checkpoint."""
     manager = _manager()
-    _each(manager, run_ids_given, as_json, manager.resume)
+    _each(manager, run_ids_given, as_json, lambda run_id: manager.resume(run_id, max_steps=max_steps))
 
 
 @command.command("rm")
