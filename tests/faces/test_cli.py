@@ -200,6 +200,9 @@ def test_resuming_with_new_settings_is_refused(cli):
     assert answer.code == 2
     assert "--seed, --train.learning_rate" in answer.err
     assert "keeps its own settings" in answer.err
+    answer = cli("train", "--resume", "runs/none", "--train.max_steps", "none")
+    assert answer.code == 2
+    assert "say how many steps" in answer.err
 
 
 def test_debug_shows_the_traceback(cli, monkeypatch):

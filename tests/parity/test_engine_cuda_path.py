@@ -27,7 +27,7 @@ from palestra.engine.cuda_runner import CudaRunner
 asked = json.loads(sys.argv[1])
 config = AutoConfig.for_model(
     asked["family"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
     **asked["more"],
 )
 torch.manual_seed(0)
@@ -83,6 +83,41 @@ print("SAME")
 """
 
 
+HALF = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+import palestra.engine.engine as engine_module
+from palestra.core.types import SamplingParams
+from palestra.engine import cuda_lean
+from palestra.engine.cuda_runner import CudaRunner
+
+sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=2, head_dim=32, **sizes)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()  # the interpreter has no bfloat16
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model.to(device)
+engine_module.build_runner = CudaRunner
+engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
+assert engine.runner.lean is not None
+products = []
+real = cuda_lean.layer_kernels.gated_product
+
+class Noted:
+    def __getitem__(self, grid):
+        products.append(grid)
+        return real[grid]
+
+cuda_lean.layer_kernels.gated_product = Noted()
+session = engine.open([5, 17, 9, 23, 61, 3, 42])
+[turn] = engine.sample([session], SamplingParams(5, seed=1))
+ids = torch.tensor([session.token_ids], device=device)
+expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1, ids[0, 7:, None])[:, 0]
+assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < 0.02, (expected, turn.logprobs)
+assert products, "the product of our own was not used"
+print("SAME")
+"""
+
 PRODUCT = """
 import torch
 from palestra.engine.layer_kernels import gated_product
@@ -124,4 +159,9 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
 
 def test_the_gated_product_is_the_gate_times_the_value() -> None:
     done = run(PRODUCT)
+    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+
+
+def test_in_half_precision_the_lean_way_rounds_as_the_module_does() -> None:
+    done = run(HALF)
     assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]

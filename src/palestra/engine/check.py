@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from palestra.core.types import SamplingParams
 from palestra.engine.attention import AttentionSwitch, UnsupportedModel
@@ -25,14 +27,20 @@ HALF_TOLERANCE = 0.25
 def check_logits(engine: Engine) -> float:
     """Sample a forked session and score its tokens with the plain model; UnsupportedModel if they disagree.
 
-    Where only the lean way disagrees, the engine gives it up and says so.
+    Where only the lean way disagrees, or does not run at all, the engine gives it up and says so.
     """
     name = text_config(engine.model).model_type
     tolerance = TOLERANCE.get(engine.model.dtype, HALF_TOLERANCE)  # type: ignore[call-overload]
-    worst = _difference(engine, name)
-    if not worst <= tolerance and engine.runner.give_up_lean():
-        log.warning("%s runs layer by layer, slower: the lean way differs by %.2g in logprob", name, worst)
+    try:
         worst = _difference(engine, name)
+        reason = None if worst <= tolerance else f"differs by {worst:.2g} in logprob"
+    except UnsupportedModel as error:
+        worst, reason = math.inf, str(error)
+    if reason is not None and engine.runner.give_up_lean():
+        log.warning("%s runs layer by layer, slower: the lean way %s", name, reason)
+        worst = _difference(engine, name)
+    elif reason is not None and worst == math.inf:
+        raise UnsupportedModel(reason)
     if not worst <= tolerance:
         raise UnsupportedModel(f"{name}: engine and plain forward differ by {worst:.2g} in logprob; {REMEDY}")
     return worst
@@ -40,26 +48,26 @@ def check_logits(engine: Engine) -> float:
 
 def _difference(engine: Engine, name: str) -> float:
     """The largest between a sampled token's logprob and the plain model's."""
-    device = next(engine.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, engine.vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
-    child, other = engine.fork(engine.open(prompt), 2)
+    pair = engine.fork(engine.open(prompt), 2)
     try:
-        turns = engine.sample([child, other], [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])
+        turns = engine.sample(pair, [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])
+        gaps = [_gap(engine.model, s.token_ids, turn.logprobs) for s, turn in zip(pair, turns, strict=True)]
     except Exception as error:
         raise UnsupportedModel(f"{name} does not run with the paged engine ({error}); {REMEDY}") from error
-    worst = 0.0
-    for session, turn in zip((child, other), turns, strict=True):
-        ids = torch.tensor([session.token_ids], device=device)
-        model = engine.model
-        with torch.inference_mode(), AttentionSwitch(model).use(_own_attention(model), training=False):
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-        logprobs = logits.log_softmax(-1)[PROMPT_TOKENS - 1 : -1]
-        expected = logprobs.gather(1, ids[0, PROMPT_TOKENS:, None])[:, 0].cpu()
-        difference = (expected - torch.tensor(turn.logprobs)).abs().max().item()
-        worst = max(worst, difference) if difference == difference else math.inf
-        engine.close(session)
-    return worst
+    finally:
+        for session in pair:
+            engine.close(session)
+    return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)
+
+
+def _gap(model: nn.Module, token_ids: Sequence[int], logprobs: Sequence[float]) -> float:
+    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
+    with torch.inference_mode(), AttentionSwitch(model).use(_own_attention(model), training=False):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+    expected = logits.log_softmax(-1)[PROMPT_TOKENS - 1 : -1].gather(1, ids[0, PROMPT_TOKENS:, None])[:, 0].cpu()
+    return (expected - torch.tensor(logprobs)).abs().max().item()
 
 
 def _own_attention(model: torch.nn.Module) -> str:

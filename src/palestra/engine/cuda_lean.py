@@ -116,8 +116,8 @@ def _layer(module: Any, fused: FusedLinears, keys: Tensor, values: Tensor, cos: 
         turning=Turning(
             cos=cos if turns else None,
             sin=sin if turns else None,
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
+            q_norm=q_norm,
+            k_norm=k_norm,
             epsilon=0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0,
         ),
         scale=attention.scaling,

@@ -161,7 +161,7 @@ class CudaRunner:
         try:
             return self._captured(bucket)
         except Exception as error:
-            if not self._compiles:
+            if self.lean is not None or not self._compiles:
                 raise
             log.warning("the layers do not compile (%s); they run as they are, slower", error)
             self._compiles = False

@@ -73,7 +73,7 @@ class Engine:
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
         pages = max(1, int(memory // (shape.bytes_per_token * size)))
         self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context)
-        self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step)
+        self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         if self_check:
             check_logits(self)

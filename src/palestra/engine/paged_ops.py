@@ -45,12 +45,13 @@ class Turning:
 
     cos: Tensor | None = None  # [positions, D]
     sin: Tensor | None = None
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None
+    q_norm: nn.Module | None = None  # with a weight [D]
+    k_norm: nn.Module | None = None
     epsilon: float = 0.0
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
-        return tuple(unused if x is None else x for x in (self.cos, self.sin, self.q_norm, self.k_norm))
+        norms = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        return tuple(unused if x is None else x for x in (self.cos, self.sin, *norms))  # type: ignore[misc]
 
     @property
     def flags(self) -> dict[str, bool]:

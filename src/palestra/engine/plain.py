@@ -27,20 +27,29 @@ def is_plain_decoder(model: Any) -> bool:
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
         return False
     norms = {type(m): m for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
-    plain = all(norm_is_plain(copy.deepcopy(norm).cpu().float()) for norm in norms.values())
-    return plain and all(type(linear) is nn.Linear for linear in _linears(model))
+    if not all(norm_is_plain(copy.deepcopy(norm).cpu().float()) for norm in norms.values()):
+        return False
+    if type(model.model.embed_tokens) is not nn.Embedding:
+        return False
+    groups = _linears(model)
+    if not all(type(linear) is nn.Linear for group in groups for linear in group):
+        return False
+    return all(len({linear.bias is None for linear in group}) == 1 for group in groups)
 
 
 def window_of(attention: Any) -> int | None:
     """How far back a layer of attention sees; None: to the beginning."""
-    own = attention.__dict__
-    return own["sliding_window"] if "sliding_window" in own else getattr(attention.config, "sliding_window", None)
+    own, config = attention.__dict__, attention.config
+    if "sliding_window" in own or config.model_type != "mistral":  # others do not heed what their config says
+        return own.get("sliding_window")
+    return config.sliding_window
 
 
-def _linears(model: Any) -> list[nn.Module]:
-    layers = model.model.layers
-    attention = [
-        getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-    ]
-    mlp = [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
-    return [*attention, *mlp, model.lm_head]
+def _linears(model: Any) -> list[list[Any]]:
+    """Those that have one input and may run as one, together."""
+    groups = [[model.lm_head]]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        groups += [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+        groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    return groups

@@ -23,8 +23,9 @@ class KVMemory(Protocol):
 class Scheduler:
     """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out."""
 
-    def __init__(self, pool: PagePool, memory: KVMemory, max_running: int, tokens_per_step: int) -> None:
+    def __init__(self, pool: PagePool, memory: KVMemory, max_running: int, tokens_per_step: int, context: int) -> None:
         self.pool = pool
+        self.context = context
         self.memory = memory
         self.max_running = max_running
         self.tokens_per_step = tokens_per_step
@@ -91,11 +92,12 @@ class Scheduler:
         return chunks
 
     def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
-        """Room for so many tokens behind each chunk, as far as there are free pages."""
+        """Room for so many tokens behind each chunk, as far as the context goes and there are free pages."""
         size = self.pool.page_size
         for chunk in chunks:
             session = chunk.job.session
-            missing = -(-(session.kv_len + chunk.count + tokens) // size) - len(session.table)
+            want = min(session.kv_len + chunk.count + tokens, self.context)
+            missing = -(-want // size) - len(session.table)
             if missing > 0 and (pages := min(missing, self.pool.free)):
                 session.table += self.pool.take(pages)
                 self._touch(session)

@@ -92,6 +92,9 @@ class LocalPolicy:
             waiter.set_result(job.result())
 
 
+_MOST = 8  # pauses that outvote all others that are remembered
+
+
 class Pauses:
     """Sessions between two turns: their caller runs a tool, or is about to close them.
 
@@ -103,27 +106,30 @@ class Pauses:
     def __init__(self, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
         self._quick_s = quick_s
         self._patience_s = patience_s
-        self._lately: deque[float] = deque([0.0], maxlen=15)
+        # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time.
+        self._lately: deque[float] = deque([0.0] * _MOST, maxlen=2 * _MOST - 1)
         self._since: dict[Session, float] = {}
+        self._awaited: set[Session] = set()
         self._over = asyncio.Event()
 
     def begin(self, session: Session) -> None:
         self._since[session] = time.perf_counter()
+        self._awaited.add(session)
 
     def end(self, session: Session) -> None:
         began = self._since.pop(session, None)
         if began is not None:
             self._lately.append(time.perf_counter() - began)
-        if not self._since:
+        self._awaited.discard(session)
+        if not self._awaited:
             self._over.set()
 
     async def wait(self) -> None:
         """Until all are back, or patience runs out; who is not back then is not waited for again."""
-        # The median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time.
-        if self._since and median(self._lately) < self._quick_s:
+        if self._awaited and median(self._lately) < self._quick_s:
             self._over = asyncio.Event()  # belongs to the loop that waits
             try:
                 await asyncio.wait_for(self._over.wait(), self._patience_s)
-            except TimeoutError:
-                self._lately.append(self._patience_s)
-        self._since.clear()
+            except TimeoutError:  # once is enough: nobody waits until as many have been quick again
+                self._lately.extend([self._patience_s] * _MOST)
+        self._awaited.clear()

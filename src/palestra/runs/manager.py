@@ -107,7 +107,9 @@ class RunManager:
         if not (folder / FILE).is_file():
             _adopt(folder)
         if max_steps is not None:
-            RunFolder.open(folder).lengthen(max_steps)
+            if not (folder / "run.json").is_file():
+                raise PalestraError(f"the run {run_id} had not begun; resume it without --max-steps")
+            RunFolder(folder).lengthen(max_steps)
         now = time.time()
         back = {"reason": None, "ended": None, "launched": now, "pid": None, "born": None, "heartbeat": None}
         self._index.forget_parts(run_id)

@@ -114,6 +114,8 @@ def _env_settings(request: RunRequest, folder: Path) -> Path:
     if "train.filter_equal_groups" not in request.settings:
         del config["train"]["filter_equal_groups"]  # the trainer leaves that to the environment
     config |= {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
+    if "total_steps" in config["env"]:  # the run may have been made longer since
+        config["env"]["total_steps"] = config["train"]["max_steps"]
     path = folder / "env.yaml"
     write_text(path, yaml.safe_dump(config, sort_keys=False))
     return path

@@ -66,13 +66,19 @@ class RunFolder:
 
         return RunConfig.build(yaml.safe_load((self.path / "config.yaml").read_text()))
 
-    def lengthen(self, max_steps: int) -> None:
-        """Let the run have more steps than it was started with; resume it to go on. Schedules then end later."""
-        before = self.config.train.max_steps
+    def lengthen(self, max_steps: int | None) -> None:
+        """Let the run have more steps than it was started with; resume it to go on. Schedules then end later.
+
+        None leaves it as it is.
+        """
+        if max_steps is None:
+            return
         longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
-        if before is not None and (longer.train.max_steps or 0) <= before:
+        done = max((int(folder.name[5:]) for folder in self.checkpoints.glob("step-*")), default=0)
+        before = max(self.config.train.max_steps or 0, done)
+        if (longer.train.max_steps or 0) <= before:
             raise PalestraError(
-                f"train.max_steps={max_steps}, but {self.path} was started with {before}; a resumed run can be made "
+                f"train.max_steps={max_steps}, but {self.path} has {before} steps already; a resumed run can be made "
                 "longer, not shorter"
             )
         longer.save(self.path / "config.yaml")

@@ -54,8 +54,10 @@ def settle(scorer: Scorer) -> None:
 
 def _drops(model: nn.Module) -> bool:
     """Whether training differs from evaluation by chance."""
-    layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    return layers or any("dropout" in name and value for name, value in vars(model.config).items())
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    settings = vars(model.config) | vars(model.config.get_text_config())  # type: ignore[operator, union-attr]
+    return any(value for name, value in settings.items() if "dropout" in name or "jitter" in name)
 
 
 def _cannot_share(model: nn.Module) -> str | None:

@@ -235,7 +235,9 @@ class StepTrainer:
             metrics |= self._learner.step(samples, train)
             metrics |= self._optimizer.after_step()
             self._policy.refresh(self._learner.publish())
-        elif samples:
+            return metrics
+        self._learner.skip()
+        if samples:
             log.warning(
                 "step %d: every answer was cut off at max_new_tokens=%d, so nothing was learned; "
                 "raise rollout.max_new_tokens or set train.mask_truncated to false",

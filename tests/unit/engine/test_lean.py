@@ -109,3 +109,30 @@ class Backwards(LeanDecoder):
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         return super().__call__(*arguments).flip(-1)
+
+
+class Broken(LeanDecoder):
+    """A decoder that this machine cannot run."""
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        raise RuntimeError("out of resources")
+
+
+def test_a_lean_way_that_does_not_run_is_given_up_at_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(LeanDecoder, "of", lambda model: Broken(model))
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert not takes_the_short_way(engine)
+    assert "out of resources" in caplog.text
+    assert gap_to_the_module(engine, model) <= 1e-5
+    assert engine.pool.free == engine.pool.pages
+
+
+def test_a_window_that_the_family_does_not_heed_is_not_heeded() -> None:
+    model = tiny_model("llama")
+    model.config.sliding_window = 3
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert takes_the_short_way(engine)
+    assert gap_to_the_module(engine, model) <= 1e-5

@@ -166,15 +166,39 @@ def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) ->
         asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
 
 
-def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
-    async def waits(seconds: list[float]) -> bool:
-        pauses = Pauses(quick_s=0.05, patience_s=0.01)
-        pauses._lately.extend(seconds)
-        session = Session([1])
-        pauses.begin(session)
+def waits(pauses: Pauses) -> bool:
+    """Whether a step would wait for a session whose tool runs."""
+
+    async def step() -> bool:
+        pauses.begin(Session([1]))
         began = asyncio.get_running_loop().time()
         await pauses.wait()
         return asyncio.get_running_loop().time() - began >= 0.009
 
-    assert asyncio.run(waits([0.001] * 10 + [0.9] * 3))
-    assert not asyncio.run(waits([0.2] * 15))
+    return asyncio.run(step())
+
+
+def pause(pauses: Pauses, seconds: float) -> None:
+    session = Session([1])
+    pauses.begin(session)
+    pauses._since[session] -= seconds
+    pauses.end(session)
+
+
+def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
+    pauses = Pauses(quick_s=0.05, patience_s=0.01)
+    for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
+        pause(pauses, seconds)
+    assert waits(pauses)
+
+
+def test_a_slow_tool_holds_the_others_up_once_and_is_measured_on() -> None:
+    pauses = Pauses(quick_s=0.05, patience_s=0.06)
+    assert waits(pauses)
+    assert not waits(pauses)
+    for _ in range(8):
+        pause(pauses, 0.001)
+    assert waits(pauses), "quick again"
+    for _ in range(8):
+        pause(pauses, 0.2)
+    assert not waits(pauses)

@@ -43,6 +43,8 @@ def only_longer(given: Mapping[str, Any], config_file: Path | None) -> int | Non
             f"{', '.join(others)}: a resumed run keeps its own settings, but for a larger --train.max_steps. "
             "Leave this out, or start a new run without --resume"
         )
+    if "train.max_steps" in given and given["train.max_steps"] is None:
+        raise PalestraError("--train.max_steps none: say how many steps the resumed run shall have, or leave it out")
     return given.get("train.max_steps")
 
 

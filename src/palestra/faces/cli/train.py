@@ -177,13 +177,12 @@ def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
 
     run = find_run(name)
     refuse_busy(run.path)
-    if max_steps is not None:
-        run.lengthen(max_steps)
     if "environment" in run.record:
         from palestra.envs.load import load_env
 
         environment = run.record["environment"]
         env = load_env(environment["name"], environment["settings"])
+        run.lengthen(max_steps)
         return _train_env(env, run.config, {}, resume=run.path)
     source = agent_file or run.record.get("source")
     if source is None:
@@ -191,7 +190,9 @@ def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
             f"{run.path} was started from Python. Go on there with train_grpo(…, resume={str(run.path)!r}), "
             f"or name the agent's file: palestra train my_agent.py --resume {name}"
         )
-    file, config = load_agent_file(source), run.config
+    file = load_agent_file(source)
+    run.lengthen(max_steps)
+    config = run.config
     return _on_file(file, replace(file.agent, model=config.model.name), config, resume=run.path)
 
 

@@ -57,8 +57,7 @@ def train_on_url(
         longer = settings.only_longer(given, config_file)
         run = find_run(resume)
         refuse_busy(run.path)
-        if longer is not None:
-            run.lengthen(longer)
+        run.lengthen(longer)
     outcome = run_on_wire(run, wire.url, wire.port, console, resumed=resume is not None)
     present(run, outcome, console, as_json)
 
