@@ -76,8 +76,9 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     straight, longer = tmp_path / "straight", tmp_path / "longer"
     straight.mkdir()
     longer.mkdir()
-    finish(start(straight, *ARGUMENTS, "--train.max_steps", "5"))
-    finish(start(longer, *ARGUMENTS, "--train.max_steps", "3"))
+    constant = ["--train.scheduler", "constant"]  # others end where the run was to end
+    finish(start(straight, *ARGUMENTS, *constant, "--train.max_steps", "5"))
+    finish(start(longer, *ARGUMENTS, *constant, "--train.max_steps", "3"))
     run = run_of(longer)
     shorter = start(longer, "--resume", str(run), "--train.max_steps", "3")
     _, errors = shorter.communicate(timeout=100)
