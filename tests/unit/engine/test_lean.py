@@ -92,18 +92,6 @@ def test_numbers_that_differ_from_the_module_are_noticed(caplog: pytest.LogCaptu
     assert "differs" in caplog.text
 
 
-def test_a_lean_way_that_goes_wrong_later_is_given_up_at_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model("llama")
-    monkeypatch.setattr(LeanDecoder, "of", lambda model: Backwards(model))
-    engine = Engine(model, kv_memory_gib=0.01)
-    assert not takes_the_short_way(engine)
-    assert "lean way differs" in caplog.text
-    assert gap_to_the_module(engine, model) <= 1e-5
-    assert engine.pool.free == engine.pool.pages
-
-
 class Backwards(LeanDecoder):
     """A decoder that has its logits in the wrong order."""
 
@@ -118,14 +106,15 @@ class Broken(LeanDecoder):
         raise RuntimeError("out of resources")
 
 
-def test_a_lean_way_that_does_not_run_is_given_up_at_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("kind", "reason"), [(Backwards, "lean way differs"), (Broken, "out of resources")])
+def test_a_lean_way_that_goes_wrong_is_given_up_at_load(
+    kind: type[LeanDecoder], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(LeanDecoder, "of", lambda model: Broken(model))
+    monkeypatch.setattr(LeanDecoder, "of", kind)
     engine = Engine(model, kv_memory_gib=0.01)
     assert not takes_the_short_way(engine)
-    assert "out of resources" in caplog.text
+    assert reason in caplog.text
     assert gap_to_the_module(engine, model) <= 1e-5
     assert engine.pool.free == engine.pool.pages
 
