@@ -63,10 +63,11 @@ def turns():
             SamplingParams(5, temperature=0.0), SamplingParams(4, seed=7), SamplingParams(5, 0.7, stop_token_ids=(1,)),
         ]
         out += engine.sample(group, params)
-    held = SamplingParams(6, seed=3, grammar=EvenBehindOdd())
-    out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
-    ids = out[-1].token_ids
-    assert not any(a % 2 and b % 2 for a, b in zip(ids, ids[1:])), ids
+    if asked["grammar"]:
+        held = SamplingParams(6, seed=3, grammar=EvenBehindOdd())
+        out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
+        ids = out[-1].token_ids
+        assert not any(a % 2 and b % 2 for a, b in zip(ids, ids[1:])), ids
     for session in group:
         engine.close(session)
     assert engine.pool.free == engine.pool.pages
@@ -92,7 +93,7 @@ from palestra.engine import cuda_lean
 from palestra.engine.cuda_runner import CudaRunner
 
 sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=2, head_dim=32, **sizes)
+config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=1, head_dim=32, **sizes)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()  # the interpreter has no bfloat16
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +153,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_cuda_path_samples_what_the_cpu_path_samples(
     family: str, more: dict[str, Any], lean: bool, programs: int
 ) -> None:
-    asked = {"family": family, "more": more, "lean": lean, "programs": programs}
+    asked = {"family": family, "more": more, "lean": lean, "programs": programs, "grammar": family == "gemma2"}
     done = run(SCRIPT, json.dumps(asked))
     assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
 
