@@ -156,7 +156,7 @@ def _families(samples: Sequence[Sample], share_prefix: bool, observed: bool) -> 
 def _row(index: int, sample: Sample, observed: bool) -> _Row | None:
     trained = _flags(sample.trained)
     watched = _flags(sample.observed) if observed else np.zeros(len(trained), dtype=bool)
-    scored = (trained | watched).nonzero()[0] if observed else trained.nonzero()[0]
+    scored = (trained | watched).nonzero()[0]
     if len(scored) and scored[0] == 0:
         scored = scored[1:]  # nothing predicts the first token
     if not len(scored):

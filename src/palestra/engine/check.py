@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,25 +28,19 @@ def check_logits(engine: Engine) -> float:
 
     Where only the lean way disagrees, or does not run at all, the engine gives it up and says so.
     """
+    try:
+        return _checked(engine)
+    except UnsupportedModel as error:
+        if not engine.runner.give_up_lean():
+            raise
+        log.warning("the lean way differs or does not run, so layer by layer it is, slower: %s", error)
+        return _checked(engine)
+
+
+def _checked(engine: Engine) -> float:
+    """The largest difference between a sampled token's logprob and the plain model's."""
     name = text_config(engine.model).model_type
     tolerance = TOLERANCE.get(engine.model.dtype, HALF_TOLERANCE)  # type: ignore[call-overload]
-    try:
-        worst = _difference(engine, name)
-        reason = None if worst <= tolerance else f"differs by {worst:.2g} in logprob"
-    except UnsupportedModel as error:
-        worst, reason = math.inf, str(error)
-    if reason is not None and engine.runner.give_up_lean():
-        log.warning("%s runs layer by layer, slower: the lean way %s", name, reason)
-        worst = _difference(engine, name)
-    elif reason is not None and worst == math.inf:
-        raise UnsupportedModel(reason)
-    if not worst <= tolerance:
-        raise UnsupportedModel(f"{name}: engine and plain forward differ by {worst:.2g} in logprob; {REMEDY}")
-    return worst
-
-
-def _difference(engine: Engine, name: str) -> float:
-    """The largest between a sampled token's logprob and the plain model's."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, engine.vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
     pair = engine.fork(engine.open(prompt), 2)
@@ -59,7 +52,10 @@ def _difference(engine: Engine, name: str) -> float:
     finally:
         for session in pair:
             engine.close(session)
-    return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)
+    for gap in gaps:
+        if not gap <= tolerance:  # NaN, too
+            raise UnsupportedModel(f"{name}: engine and plain forward differ by {gap:.2g} in logprob; {REMEDY}")
+    return max(gaps)
 
 
 def _gap(model: nn.Module, token_ids: Sequence[int], logprobs: Sequence[float]) -> float:

@@ -84,17 +84,19 @@ class CudaRunner:
         with torch.no_grad():
             self._fused.claim()
         if self._graphs and self._addresses() != self._pointers:
-            self._graphs.clear()
-            self._graph_pool = None  # gone with the last graph that used it
+            self._forget_graphs()
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
 
     def give_up_lean(self) -> bool:
         lean, self.lean = self.lean, None
-        self._graphs.clear()
-        self._graph_pool = None
+        self._forget_graphs()
         return lean is not None
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._graph_pool = None  # gone with the last graph that used it
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:

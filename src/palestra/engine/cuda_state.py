@@ -14,7 +14,7 @@ from palestra.engine import kernels
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 
-VOCABULARY_BLOCK, STATS_WARPS, CHOOSE_WARPS = 4096, 4, 4
+VOCABULARY_BLOCK = 4096
 
 
 class DecodeState:
@@ -104,14 +104,13 @@ class DecodeState:
         if self._stats.numel() < self.rows * blocks * 2:
             self._stats = torch.empty(self.rows * blocks * 2, device=logits.device)
         kernels.block_stats[(bucket, blocks)](
-            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=STATS_WARPS
+            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
         )
         stops = self.stops.shape[1]
         kernels.choose_and_advance[(bucket,)](
             logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.positions,
             self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows, stops, step,
-            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(),
-            num_warps=CHOOSE_WARPS,
+            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), num_warps=4,
         )  # fmt: skip
 
 

@@ -93,14 +93,10 @@ class Scheduler:
 
     def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
         """Room for so many tokens behind each chunk, as far as the context goes and there are free pages."""
-        size = self.pool.page_size
         for chunk in chunks:
             session = chunk.job.session
             want = min(session.kv_len + chunk.count + tokens, self.context)
-            missing = -(-want // size) - len(session.table)
-            if missing > 0 and (pages := min(missing, self.pool.free)):
-                session.table += self.pool.take(pages)
-                self._touch(session)
+            self._take(session, min(self.pool.needed(want) - len(session.table), self.pool.free))
 
     def _admit(self) -> None:
         blocked: list[Job] = []
@@ -162,13 +158,12 @@ class Scheduler:
             if victim is None:
                 return False
             self._preempt(victim)
-        self._extend(session, session.kv_len + count)
+        self._take(session, missing)
         return True
 
-    def _extend(self, session: Session, length: int) -> None:
-        missing = self.pool.needed(length) - len(session.table)
-        if missing > 0:
-            session.table += self.pool.take(missing)
+    def _take(self, session: Session, pages: int) -> None:
+        if pages > 0:
+            session.table += self.pool.take(pages)
             self._touch(session)
 
     def _free_up(self, pages: int, keep: Iterable[Session]) -> bool:

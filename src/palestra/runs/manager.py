@@ -97,7 +97,7 @@ class RunManager:
         """Go on with a run that was stopped or failed, from its last checkpoint; with more steps, a complete one."""
         row = self._row(run_id)
         resumable: list[State] = ["stopped", "failed"] if max_steps is None else ["stopped", "failed", "completed"]
-        if row.state == "completed" not in resumable:
+        if row.state == "completed" and max_steps is None:
             raise PalestraError(f"the run {run_id} is complete; give it more steps to go on with (--max-steps)")
         if row.state not in resumable:
             raise PalestraError(f"the run {run_id} is {row.state}; only one that was stopped or has failed can go on")

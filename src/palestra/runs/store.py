@@ -74,7 +74,7 @@ class RunFolder:
         if max_steps is None:
             return
         longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
-        done = max((int(folder.name[5:]) for folder in self.checkpoints.glob("step-*")), default=0)
+        done = int(self.step_checkpoints[-1].name.removeprefix("step-")) if self.step_checkpoints else 0
         before = max(self.config.train.max_steps or 0, done)
         if (longer.train.max_steps or 0) <= before:
             raise PalestraError(
@@ -86,6 +86,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def step_checkpoints(self) -> list[Path]:
+        """Those that are finished, oldest first."""
+        return sorted(manifest.parent for manifest in self.checkpoints.glob("step-*/manifest.json"))
 
     @property
     def model(self) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from palestra.runs.explain import tail
 from palestra.runs.index import ACTIVE, Index, PartRow, Row, State
 from palestra.runs.plan import STOP_ORDER, has_wire, logs
+from palestra.runs.store import RunFolder
 from palestra.tracking.jsonl import read_metrics
 
 # what a metrics row calls it -> what a run's progress calls it
@@ -141,5 +142,5 @@ def sample(rows: list[dict[str, float]], count: int) -> list[dict[str, float]]:
 
 
 def _last_checkpoint(folder: Path) -> str | None:
-    found = sorted(path.parent for path in (folder / "checkpoints").glob("step-*/manifest.json"))
+    found = RunFolder(folder).step_checkpoints
     return str(found[-1]) if found else None

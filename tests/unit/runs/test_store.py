@@ -27,7 +27,9 @@ def test_a_run_gets_longer_and_never_shorter(tmp_path: Path) -> None:
 def test_a_run_by_epochs_gets_more_steps_than_it_has_done(tmp_path: Path) -> None:
     run = make(tmp_path, {"epochs": 2})
     for step in (50, 60):
-        (run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        folder = run.checkpoints / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
     with pytest.raises(PalestraError, match="has 60 steps already"):
         run.lengthen(60)
     run.lengthen(61)
