@@ -75,7 +75,7 @@ def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: i
 @torch.inference_mode()
 def kernels() -> None:
     """Triton against the reference on random ragged shapes, bf16."""
-    from palestra.engine.paged_ops import DecodePlan, FeedPlan
+    from palestra.engine.cuda.paged_ops import DecodePlan, FeedPlan
 
     generator = torch.Generator().manual_seed(int(time.time()))
     worst = {"decode": 0.0, "feed": 0.0}

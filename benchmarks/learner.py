@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from palestra.algo.losses import Objective, policy_loss, token_weights
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.train.local import LocalLearner
+from palestra.learner.local import LocalLearner
 
 SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
     "tiny": (128, 4, 4, 2, 32, 384, 4096),

@@ -225,8 +225,8 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """Our collector, engine and learner; one record for each step."""
     from palestra.chat.template import ChatFormat
     from palestra.core.config import RunConfig
+    from palestra.learner.local import LocalLearner
     from palestra.policy.local import LocalPolicy
-    from palestra.train.local import LocalLearner
     from palestra.train.samples import group_advantages, to_samples
     from palestra.train.setup import build_collectors
 

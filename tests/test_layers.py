@@ -21,25 +21,28 @@ MAY_IMPORT = {
     "tools": "core",
     "algo": "core",
     "engine": "core",
-    "models": "core chat",
+    "gguf": "core chat",
+    "models": "core chat gguf",
     "tracking": "core",
-    "export": "core models",
+    "export": "core models gguf",
     "agents": "core tools",
     "evals": "core chat",
     "envs": "core chat tools agents evals",
     "runs": "core tracking envs",
+    "learner": "core algo engine",
     "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
     "serve": "core chat engine policy",
-    "train": "core chat algo engine models tracking export evals envs policy serve rollout",
-    "bench": "core engine models policy train",
+    "train": "core chat algo engine learner models tracking export evals envs policy serve rollout",
+    "wire": "core chat learner models tracking export envs policy rollout serve train",
+    "bench": "core engine learner models policy train",
     "result": "core chat tools agents evals runs export rollout train",
-    "api": "core agents evals envs models rollout runs train result",
-    "env_api": "core chat agents envs evals models policy rollout train result api",
+    "api": "core agents evals envs learner models rollout runs train result",
+    "env_api": "core chat agents envs evals models policy rollout train wire result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core tools chat models export agents evals envs policy rollout runs serve train bench result api env_api "
-    "__init__",
+    "faces": "core tools chat gguf models export agents evals envs policy rollout runs serve train wire bench result "
+    "api env_api __init__",
     "__main__": "faces",
 }
 
@@ -50,17 +53,17 @@ UPWARDS = {
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo bench engine export models policy train",
-    "transformers": "engine models policy train",
-    "peft": "train",
-    "safetensors": "export models train",
-    "numpy": "algo engine export models policy train",
-    "triton": "engine train",
+    "torch": "algo bench engine export gguf learner models policy train",
+    "transformers": "engine gguf learner models policy train",
+    "peft": "learner",
+    "safetensors": "export gguf learner models train",
+    "numpy": "algo engine export gguf learner models policy train",
+    "triton": "engine learner",
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "serve",
-    "uvicorn": "serve",
+    "starlette": "serve wire",
+    "uvicorn": "serve wire",
 }
 
 # What only single files may import at module level: they are loaded when their tracker or server is asked for.
@@ -187,8 +190,8 @@ def test_algo_knows_no_config() -> None:
 
 def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
     known = {found.module for found in OURS if found.file == "train/loop.py"}
-    assert "palestra.train.learner" in known
-    assert not known & {"palestra.train.local", "palestra.policy.local", "palestra.policy.plain"}
+    assert "palestra.learner.base" in known
+    assert not known & {"palestra.learner.local", "palestra.policy.local", "palestra.policy.naive"}
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ class GRPOTrainer:
 
     def _load(self, config: RunConfig) -> Any:
         if self._loaded is None:
+            from palestra.learner.lora import quantization_config
             from palestra.models.loading import load_model
-            from palestra.train.lora import quantization_config
             from palestra.train.setup import seed_everything
 
             seed_everything(config.seed)

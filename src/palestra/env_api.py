@@ -25,9 +25,9 @@ from palestra.rollout.collect import Collector
 from palestra.rollout.evaluate import Collects
 from palestra.rollout.process import process
 from palestra.rollout.run import Limits
-from palestra.train.feed import Feed
 from palestra.train.loop import Watcher, run_evaluation
-from palestra.train.wire import WireClient
+from palestra.wire.client import WireClient
+from palestra.wire.feed import Feed
 
 
 def train_env(

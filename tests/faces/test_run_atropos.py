@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.serve.atropos import EnvProcess, cache_folder, serve_command, write_tokenizer
+from palestra.wire.atropos import EnvProcess, cache_folder, serve_command, write_tokenizer
 
 DIGITS = Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py"
 VENV = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"

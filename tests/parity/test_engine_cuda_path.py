@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
-from palestra.engine import paged_ops
-from palestra.engine.cuda_runner import CudaRunner
+from palestra.engine.cuda import paged_ops
+from palestra.engine.cuda.runner import CudaRunner
 
 asked = json.loads(sys.argv[1])
 config = AutoConfig.for_model(
@@ -89,8 +89,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
-from palestra.engine import cuda_lean
-from palestra.engine.cuda_runner import CudaRunner
+from palestra.engine.cuda import fast_decoder as cuda_lean
+from palestra.engine.cuda.runner import CudaRunner
 
 sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=1, head_dim=32, **sizes)
@@ -121,7 +121,7 @@ print("SAME")
 
 PRODUCT = """
 import torch
-from palestra.engine.layer_kernels import gated_product
+from palestra.engine.cuda.layer_kernels import gated_product
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from palestra.algo.batching import pack
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
-from palestra.train.forward import Scorer
+from palestra.learner.forward import Scorer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_families import tiny_model

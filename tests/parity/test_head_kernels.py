@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import torch
-from palestra.train import head, head_kernels
-from palestra.train.head import LogitRule
+from palestra.learner import head, head_kernels
+from palestra.learner.head import LogitRule
 
 head_kernels.BLOCK = 64
 device = "cuda" if torch.cuda.is_available() else "cpu"

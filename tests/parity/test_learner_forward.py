@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
-from palestra.train.forward import Scorer
+from palestra.learner.forward import Scorer
 
 VOCABULARY = 96
 COMMON = {

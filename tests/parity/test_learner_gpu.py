@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
-from palestra.train.forward import Scorer
+from palestra.learner.forward import Scorer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

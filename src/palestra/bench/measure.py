@@ -25,7 +25,7 @@ from palestra.engine.probe import text_config
 from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
-from palestra.policy.plain import PlainPolicy
+from palestra.policy.naive import PlainPolicy
 
 WARM_UP_TOKENS = 4
 

@@ -18,10 +18,10 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Sampled, SamplingParams
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logits
-from palestra.engine.lanes import KVShape
+from palestra.engine.cpu.kv_slots import KVShape
+from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
-from palestra.engine.runner import CpuRunner
 from palestra.engine.scheduler import KVMemory, Scheduler
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.stops import StopStrings
@@ -281,6 +281,6 @@ def build_runner(
     """The runner for the device that the model is on."""
     if next(model.parameters()).device.type != "cuda":
         return CpuRunner(model, shape, pages, page_size)
-    from palestra.engine.cuda_runner import CudaRunner
+    from palestra.engine.cuda.runner import CudaRunner
 
     return CudaRunner(model, shape, pages, page_size, max_running, context)

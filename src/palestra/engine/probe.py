@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch, UnsupportedModel
-from palestra.engine.lanes import KVShape
+from palestra.engine.cpu.kv_slots import KVShape
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 REMEDY = "sample with engine=plain"

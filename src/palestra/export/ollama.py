@@ -12,11 +12,11 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
-from palestra.export.gguf import Progress, chat_template
-from palestra.export.gguf_arch import architecture_of, fields_of
 from palestra.export.ollama_templates import TEMPLATES
 from palestra.export.out import to_gguf
 from palestra.export.source import ModelSource
+from palestra.gguf.architectures import architecture_of, fields_of
+from palestra.gguf.write import Progress, chat_template
 from palestra.models.loading import TINY
 
 _MOST_CONTEXT = 8192  # longer ones cost memory that few machines have; `PARAMETER num_ctx` may be changed

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.export.gguf import TYPES, Progress, write_gguf
 from palestra.export.hf import save_hf
-from palestra.export.quantize import QUANTIZED, find_llama_quantize, quantize
 from palestra.export.source import ModelSource, read_record
+from palestra.gguf.quantize import QUANTIZED, find_llama_quantize, quantize
+from palestra.gguf.write import TYPES, Progress, write_gguf
 from palestra.models.loading import load_model
 
 

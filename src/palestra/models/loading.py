@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.gguf.read import SMOLLM2, converted, smollm2_file
 from palestra.models import adapters
-from palestra.models.gguf import SMOLLM2, converted, smollm2_file
 from palestra.models.hub import unreachable
 from palestra.models.tokens import settle_model, settle_tokenizer
 

@@ -15,13 +15,14 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
 from palestra.evals.report import EvalReport
+from palestra.learner.base import Learner
+from palestra.learner.memory import peak_memory_gib
 from palestra.rollout.collect import Collector
 from palestra.rollout.evaluate import Collects, evaluate
 from palestra.tracking.base import Tracker
 from palestra.train.checkpoint import TrainState, last_checkpoint, prune, save_checkpoint, step_folder
 from palestra.train.interrupt import deferred_interrupts
-from palestra.train.learner import Learner
-from palestra.train.metrics import peak_memory_gib, rollout_metrics
+from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, has_signal, trainable_samples
 
 

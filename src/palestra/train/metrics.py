@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 from collections.abc import Sequence
 
 from palestra.core.types import Group
@@ -52,9 +50,3 @@ def rollout_metrics(
     for name in good[0].scores:
         out[f"pass_rate/{name}"] = statistics.fmean(r.scores[name].passed for r in good)
     return out
-
-
-def peak_memory_gib() -> float:
-    """The most memory that this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)

@@ -17,14 +17,14 @@ from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf
+from palestra.learner.local import LocalLearner
+from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel
 from palestra.rollout.collect import Collector, RewardFunction
 from palestra.tracking.jsonl import read_metrics
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
-from palestra.train.local import LocalLearner
 from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
-from palestra.train.lora import add_lora
 from palestra.train.setup import build_collectors, build_policy
 
 

@@ -34,7 +34,7 @@ def build_policy(model: Any, tokenizer: Any, engine: str, kv_memory_gib: float |
     """The paged engine where the model allows it, plain batched sampling where not."""
     from palestra.engine.attention import UnsupportedModel
     from palestra.policy.local import LocalPolicy
-    from palestra.policy.plain import PlainPolicy
+    from palestra.policy.naive import PlainPolicy
 
     if engine == "plain":
         return PlainPolicy(model, tokenizer)

@@ -20,10 +20,10 @@ from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.types import Group, Message, Problem, Rollout, Sampled, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
+from palestra.learner.given_optimizer import GivenOptimizer
+from palestra.learner.local import LocalLearner
 from palestra.rollout.collect import seed_of
 from palestra.tracking.open import open_trackers
-from palestra.train.given_optimizer import GivenOptimizer
-from palestra.train.local import LocalLearner
 from palestra.train.loop import draw, total_steps
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import trainable_samples
@@ -88,8 +88,8 @@ class StepTrainer:
     @classmethod
     def from_yaml(cls, path: Path | str, reward_model_or_fn: Reward) -> StepTrainer:
         """The model and the settings of one YAML file."""
+        from palestra.learner.lora import add_lora
         from palestra.models.loading import load_model
-        from palestra.train.lora import add_lora
         from palestra.train.setup import seed_everything
 
         config = RunConfig.build(read_yaml_config(Path(path)))

@@ -13,7 +13,7 @@ from palestra.core.grpo_config import GRPOTrainingConfig
 
 def test_the_adapter_is_the_one_that_training_builds() -> None:
     pytest.importorskip("peft")
-    from palestra.train.lora import build_peft_config
+    from palestra.learner.lora import build_peft_config
 
     config = GRPOTrainingConfig(
         use_lora=True, lora_r=8, lora_alpha=24, lora_dropout=0.1, lora_target_modules=["q_proj"]

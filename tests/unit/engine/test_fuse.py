@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.engine.fuse import FusedLinears
+from palestra.engine.cuda.fuse import FusedLinears
 from palestra.export.hf import save_hf
+from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
-from palestra.train.local import LocalLearner
 
 
 def test_a_model_with_fused_weights_is_saved_whole(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
 from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_for_family

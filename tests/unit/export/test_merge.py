@@ -14,14 +14,15 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.export.hf import save_hf
 from palestra.export.out import to_gguf, to_hf
 from palestra.export.source import open_source
+from palestra.learner.lora import add_lora
 from palestra.models.loading import load_model
-from palestra.train.lora import add_lora
 
 PROMPT = "<|im_start|>user\nWhat does a red lamp cost?<|im_end|>\n<|im_start|>assistant\n"
 

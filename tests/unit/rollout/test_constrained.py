@@ -14,7 +14,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Grammar, Sampled, SamplingParams
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.policy.local import LocalPolicy
-from palestra.policy.plain import PlainPolicy
+from palestra.policy.naive import PlainPolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.tools.arguments import read_arguments
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from palestra.core.config import LoraSection, RunConfig
 from palestra.core.errors import PalestraError
+from palestra.learner.lora import add_lora
 from palestra.train import StepTrainer
-from palestra.train.lora import add_lora
 
 ROWS = [("Say something.", "e"), ("Count to three.", "e"), ("Who are you?", "e")]
 

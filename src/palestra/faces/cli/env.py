@@ -146,7 +146,7 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     from palestra.env_api import serve_env
     from palestra.faces.cli.display import make_display
     from palestra.policy.remote import RemotePolicy
-    from palestra.train.wire import WireClient
+    from palestra.wire.client import WireClient
 
     wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_GONE_S)
     policy = RemotePolicy(

@@ -15,7 +15,7 @@ from palestra.faces.cli import settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from palestra.export.gguf import Progress
+    from palestra.gguf.write import Progress
 
 
 @click.command("export")

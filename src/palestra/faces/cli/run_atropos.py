@@ -64,7 +64,7 @@ def _train(
 ) -> Any:
     """The environment starts when the model is served, and ends with the training."""
     from palestra.faces.cli.train_wire import run_on_wire
-    from palestra.serve.atropos import EnvProcess, write_tokenizer
+    from palestra.wire.atropos import EnvProcess, write_tokenizer
 
     started: list[EnvProcess] = []
 
@@ -90,7 +90,7 @@ def serve(file: Path, read: EnvSettings, url: str, console: Console) -> NoReturn
     from palestra.faces.cli.libraries import load_libraries
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS
     from palestra.runs.store import plain_name
-    from palestra.serve.atropos import cache_folder, write_tokenizer
+    from palestra.wire.atropos import cache_folder, write_tokenizer
 
     config = RunConfig.build(WIRE_DEFAULTS, read.run)
     python = _python((), console)
@@ -106,7 +106,7 @@ def serve(file: Path, read: EnvSettings, url: str, console: Console) -> NoReturn
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:
-    from palestra.serve.atropos import cache_folder, ensure_python
+    from palestra.wire.atropos import cache_folder, ensure_python
 
     name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
     return ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))
@@ -115,7 +115,7 @@ def _python(packages: Sequence[str], console: Console) -> Path:
 def _serve_words(
     python: Path, file: Path, read: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
 ) -> list[str]:
-    from palestra.serve.atropos import serve_command
+    from palestra.wire.atropos import serve_command
 
     env = {
         "rollout_server_url": url,
@@ -131,7 +131,7 @@ def _serve_words(
 @contextlib.contextmanager
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """The trajectory API as a process of its own: it takes groups also while the trainer computes."""
-    from palestra.serve.atropos import stop
+    from palestra.wire.atropos import stop
 
     words = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.path / "wire")]
     with (run.path / "trajectory.log").open("w") as log:

@@ -82,8 +82,8 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, max_waitin
     What was accepted is on disk before it is answered, and is there after a restart.
     """
     require_serve_extra()
-    from palestra.serve.trajectory import trajectory_app
     from palestra.serve.web import open_port
+    from palestra.wire.server import trajectory_app
 
     socket = open_port(host, port, token)
     app = trajectory_app(folder, token=token, max_waiting=max_waiting, max_body_mib=max_body_mib)

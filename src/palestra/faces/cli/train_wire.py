@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from palestra.core.config import RunConfig
     from palestra.runs.store import RunFolder
-    from palestra.train.wire_session import WireOutcome
+    from palestra.wire.session import WireOutcome
 
 
 # environments filter their groups and choose the temperature themselves
@@ -106,8 +106,8 @@ def run_on_wire(
     from palestra.faces.cli.display import make_display, show_path
     from palestra.faces.cli.listed import listed
     from palestra.train.serving import load_seeded
-    from palestra.train.wire import WireClient
-    from palestra.train.wire_session import Address, train_over_wire
+    from palestra.wire.client import WireClient
+    from palestra.wire.session import Address, train_over_wire
 
     loaded = load_seeded(config)
     token = os.environ.get("PALESTRA_TOKEN")

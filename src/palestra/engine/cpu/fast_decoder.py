@@ -1,0 +1,207 @@
+"""The forward of plain decoders in few calls, for the CPU.
+
+At a few rows a step costs what its calls cost, not its arithmetic. So the layers of the Llama shape are
+written out here with the weights laid out for small products: q, k and v as one, transposed, the norms'
+weights multiplied in. The copies are made anew when the weights change. The module stays the truth: what
+is not of this very shape, or gives other numbers on a few tokens, runs through the module itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from palestra.engine.attention import ENGINE_ATTENTION, AttentionPlan, AttentionSwitch
+from palestra.engine.cpu.norms import norm_epsilon
+from palestra.engine.probe import ShapeProbe, text_config
+from palestra.engine.supported import is_plain_decoder, window_of
+
+log = logging.getLogger(__name__)
+
+LARGEST_BYTES = 2 << 30  # of weights; beyond this a second copy is too dear
+CHECK_TOKENS, TOLERANCE = 12, 1e-4
+
+
+@dataclass(slots=True)
+class _Weights:
+    """One layer's, as [in, out], with the norm before them multiplied in."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate: Tensor
+    gate_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + KV, D]
+
+
+class LeanDecoder:
+    """Logits of a decoder whose layers are norm, attention, norm, gated MLP."""
+
+    def __init__(self, model: Any) -> None:
+        attention = model.model.layers[0].self_attn
+        config = text_config(model)
+        self.model = model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim: int = attention.head_dim
+        self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
+        self._parameters = list(model.parameters())
+        self._seen: int | None = None
+        self._layers: list[_Weights] = []
+        self._head: Tensor = torch.empty(0)
+        self._cos = self._sin = torch.empty(0, 1, self.head_dim)
+
+    @classmethod
+    def of(cls, model: Any) -> LeanDecoder | None:
+        """For a model of this shape whose numbers it gives; None for any other."""
+        if not _fits(model):
+            return None
+        lean = cls(model)
+        difference = lean._difference()
+        if not difference <= TOLERANCE:
+            log.warning("%s runs layer by layer: the short way differs by %.2g", type(model).__name__, difference)
+            return None
+        return lean
+
+    def weights_changed(self) -> None:
+        self._seen = None
+
+    def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
+        """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
+        self._refresh()
+        if max(positions) >= len(self._cos):
+            self._extend_rope(max(positions) + 1)
+        places = torch.tensor(positions)
+        cos, sin = self._cos.index_select(0, places), self._sin.index_select(0, places)
+        x = self.model.model.embed_tokens(torch.tensor(ids))
+        last = len(self._layers) - 1
+        for i, (module, weights) in enumerate(zip(self.model.model.layers, self._layers, strict=True)):
+            out = self._attention(x, module.self_attn, weights, cos, sin, plan)
+            if i == last and len(ends) < len(ids):  # from here on only what is sampled from
+                x, out = (t.index_select(0, torch.tensor(ends, dtype=torch.long)) for t in (x, out))
+            x = _add_product(x, out, weights.out, weights.out_bias)
+            x = self._mlp(x, weights)
+        logits = torch.mm(self._norms["hidden"](x), self._head)
+        bias = self.model.lm_head.bias
+        return logits if bias is None else logits.add_(bias)
+
+    def _attention(
+        self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """What the heads bring together [N, H * D], before their output product."""
+        qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(x.shape[0], -1, self.head_dim)
+        qk = qkv[:, : self.heads + self.kv_heads]
+        if weights.qk_norm is not None:
+            self._norms["head"](qk, out=qk).mul_(weights.qk_norm)
+        if getattr(module, "use_rope", True):
+            turned = qk.roll(self.head_dim // 2, -1)
+            qk.mul_(cos).addcmul_(turned, sin)
+        q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
+        return plan.attend(module, q, k, v, module.scaling, window_of(module), None).reshape(x.shape[0], -1)
+
+    def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
+        normed = self._norms["hidden"](x)
+        gate = F.silu(_product(normed, weights.gate, weights.gate_bias), inplace=True)
+        gate.mul_(_product(normed, weights.up, weights.up_bias))
+        return _add_product(x, gate, weights.down, weights.down_bias)
+
+    def _refresh(self) -> None:
+        """Copy the weights if they changed. A write in place raises a tensor's version, but for fused optimizers:
+        after their steps `weights_changed` must be called, as for kept KV."""
+        seen = sum(p._version for p in self._parameters)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        hidden, head = self._norms["hidden"].factor, self._norms["head"].factor
+        self._layers = [self._copy(layer, hidden, head) for layer in self.model.model.layers]
+        self._head = _scaled([self.model.lm_head], self.model.model.norm.weight * hidden)
+
+    def _copy(self, layer: Any, hidden: float, head: float) -> _Weights:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        before, between = layer.input_layernorm.weight * hidden, layer.post_attention_layernorm.weight * hidden
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            norms = [(attention.q_norm, self.heads), (attention.k_norm, self.kv_heads)]
+            qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
+        return _Weights(
+            qkv=_scaled(qkv, before),
+            qkv_bias=None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]),
+            out=attention.o_proj.weight.t().contiguous(),
+            out_bias=attention.o_proj.bias,
+            gate=_scaled([mlp.gate_proj], between),
+            gate_bias=mlp.gate_proj.bias,
+            up=_scaled([mlp.up_proj], between),
+            up_bias=mlp.up_proj.bias,
+            down=mlp.down_proj.weight.t().contiguous(),
+            down_bias=mlp.down_proj.bias,
+            qk_norm=qk_norm,
+        )
+
+    def _extend_rope(self, length: int) -> None:
+        """The model's own tables [positions, 1, D], twice as long as asked for; the sine has rotate_half's signs."""
+        positions = torch.arange(max(256, 2 * length))[None]
+        cos, sin = self.model.model.rotary_emb(torch.empty(0), positions)
+        signs = torch.ones(self.head_dim)
+        signs[: self.head_dim // 2] = -1.0
+        self._cos, self._sin = cos[0, :, None], (sin * signs)[0, :, None]
+
+    @torch.inference_mode()
+    def _difference(self) -> float:
+        """The largest difference to the module's logits on a few tokens, in units of their spread."""
+        vocabulary = text_config(self.model).vocab_size
+        ids = [(i * 7919 + 17) % vocabulary for i in range(CHECK_TOKENS)]
+        positions = list(range(CHECK_TOKENS))
+        with AttentionSwitch(self.model).use(ENGINE_ATTENTION, training=False):
+            expected = self.model(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+                plan=ShapeProbe(),
+            ).logits[0]
+        found = self(ids, positions, positions, ShapeProbe())
+        return float((found - expected).abs().max() / expected.std())
+
+
+class _Norm:
+    """x / sqrt(mean(x²) + ε) without the constant √d, which is multiplied into the weights that follow."""
+
+    def __init__(self, module: Any) -> None:
+        width = 1 if module is None else len(module.weight)
+        epsilon = 0.0 if module is None else norm_epsilon(module)
+        assert epsilon is not None
+        self.factor = width**0.5
+        self._floor = torch.tensor((epsilon * width) ** 0.5)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.div(x, length.hypot_(self._floor), out=out)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = torch.addmm(x, y, weight)
+    return x if bias is None else x.add_(bias)
+
+
+def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
+    """[in, out] of linear layers side by side, their input scaled by a norm's weight."""
+    return torch.cat([linear.weight.t() for linear in linears], dim=1).mul_(norm[:, None])
+
+
+def _fits(model: Any) -> bool:
+    parameters = list(model.parameters())
+    here = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+    return here and sum(p.numel() * 4 for p in parameters) <= LARGEST_BYTES and is_plain_decoder(model)

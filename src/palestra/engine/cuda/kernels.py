@@ -1,0 +1,208 @@
+"""Triton kernels of the CUDA path: attention over pages, and sampling without a host sync.
+
+Layout of the page store: [pages, KV heads, page, dim], one layer at a time. All offsets into it are 64 bit.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from palestra.engine.cuda.layer_kernels import turned
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)  # tanh
+    return s
+
+
+@triton.jit
+def decode_attention(
+    Q, K_NEW, V_NEW, K, V, TABLES, LENS, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
+    q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps,
+    KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """One new token of each row: makes its query and key ready, stores its KV and attends to the row's pages.
+
+    Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
+    whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
+    and reads nothing.
+    """
+    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(LENS + b)
+    g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, T)
+    in_d = d < D
+    rows = (g[:, None] < G) & in_d[None, :]
+    past = tl.maximum(n - 1, 0)
+    q_row, k_row = b * q_stride + (h * G + g[:, None]) * D, b * k_stride + h * D + tl.arange(0, 1)[:, None]
+    q = turned(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, TURN)
+    k_new = turned(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, TURN)
+    first_key = tl.maximum(n - window, 0) if WINDOW else 0
+    first, end = first_key // T, tl.cdiv(past, T)
+    span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
+    low = first + split * span
+    high = tl.minimum(low + span, end)
+    v_new = tl.load(V_NEW + b * v_stride + h * D + d, mask=in_d, other=0.0)
+    m = tl.full((GP,), -float("inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
+    if split == SPLITS - 1:
+        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+        if SOFTCAP:
+            m = softcap * (2.0 * tl.sigmoid(2.0 * m / softcap) - 1.0)
+        total = tl.full((GP,), 1.0, tl.float32)
+        acc += v_new.to(tl.float32)[None, :]
+        if n > 0:
+            page = tl.load(TABLES + b * table_width + past // PAGE).to(tl.int64)
+            at = ((page * KV + h) * PAGE + past % PAGE) * D + d
+            tl.store(K + at[None, :], k_new, mask=in_d[None, :])
+            tl.store(V + at, v_new, mask=in_d)
+    for i in range(low, high):
+        page = tl.load(TABLES + b * table_width + i * T // PAGE).to(tl.int64)
+        at = ((page * KV + h) * PAGE + i * T % PAGE + t[:, None]) * D + d[None, :]
+        key = i * T + t
+        seen = (key < past) & (key >= first_key)
+        k = tl.load(K + at, mask=seen[:, None] & in_d[None, :], other=0.0)
+        v = tl.load(V + at, mask=seen[:, None] & in_d[None, :], other=0.0)
+        s = tl.where(seen[None, :], _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
+        m_next = tl.maximum(m, tl.max(s, 1))
+        w = tl.exp(s - m_next[:, None])
+        shrink = tl.exp(m - m_next)
+        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(w, 1)
+        m = m_next
+    head = (b * KV + h) * G + g
+    if SPLITS == 1:
+        tl.store(OUT + head[:, None] * D + d[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
+    else:
+        place = head * SPLITS + split
+        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=rows)
+        tl.store(PART_ML + place * 2, m, mask=g < G)
+        tl.store(PART_ML + place * 2 + 1, total, mask=g < G)
+
+
+@triton.jit
+def combine_splits(PART, PART_ML, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
+    """Merge the splits of one (row, head); grid (rows * heads,)."""
+    head = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
+    m = tl.load(PART_ML + (head * SPLITS + s) * 2)
+    total = tl.load(PART_ML + (head * SPLITS + s) * 2 + 1)
+    share = tl.exp(m - tl.max(m, 0))
+    parts = tl.load(PART + (head * SPLITS + s[:, None]) * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    out = tl.sum(parts * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(OUT + head * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def feed_attention(
+    Q, K, V, TABLES, BLOCK_ROW, BLOCK_START, ROW_FIRST, ROW_COUNT, ROW_LEN, OUT,
+    table_width, scale, softcap, window,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Prompts and appends, ragged: block i holds queries BLOCK_START.. of row BLOCK_ROW; grid (blocks, heads).
+
+    The KV of the new tokens is in the pages already. Row r's tokens are ROW_FIRST..+ROW_COUNT of the
+    step, and the last ROW_COUNT of its ROW_LEN positions.
+    """
+    block, h = tl.program_id(0), tl.program_id(1)
+    row = tl.load(BLOCK_ROW + block)
+    start = tl.load(BLOCK_START + block)
+    first, count, length = tl.load(ROW_FIRST + row), tl.load(ROW_COUNT + row), tl.load(ROW_LEN + row)
+    i, d, t = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PAGE)
+    in_d = d < D
+    real = (start + i < count)[:, None] & in_d[None, :]
+    at_q = (first + start + i[:, None]).to(tl.int64) * (H * D) + h * D + d[None, :]
+    q = tl.load(Q + at_q, mask=real, other=0.0)
+    position = length - count + start + i
+    last = tl.minimum(length - count + start + M, length)
+    low = tl.maximum(length - count + start - window + 1, 0) // PAGE if WINDOW else 0
+    m = tl.full((M,), -1e30, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, DP), tl.float32)
+    for p in range(low, tl.cdiv(last, PAGE)):
+        page = tl.load(TABLES + row * table_width + p).to(tl.int64)
+        at = ((page * KV + h // (H // KV)) * PAGE + t[:, None]) * D + d[None, :]
+        key = p * PAGE + t
+        inside = (key < length)[:, None] & in_d[None, :]
+        k = tl.load(K + at, mask=inside, other=0.0)
+        v = tl.load(V + at, mask=inside, other=0.0)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        s = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
+        m_next = tl.maximum(m, tl.max(s, 1))
+        w = tl.exp(s - m_next[:, None])
+        shrink = tl.exp(m - m_next)
+        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(w, 1)
+        m = m_next
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(OUT + at_q, out.to(OUT.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr):
+    """Maximum and sum of exponentials of each block of logits; grid (rows, blocks)."""
+    b, i = tl.program_id(0), tl.program_id(1)
+    at = i * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(TEMPERATURE + b)
+    x = tl.load(LOGITS + b.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    x = x / temperature
+    top = tl.max(x, 0)
+    tl.store(STATS + (b * blocks + i) * 2, top)
+    tl.store(STATS + (b * blocks + i) * 2 + 1, tl.sum(tl.exp(x - top), 0))
+
+
+@triton.jit(do_not_specialize=["step", "stops"])
+def choose_and_advance(
+    LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
+    vocabulary, blocks, rows, stops, step,
+    BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr,
+):  # fmt: skip
+    """Pick each row's token by inverse CDF, note it, and make the row ready for its next step; grid (rows,).
+
+    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes -1.
+    """
+    b = tl.program_id(0)
+    left = tl.load(LEFT + b)
+    temperature = tl.load(TEMPERATURE + b)
+    greedy = tl.load(GREEDY + b) != 0
+    i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
+    real = i < blocks
+    tops = tl.load(STATS + (b * blocks + i) * 2, mask=real, other=-float("inf"))
+    sums = tl.load(STATS + (b * blocks + i) * 2 + 1, mask=real, other=0.0)
+    top = tl.max(tops, 0)
+    mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
+    total = tl.sum(mass, 0)
+    target = tl.load(DRAWS + step * rows + b) * total
+    reached = tl.cumsum(mass, 0)
+    block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
+    block = tl.where(greedy, tl.argmax(tops, 0), block)  # either way one block holds the token
+    before = tl.sum(tl.where(i < block, mass, 0.0), 0)
+    base = LOGITS + b.to(tl.int64) * vocabulary
+    at = block * BLOCK + t
+    x = tl.load(base + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) / temperature
+    inner = tl.cumsum(tl.exp(x - top), 0)
+    drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
+    token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
+    chosen = tl.load(base + token).to(tl.float32) / temperature
+    alive = left > 0
+    tl.store(TOKENS + step * rows + b, tl.where(alive, token, -1))
+    tl.store(LOGPROBS + step * rows + b, chosen - top - tl.log(total))
+    s = tl.arange(0, NS)
+    stopped = tl.sum((tl.load(STOPS + b * stops + s, mask=s < stops, other=-1) == token).to(tl.int32), 0) > 0
+    left = tl.where(stopped, 0, tl.maximum(left - 1, 0))
+    position = tl.load(POSITIONS + b)
+    tl.store(LEFT + b, left)
+    tl.store(LENS + b, tl.where(left > 0, position + 2, 0))
+    if left > 0:
+        tl.store(IDS + b, token.to(tl.int64))
+        tl.store(POSITIONS + b, position + 1)

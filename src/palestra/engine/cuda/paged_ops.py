@@ -1,0 +1,184 @@
+"""The Triton kernels as attention plans: one for a decode step, one for prompts and appends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from palestra.engine.cuda import kernels, layer_kernels
+
+DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
+MAX_SPLITS = 8
+
+
+def splits_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts a row's pages are cut, a power of two."""
+    splits = 1
+    while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= DECODE_PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def decode_shape(rows: int, kv_heads: int) -> tuple[int, int, int]:
+    """(keys at once, warps, stages): small programs where many share a processor, deep ones where few do."""
+    return (64, 4, 3) if rows * kv_heads <= DECODE_PROGRAMS else (32, 1, 3)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[N, heads, D] with whole rows: only the distance between tokens is free."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _pad(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """What a model does to queries and keys before they meet: a norm of each head, a turn to its position, or both."""
+
+    cos: Tensor | None = None  # [positions, D]
+    sin: Tensor | None = None
+    q_norm: nn.Module | None = None  # with a weight [D]
+    k_norm: nn.Module | None = None
+    epsilon: float = 0.0
+
+    def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
+        norms = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        return tuple(unused if x is None else x for x in (self.cos, self.sin, *norms))  # type: ignore[misc]
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {"NORM": self.q_norm is not None, "TURN": self.cos is not None}
+
+
+AS_IT_IS = Turning()
+
+
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
+    scale: float, softcap: float, window: int, turning: Turning = AS_IT_IS,
+) -> Tensor:  # fmt: skip
+    """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
+    q, k, v = _packed(q), _packed(k), _packed(v)
+    rows, heads, dim = q.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    splits = splits_for(rows, kv_heads)
+    keys_at_once, warps, stages = decode_shape(rows, kv_heads)
+    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    part = torch.empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    part_ml = torch.empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    kernels.decode_attention[(rows, kv_heads, splits)](
+        q, k, v, keys, values, tables, lens, out, part, part_ml, *turning.arguments(q),
+        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window, turning.epsilon,
+        KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
+        T=min(keys_at_once, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
+        **turning.flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)
+    return out
+
+
+@torch.library.custom_op("palestra::decode_attention", mutates_args=("keys", "values"))
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
+    scale: float, softcap: float, window: int,
+) -> Tensor:  # fmt: skip
+    """`attend_one` as an operation that compiled layers can call."""
+    return attend_one(q, k, v, keys, values, tables, lens, scale, softcap, window)
+
+
+@decode_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
+    scale: float, softcap: float, window: int,
+) -> Tensor:  # fmt: skip
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """One token for each row. `lens` counts it; 0 is a dead row."""
+
+    tables: Tensor  # [B, pages of the longest context]
+    lens: Tensor  # [B]
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values = module.palestra_kv  # type: ignore[misc]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = torch.ops.palestra.decode_attention(
+            q, k, v, keys, values, self.tables, self.lens, scale, softcap or 0.0, window or 0
+        )
+        return out[None]
+
+
+@dataclass(slots=True)
+class FeedPlan:
+    """Several tokens of several rows, one row after the other."""
+
+    tables: Tensor  # [rows, pages]
+    pages: Tensor  # [N] page of each token
+    offsets: Tensor  # [N] place in it
+    block_row: Tensor  # [blocks]
+    block_start: Tensor  # [blocks]
+    row_first: Tensor  # [rows]
+    row_count: Tensor  # [rows]
+    row_len: Tensor  # [rows], the new tokens included
+    block: int
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values = module.palestra_kv  # type: ignore[misc]
+        heads = torch.arange(keys.shape[1], device=k.device)
+        for store, new in ((keys, k), (values, v)):
+            store[self.pages[:, None], heads, self.offsets[:, None]] = new[0].transpose(0, 1)
+        return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap)[None]
+
+    def take(self, qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, turning: Turning) -> Tensor:
+        """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
+        tokens, heads, dim = qkv.shape
+        kv_heads = keys.shape[1]
+        q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
+        layer_kernels.turn_and_store[(tokens, heads - kv_heads)](
+            qkv, q, keys, values, self.pages, positions, *turning.arguments(qkv), turning.epsilon, qkv.stride(0),
+            H=q.shape[1], KV=kv_heads, D=dim, DP=_pad(dim), PAGE=keys.shape[2], **turning.flags, num_warps=1,
+        )  # fmt: skip
+        return q
+
+    def over_pages(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Attention of queries [N, H, D] over pages that hold their own tokens already -> [N, H, D]."""
+        out = torch.empty_like(q)
+        _, n_heads, dim = q.shape
+        kernels.feed_attention[(self.block_row.shape[0], n_heads)](
+            q, keys, values, self.tables, self.block_row, self.block_start, self.row_first, self.row_count,
+            self.row_len, out, self.tables.stride(0), scale, softcap or 0.0, window or 0,
+            H=n_heads, KV=keys.shape[1], D=dim, DP=_pad(dim), PAGE=keys.shape[2], M=self.block,
+            SOFTCAP=bool(softcap), WINDOW=bool(window), PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,187 @@
+"""The learner's forward pass: a packed micro-batch in, log-probabilities of its scored tokens out.
+
+Three ways, the best that the model allows: `trees` (packed, prompts shared), `padded` (one row a
+sequence, for models whose layers cannot be told who may see whom), `logits` (for models that do
+more to their logits than the head knows). A self-check on a few tokens settles which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from palestra.algo.batching import MicroBatch
+from palestra.engine.cpu.norms import FastNorms
+from palestra.learner.head import LogitRule, score_tokens
+from palestra.learner.last_layer import last_mlp_at
+from palestra.learner.self_check import settle
+from palestra.learner.tree_attention import Layout, use_tree_attention
+
+Way = Literal["trees", "padded", "logits"]
+WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
+
+
+class Scorer:
+    """Log-probabilities of chosen tokens under one causal language model."""
+
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0, compile_layers: bool | None = None
+    ) -> None:
+        """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait."""
+        self.model = causal_lm(model)
+        self.pad_token_id = pad_token_id
+        self.rule = logit_rule(self.model, temperature)
+        large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
+        self.compiled = large if compile_layers is None else compile_layers
+        self.compiled_at_once = _alike(self.model)
+        self.way: Way = "trees"
+        self._layouts: dict[int, Layout] = {}
+        self._norms = FastNorms(self.model, trained=True) if self.model.device.type == "cpu" else None
+        settle(self)
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether a micro-batch may hold trees of several rows."""
+        return self.way == "trees"
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Forward and backward passes happen inside; the model is as it was afterwards."""
+        norms = nullcontext() if self._norms is None else self._norms.use()
+        with norms, use_tree_attention(self.model) if self.way == "trees" else nullcontext():
+            layers = _layers(self.model) if self.compiled else []
+            n = self.compiled_at_once
+            for run in (layers[i : i + n] for i in range(0, len(layers), n)):
+                run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
+                for layer in run[1:]:
+                    layer._compiled_call_impl = _passed_through
+            try:
+                yield
+            finally:
+                self._layouts.clear()
+                for layer in layers:
+                    layer._compiled_call_impl = None
+
+    def __call__(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens."""
+        if self.way == "logits":
+            return self.from_logits(batch)
+        hidden = self._packed_hidden(batch) if self.way == "trees" else self._padded_hidden(batch)
+        head = self.model.get_output_embeddings()
+        return score_tokens(
+            hidden.index_select(0, batch.source),
+            head.weight,
+            getattr(head, "bias", None),
+            batch.target,
+            self.rule,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> None:
+        """Copy what the micro-batches of a session need to the device, so that no pass waits for it later."""
+        if self.way == "trees":
+            self._layouts.update({id(batch): Layout(batch.trees, batch.token_ids.device) for batch in batches})
+
+    def _packed_hidden(self, batch: MicroBatch) -> Tensor:
+        """[T, H] in packed order; right at the places that the batch reads."""
+        if id(batch) not in self._layouts:
+            self.prepare([batch])
+        # A compiled or recomputed layer must be the same each time.
+        again = self.compiled or self.model.is_gradient_checkpointing
+        layers = [] if again or self.model.device.type != "cpu" else _layers(self.model)
+        with last_mlp_at(layers, batch.source, len(batch.token_ids)):
+            out = self.model.base_model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                layout=self._layouts[id(batch)],
+            )
+        return out.last_hidden_state[0]
+
+    def _padded_hidden(self, batch: MicroBatch) -> Tensor:
+        ids, mask = self._pad(batch)
+        out = self.model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+        return out.last_hidden_state[mask]
+
+    def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The same from the model's own whole logits."""
+        ids, mask = self._pad(batch)
+        logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
+        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / self.rule.temperature, dim=-1)
+        return logp.gather(-1, batch.target[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+    def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[B, L] ids padded on the right and [B, L] bool where they are real; every tree is one row."""
+        rows = batch.token_ids.split([tree.length for tree in batch.trees])
+        ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_token_id)
+        lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+        return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder's layers: all of one make, so that one compiled program serves them all."""
+    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
+    return max((list(stack) for stack in stacks), key=len, default=[])
+
+
+def _alike(model: Any) -> int:
+    """How many layers, called alike, are compiled as one program: two are launched faster; more compile longer."""
+    layers = len(_layers(model))
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return next(n for n in (2, 3, 1) if n == 1 or (len(kinds) <= 1 and layers % n == 0))
+
+
+@cache
+def _compiled_call() -> Callable[..., Any]:
+    """Runs a few layers compiled: for any length, since every micro-batch has its own, and once for all such runs.
+
+    Of a layer's activations only the products' and the attention's are kept; the cheap steps between
+    them are computed again in the backward pass, fused into what needs them.
+    """
+
+    def call(layers: nn.ModuleList, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
+        for layer in layers:
+            if torch.is_grad_enabled():
+                hidden = checkpoint(layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
+            else:
+                hidden = layer._call_impl(hidden, *args, **kwargs)
+        return hidden
+
+    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
+    return torch.compile(call, dynamic=True, options={"shape_padding": False})
+
+
+def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a layer that was computed with the one before it."""
+    return hidden
+
+
+def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    costly = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.palestra.tree_attention.default)
+    return CheckpointPolicy.MUST_SAVE if operation in costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def causal_lm(model: Any) -> Any:
+    """The Hugging Face model itself, out of its adapter wrapper if it has one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def logit_rule(model: Any, temperature: float) -> LogitRule:
+    """What the model does to its logits after the output layer; temperature 0 trains at 1."""
+    config = model.config
+    multiplier = 1.0
+    if scaling := getattr(config, "logits_scaling", None):
+        multiplier = 1.0 / scaling
+    elif scale := getattr(config, "logit_scale", None):
+        multiplier = float(scale)
+    return LogitRule(multiplier, getattr(config, "final_logit_softcapping", None), temperature or 1.0)

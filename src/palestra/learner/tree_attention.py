@@ -1,0 +1,168 @@
+"""Attention over packed trees: a completion sees its prompt and its own past, nothing else.
+
+One function, registered with transformers' AttentionInterface, drives any model that follows that
+interface; the layout of the packed tokens reaches it as the keyword `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from palestra.algo.batching import Tree
+from palestra.learner.tree_attention_cpu import cpu_trees
+from palestra.learner.tree_attention_cpu import fits as cpu_fits
+from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
+
+NAME = "palestra_trees"
+MOST_REPEATS = 4
+
+
+class Layout:
+    """Where the trees lie, with the index tensors and masks that every layer uses again."""
+
+    def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
+        self.trees = trees
+        self.device = device
+        self.bounds = Bounds(trees, device)
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
+        """[queries, keys] bool: causal with the last query at the last key, within the window."""
+        key = (queries, keys, window)
+        if key not in self._masks:
+            place = torch.arange(keys - queries, keys, device=self.device)[:, None]
+            seen = torch.arange(keys, device=self.device)[None, :]
+            visible = seen <= place
+            if window is not None:
+                visible &= seen > place - window
+            self._masks[key] = visible
+        return self._masks[key]
+
+    def spread(self, tree: Tree) -> tuple[Tensor, Tensor]:
+        """[G·C] packed place of each padded completion token, and which of the G·C are real."""
+        if tree.start not in self._spread:
+            lengths = torch.tensor(tree.completion_lengths)
+            first = tree.start + tree.prompt_length + lengths.cumsum(0) - lengths
+            step = torch.arange(int(lengths.max()))
+            real = (step < lengths[:, None]).flatten()
+            # Padding repeats the completion's first token: later than every real one, so never seen.
+            places = (first[:, None] + step * (step < lengths[:, None])).flatten()
+            self._spread[tree.start] = (places.to(self.device), real.nonzero().flatten().to(self.device))
+        return self._spread[tree.start]
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of every packed token to its own tree path. Attention dropout is not applied."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
+    plain = softcap is None and s_aux is None and not windowed
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if plain and flash_fits(q, v):
+        # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
+        out = flash_trees(q, k, v, layout.bounds, scale)
+    elif plain and cpu_fits(q, v):
+        out = cpu_trees(q, k, v, layout.trees, scale)
+    else:
+        extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        out = masked_trees(q, k, v, layout, sliding_window, extra)
+    return out[None], None  # [1, T, H, D]
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """[T, K, D] -> [T, heads, D], if each key-value head serves few heads of queries; else as it is."""
+    share = heads // x.shape[1]
+    return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MOST_REPEATS else x
+
+
+@torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
+def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]) -> Tensor:
+    """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
+    return torch.cat([out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)])
+
+
+def _attend_tree(
+    tree: Tree, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]
+) -> Iterator[Tensor]:
+    """The tree's outputs [n, H, D]: those of the prompt, then those of all completions."""
+    start, middle = tree.start, tree.start + tree.prompt_length
+    prompt = slice(start, middle)
+    if tree.prompt_length:
+        mask = layout.mask(tree.prompt_length, tree.prompt_length, window)
+        yield _attend(q[prompt][None], k[prompt][None], v[prompt][None], mask, **extra)[0]
+    siblings = len(tree.completion_lengths)
+    if not siblings:
+        return
+    if siblings == 1:
+        own = slice(middle, middle + tree.completion_lengths[0])
+        q_own, k_own, v_own = (x[own][None] for x in (q, k, v))
+    else:
+        places, real = layout.spread(tree)
+        q_own, k_own, v_own = (x.index_select(0, places).unflatten(0, (siblings, -1)) for x in (q, k, v))
+    if tree.prompt_length:
+        k_own = torch.cat([k[prompt].expand(siblings, -1, -1, -1), k_own], dim=1)
+        v_own = torch.cat([v[prompt].expand(siblings, -1, -1, -1), v_own], dim=1)
+    out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], window), **extra)
+    yield out[0] if siblings == 1 else out.flatten(0, 1).index_select(0, real)
+
+
+def _attend(
+    q: Tensor,  # [B, n, H, D]
+    k: Tensor,  # [B, m, K, D]
+    v: Tensor,
+    mask: Tensor,  # [n, m] bool
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, n, H, D] attention; the plain formula only where the fused kernel lacks a feature."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if softcap is None and sinks is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+@contextmanager
+def use_tree_attention(model: Any) -> Iterator[None]:
+    """The model attends over trees inside, and as before afterwards; backward passes must be inside too."""
+    AttentionInterface.register(NAME, tree_attention)
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

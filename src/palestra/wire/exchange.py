@@ -1,0 +1,223 @@
+"""Between environments and a trainer: who is registered, what waits, which batch goes next. No HTTP in here."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.wire import journal
+from palestra.wire.journal import Journal
+from palestra.wire.packing import Queued, next_batch
+from palestra.wire.types import EnvRegistration, Registration, ScoredGroup
+
+_LEAST_WEIGHT = 0.01  # no environment is told to stand still
+
+
+class QueueFull(PalestraError):
+    """More waits than may; the sender should try again."""
+
+
+class UnknownEnv(PalestraError):
+    """An env_id that nobody was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """A registered environment."""
+
+    id: int
+    name: str
+    desired_name: str
+    weight: float
+    max_token_length: int
+    group_size: int
+    min_batch_allocation: float | None
+    connected: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One batch: its number, and the groups as JSON."""
+
+    number: int
+    groups: list[bytes]
+
+
+class Exchange:
+    """The state of the trajectory API: in memory to decide quickly, in the journal to survive.
+
+    A group that was answered "received" is on disk, and goes into exactly one batch. A batch is kept until the
+    trainer says that it has it (`take(after=N)`), so a lost answer or a killed server costs nothing; the
+    protocol's own `GET /batch` cannot say so, and is then served each batch once.
+    """
+
+    def __init__(self, folder: Path, max_waiting: int = 65_536) -> None:
+        self.journal = Journal(folder)
+        self.max_waiting = max_waiting
+        self._writing = 0  # sequences on their way to the disk
+        self._taking = asyncio.Lock()
+        self._load()
+
+    def _load(self) -> None:
+        known = self.journal.read(journal.facts)
+        registration = known.get("registration")
+        self.registration = Registration(**registration) if registration else None
+        self.envs = [Env(**env) for env in known.get("envs", [])]
+        self.started = bool(known.get("started", False))
+        self.step = int(known.get("step", 0))
+        self.last_batch = int(known.get("last_batch", 0))
+        self.waiting: list[Queued] = self.journal.read(journal.waiting_groups)
+        self.waiting_sequences = sum(group.sequences for group in self.waiting)
+        self._kept: list[int] = self.journal.read(journal.kept_batches)
+        self.latest: bytes | None = self.journal.read(journal.latest_body)
+
+    def close(self) -> None:
+        self.journal.close()
+
+    async def register(self, registration: Registration) -> int:
+        """A trainer (again): its settings hold from now on; what waits is kept."""
+        self.registration, self.step = registration, registration.starting_step
+        await self.journal.do(journal.set_facts(registration=registration.model_dump(), step=self.step))
+        return uuid.uuid4().int
+
+    async def register_env(self, asked: EnvRegistration) -> Env | None:
+        """None until a trainer has begun to ask for batches."""
+        if self.registration is None or not self.started:
+            return None
+        desired = asked.desired_name or "env"
+        alike = sum(env.desired_name == desired for env in self.envs)
+        weight = 1.0 if asked.weight is None else asked.weight
+        env = Env(
+            len(self.envs), f"{desired}_{alike}", desired, weight, asked.max_token_length, asked.group_size,
+            asked.min_batch_allocation,
+        )  # fmt: skip
+        self.envs.append(env)
+        await self._save_envs()
+        return env
+
+    async def disconnect_env(self, env_id: int) -> None:
+        self.envs[env_id] = replace(self.env(env_id), connected=False)
+        await self._save_envs()
+
+    async def _save_envs(self) -> None:
+        await self.journal.do(journal.set_facts(envs=[asdict(env) for env in self.envs]))
+
+    def env(self, env_id: int) -> Env:
+        if not 0 <= env_id < len(self.envs):
+            raise UnknownEnv(f"env_id={env_id} is not registered here; register with POST /register-env first")
+        return self.envs[env_id]
+
+    async def add(self, groups: Sequence[ScoredGroup], key: str | None = None) -> bool:
+        """Queue groups, all or none; True once they are on disk, False when this `key` was already accepted."""
+        for group in groups:
+            self._check(group)
+        sequences = sum(len(group.tokens) for group in groups)
+        if self.waiting_sequences + self._writing + sequences > self.max_waiting:
+            raise QueueFull(
+                f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may; "
+                "try again when the trainer has taken some"
+            )
+        rows = [(g.env_id, len(g.tokens), g.model_dump_json().encode()) for g in groups]
+        self._writing += sequences
+        try:
+            ids = await self.journal.do(journal.add_groups(rows, key))
+        finally:
+            self._writing -= sequences
+        if ids is None:
+            return False
+        self.waiting += [Queued(i, env_id, count) for i, (env_id, count, _) in zip(ids, rows, strict=True)]
+        self.waiting_sequences += sequences
+        self.latest = rows[-1][2] if rows else self.latest
+        return True
+
+    def _check(self, group: ScoredGroup) -> None:
+        if group.env_id is not None:
+            self.env(group.env_id)
+        if self.registration is not None and len(group.tokens) > self.registration.batch_size:
+            raise PalestraError(
+                f"the group has {len(group.tokens)} sequences, a batch {self.registration.batch_size}; groups are "
+                "not split, so it could never be delivered"
+            )
+
+    async def take(self, after: int | None = None) -> Delivery | None:
+        """The next batch, None while there is none.
+
+        `after` is the number of the last batch that the trainer has (0: none yet): a batch that was made
+        but may not have arrived is given again, and those up to it are forgotten.
+        """
+        async with self._taking:
+            if self.registration is None:
+                return None
+            if not self.started:
+                self.started = True
+                await self.journal.do(journal.set_facts(started=True))
+            if after is not None and (again := await self._again(after)):
+                return again
+            return await self._make(after)
+
+    async def _again(self, after: int) -> Delivery | None:
+        await self._forget(after)
+        if not self._kept:
+            return None
+        return Delivery(self._kept[0], await self.journal.do(journal.batch_bodies(self._kept[0])))
+
+    async def _forget(self, up_to: int) -> None:
+        if any(number <= up_to for number in self._kept):
+            await self.journal.do(journal.forget_batches(up_to))
+            self._kept = [number for number in self._kept if number > up_to]
+
+    async def _make(self, after: int | None) -> Delivery | None:
+        assert self.registration is not None
+        minimums = {e.id: e.min_batch_allocation for e in self.envs if e.connected and e.min_batch_allocation}
+        batch = next_batch(self.waiting, self.registration.batch_size, minimums)
+        if batch is None:
+            return None
+        number, step = max(self.last_batch, after or 0) + 1, self.step + 1
+        ids = {group.id for group in batch}
+        bodies = await self.journal.do(journal.make_batch(number, sorted(ids), step))
+        self.waiting = [group for group in self.waiting if group.id not in ids]
+        self.waiting_sequences -= self.registration.batch_size
+        self.last_batch, self.step = number, step
+        self._kept.append(number)
+        if after is None:  # a trainer that cannot say what it has got what it asked for before
+            await self._forget(number - 1)
+        return Delivery(number, bodies)
+
+    def env_status(self, env_id: int) -> dict[str, Any]:
+        """What an environment steers its workers by. Sizes are in groups of its own size."""
+        env = self.env(env_id)
+        own = [g.sequences for g in self.waiting if g.env_id == env_id]
+        group_size = max(env.group_size, *own, 0)
+        largest = max((g.sequences for g in self.waiting), default=1)
+        connected = [e for e in self.envs if e.connected]
+        total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
+        share = env.max_token_length * env.weight / total if total > 0 else 1.0
+        allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
+        return {
+            "current_step": self.step,
+            "num_steps": self.registration.num_steps if self.registration else 0,
+            "queue_size": (sum(own) + self._free_of_others(env_id)) // group_size,
+            "unallocated_fraction": 1.0 - min(allocated, 1.0),
+            "self_queue_size": sum(own) // group_size,
+            "max_group_size": largest,
+            "env_weight": max(_LEAST_WEIGHT, share),
+        }
+
+    def _free_of_others(self, env_id: int) -> int:
+        """Sequences of other environments beyond what their own minimum will take."""
+        batch_size = self.registration.batch_size if self.registration else 0
+        counts: dict[int | None, int] = {}
+        for group in self.waiting:
+            counts[group.env_id] = counts.get(group.env_id, 0) + group.sequences
+        theirs = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in self.envs if e.connected}
+        return sum(max(0, n - (0 if e is None else theirs.get(e, 0))) for e, n in counts.items() if e != env_id)
+
+    async def reset(self) -> None:
+        async with self._taking:
+            await self.journal.do(journal.clear)
+            self._load()

@@ -1,0 +1,164 @@
+"""What the trajectory API must not forget, in one SQLite file. An answer is given only after the disk has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from palestra.core.errors import PalestraError
+from palestra.wire.packing import Queued
+
+T = TypeVar("T")
+Change = Callable[[sqlite3.Connection], Any]
+
+_KEYS_KEPT = 100_000
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    env_id INTEGER,
+    sequences INTEGER NOT NULL,
+    batch INTEGER,
+    body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_batch ON groups (batch);
+CREATE TABLE IF NOT EXISTS posts (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL);
+"""
+
+
+class Journal:
+    """One thread writes; the changes that wait together share a commit, so that many clients cost few flushes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "trajectories.sqlite"
+        self._thread = ThreadPoolExecutor(1, "palestra-journal")
+        self._waiting: list[tuple[Change, asyncio.Future[Any]]] = []
+        self._worker: asyncio.Task[None] | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db = self._thread.submit(self._open).result()
+        except (OSError, sqlite3.Error) as error:
+            self._thread.shutdown()
+            raise PalestraError(f"{self.path} cannot be used ({error}); choose another --folder") from None
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=1.0, isolation_level=None)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # two servers on one folder would deliver twice
+        db.executescript(_TABLES)
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("COMMIT")
+        return db
+
+    def close(self) -> None:
+        self._thread.submit(self._db.close)
+        self._thread.shutdown()
+
+    async def do(self, change: Callable[[sqlite3.Connection], T]) -> T:
+        """Apply a change; returns once it is on disk. What fails leaves nothing behind."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((change, done))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await asyncio.shield(done)
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            together, self._waiting = self._waiting, []
+            changes = [change for change, _ in together]
+            try:
+                results = await loop.run_in_executor(self._thread, self._commit, changes)
+            except Exception as error:
+                results = [error] * len(together)
+            for (_, done), result in zip(together, results, strict=True):
+                if isinstance(result, Exception):
+                    done.set_exception(result)
+                    done.exception()  # a client that went away leaves nobody to read it
+                else:
+                    done.set_result(result)
+
+    def _commit(self, changes: Sequence[Change]) -> list[Any]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            results = [change(self._db) for change in changes]
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        return results
+
+    def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """Ask something and wait for it: for the start, before anybody is served."""
+        return self._thread.submit(query, self._db).result()
+
+
+def facts(db: sqlite3.Connection) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM facts")}
+
+
+def set_facts(**values: Any) -> Change:
+    rows = [(name, json.dumps(value)) for name, value in values.items()]
+    return lambda db: db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows).rowcount
+
+
+def add_groups(rows: Sequence[tuple[int | None, int, bytes]], key: str | None) -> Callable[[Any], list[int] | None]:
+    """Queue (env_id, sequences, body) rows and give their ids; None when this key was seen before."""
+
+    def change(db: sqlite3.Connection) -> list[int] | None:
+        if key is not None:
+            if db.execute("SELECT 1 FROM posts WHERE key = ?", (key,)).fetchone():
+                return None
+            last = db.execute("INSERT INTO posts (key) VALUES (?)", (key,)).lastrowid
+            db.execute("DELETE FROM posts WHERE id <= ?", ((last or 0) - _KEYS_KEPT,))
+        insert = "INSERT INTO groups (env_id, sequences, body) VALUES (?, ?, ?)"
+        return [int(db.execute(insert, row).lastrowid or 0) for row in rows]
+
+    return change
+
+
+def make_batch(number: int, ids: Sequence[int], step: int) -> Callable[[Any], list[bytes]]:
+    """Number the groups of a batch and give their bodies in order."""
+
+    def change(db: sqlite3.Connection) -> list[bytes]:
+        db.executemany("UPDATE groups SET batch = ? WHERE id = ?", [(number, i) for i in ids])
+        set_facts(step=step, last_batch=number)(db)
+        return batch_bodies(number)(db)
+
+    return change
+
+
+def batch_bodies(number: int) -> Callable[[sqlite3.Connection], list[bytes]]:
+    return lambda db: [body for (body,) in db.execute("SELECT body FROM groups WHERE batch = ? ORDER BY id", (number,))]
+
+
+def forget_batches(up_to: int) -> Change:
+    """The trainer has these batches; their groups need not be kept."""
+    return lambda db: db.execute("DELETE FROM groups WHERE batch <= ?", (up_to,)).rowcount
+
+
+def waiting_groups(db: sqlite3.Connection) -> list[Queued]:
+    rows = db.execute("SELECT id, env_id, sequences FROM groups WHERE batch IS NULL ORDER BY id")
+    return [Queued(*row) for row in rows]
+
+
+def kept_batches(db: sqlite3.Connection) -> list[int]:
+    rows = db.execute("SELECT DISTINCT batch FROM groups WHERE batch IS NOT NULL ORDER BY batch")
+    return [number for (number,) in rows]
+
+
+def latest_body(db: sqlite3.Connection) -> bytes | None:
+    row = db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
+    return bytes(row[0]) if row else None
+
+
+def clear(db: sqlite3.Connection) -> None:
+    for table in ("facts", "groups", "posts"):
+        db.execute(f"DELETE FROM {table}")

@@ -1,0 +1,127 @@
+"""The short forward of plain decoders: the module's numbers and newest weights; other models run as they are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from palestra.core.types import SamplingParams
+from palestra.engine.cpu.fast_decoder import LeanDecoder
+from palestra.engine.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
+from engine_families import tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
+PROMPT = [5, 17, 99, 23, 64, 3, 42]
+
+
+def gap_to_the_module(engine: Engine, model: Any) -> float:
+    """Largest difference of a turn's logprobs to the plain forward's."""
+    session = engine.open(PROMPT)
+    [turn] = engine.sample([session], GREEDY)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([session.token_ids])).logits[0].log_softmax(-1)
+    engine.close(session)
+    expected = logprobs[len(PROMPT) - 1 : -1].max(-1).values
+    return float((expected - torch.tensor(turn.logprobs)).abs().max())
+
+
+def takes_the_short_way(engine: Engine) -> bool:
+    return engine.runner.lean is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+def test_plain_decoders_take_the_short_way(family: str) -> None:
+    assert takes_the_short_way(Engine(tiny_model(family), kv_memory_gib=0.01))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "olmo2", "qwen3_moe", "granite"])
+def test_other_shapes_run_through_their_module(family: str) -> None:
+    assert not takes_the_short_way(Engine(tiny_model(family), kv_memory_gib=0.01))
+
+
+def test_biases_and_norm_weights_are_not_forgotten() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter) * 0.3)
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert takes_the_short_way(engine)
+    assert gap_to_the_module(engine, model) <= 1e-5
+
+
+def test_new_weights_are_seen_at_the_next_token() -> None:
+    model = tiny_model("qwen3")
+    engine = Engine(model, kv_memory_gib=0.01)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert gap_to_the_module(engine, model) <= 1e-5, "an ordinary write in place needs no word to the engine"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model(input_ids=torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+    optimizer.step()
+    engine.weights_changed(1)
+    assert gap_to_the_module(engine, model) <= 1e-5
+
+
+def test_a_hook_on_a_module_keeps_it_on_the_way() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert not takes_the_short_way(engine)
+    assert gap_to_the_module(engine, model) <= 1e-5
+
+
+def test_numbers_that_differ_from_the_module_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    assert takes_the_short_way(Engine(model, kv_memory_gib=0.01))
+    kind = type(model.model.layers[1].self_attn)
+    kind.use_rope = False  # only the short way reads it in this family
+    try:
+        assert LeanDecoder.of(model) is None
+    finally:
+        del kind.use_rope
+    assert "differs" in caplog.text
+
+
+class Backwards(LeanDecoder):
+    """A decoder that has its logits in the wrong order."""
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        return super().__call__(*arguments).flip(-1)
+
+
+class Broken(LeanDecoder):
+    """A decoder that this machine cannot run."""
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        raise RuntimeError("out of resources")
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Backwards, "lean way differs"), (Broken, "out of resources")])
+def test_a_lean_way_that_goes_wrong_is_given_up_at_load(
+    kind: type[LeanDecoder], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(LeanDecoder, "of", kind)
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert not takes_the_short_way(engine)
+    assert reason in caplog.text
+    assert gap_to_the_module(engine, model) <= 1e-5
+    assert engine.pool.free == engine.pool.pages
+
+
+def test_a_window_that_the_family_does_not_heed_is_not_heeded() -> None:
+    model = tiny_model("llama")
+    model.config.sliding_window = 3
+    engine = Engine(model, kv_memory_gib=0.01)
+    assert takes_the_short_way(engine)
+    assert gap_to_the_module(engine, model) <= 1e-5

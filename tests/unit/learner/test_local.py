@@ -1,0 +1,322 @@
+"""The local learner: one step, its metrics, its failures, and going on after a save."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Sample
+from palestra.learner.local import LocalLearner
+from palestra.learner.lora import add_lora
+from palestra.learner.optimizer import learning_rate_at
+
+VOCABULARY = 64
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=VOCABULARY,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def settings(**sections: dict[str, Any]) -> RunConfig:
+    base = {"train": {"learning_rate": 1e-3}, "rollout": {"temperature": 1.0, "max_new_tokens": 16}}
+    return RunConfig.build(base, sections)
+
+
+def make_samples(version: int = 0, groups: int = 2, siblings: int = 3, seed: int = 0) -> list[Sample]:
+    """Groups whose rows have a tool result (tokens 3 and 4 of the completion) among the model's tokens."""
+    rng = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(5 + group)]
+        for sibling in range(siblings):
+            n, p = 7 + 2 * sibling, len(prompt)
+            tokens = prompt + [rng.randrange(VOCABULARY) for _ in range(n)]
+            trained = [False] * p + [i not in (3, 4) for i in range(n)]
+            observed = [False] * p + [i in (3, 4) for i in range(n)]
+            logprobs = [-4.0 if t else 0.0 for t in trained]
+            advantage = float(sibling - 1)
+            samples.append(
+                Sample(tuple(tokens), tuple(trained), tuple(observed), tuple(logprobs), advantage, group, p, version)
+            )
+    return samples
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def first_step(config: RunConfig, samples: list[Sample] | None = None) -> tuple[dict[str, float], list[torch.Tensor]]:
+    learner = LocalLearner(build(), config=config)
+    metrics = learner.step(samples or make_samples(), config.train)
+    return metrics, weights(learner.model)
+
+
+def test_a_step_reports_what_an_engineer_looks_at() -> None:
+    metrics, _ = first_step(settings())
+    for name in (
+        "loss",
+        "policy_loss",
+        "entropy",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "ratio_mean",
+        "ratio_max",
+        "kl_sampler",
+        "grad_norm",
+        "learning_rate",
+        "tokens_trained",
+        "train_tokens_per_s",
+        "train_seconds",
+        "peak_memory_gib",
+    ):
+        assert name in metrics, name
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["tokens_trained"] == sum(sum(s.trained) for s in make_samples())
+
+
+def test_learning_raises_the_logprob_of_what_was_rewarded() -> None:
+    config = settings(train={"learning_rate": 3e-3})
+    learner = LocalLearner(build(), config=config)
+    good = [s for s in make_samples() if s.advantage >= 0]
+
+    def mean_logprob() -> float:
+        ids = torch.tensor([good[1].token_ids])
+        logp = torch.log_softmax(learner.model(ids).logits[0, :-1], -1)
+        return logp.gather(-1, ids[0, 1:, None]).mean().item()
+
+    before = mean_logprob()
+    for _ in range(10):
+        learner.step(make_samples(learner.version), config.train)
+        learner.publish()
+    assert mean_logprob() > before + 0.5
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo"])
+def test_the_size_of_micro_batches_changes_nothing(loss: str) -> None:
+    whole, one = first_step(settings(train={"loss": loss}, echo={"coefficient": 0.1}))
+    parts, two = first_step(settings(train={"loss": loss, "tokens_per_micro_batch": 20}, echo={"coefficient": 0.1}))
+    for name in ("loss", "policy_loss", "echo_loss", "grad_norm", "entropy"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3 * 0.2)
+
+
+def test_sharing_the_prompt_changes_nothing() -> None:
+    shared, _ = first_step(settings())
+    apart, _ = first_step(settings(train={"share_prefix": False}))
+    assert shared["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
+    assert shared["tokens_computed"] < apart["tokens_computed"]
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    kept, one = first_step(settings())
+    recomputed, two = first_step(settings(model={"gradient_checkpointing": True}))
+    assert kept["grad_norm"] == recomputed["grad_norm"]
+    assert same(one, two)
+
+
+def test_the_echo_term_is_the_cross_entropy_on_tool_results() -> None:
+    samples = make_samples()
+    metrics, _ = first_step(settings(echo={"coefficient": 0.05}), samples)
+    model, total, count = build(), 0.0, 0
+    for sample in samples:
+        ids = torch.tensor([sample.token_ids])
+        logp = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        observed = torch.tensor(sample.observed)[1:]
+        total -= logp[observed].sum().item()
+        count += int(observed.sum())
+    assert metrics["echo_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.05 * metrics["echo_loss"], rel=1e-6)
+
+
+def test_a_vanishing_echo_leaves_the_policy_term_alone() -> None:
+    without, one = first_step(settings())
+    with_echo, two = first_step(settings(echo={"coefficient": 1e-12}))
+    assert with_echo["policy_loss"] == without["policy_loss"]
+    assert with_echo["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-6)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_several_passes_measure_the_ratio_against_the_first() -> None:
+    metrics, _ = first_step(settings(train={"iterations": 3, "learning_rate": 1e-2}))
+    assert metrics["ratio_max"] > 1.01
+    split, _ = first_step(settings(train={"minibatches": 2, "learning_rate": 1e-2}))
+    assert split["ratio_max"] > 1.001  # the second minibatch meets weights that the first one moved
+
+
+def test_stale_rows_are_compared_with_the_policy_that_made_them() -> None:
+    metrics, _ = first_step(settings(), make_samples(version=7))
+    assert metrics["ratio_max"] != 1.0  # the sampler's logprobs were -4.0
+
+
+def test_a_reference_is_the_model_as_it_was() -> None:
+    config = settings(train={"beta": 0.1})
+    learner = LocalLearner(build(), config=config)
+    first = learner.step(make_samples(), config.train)
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    second = learner.step(make_samples(), config.train)
+    assert second["kl_reference"] > 1e-6
+
+
+def test_with_adapters_the_reference_is_the_disabled_adapter() -> None:
+    config = settings(train={"beta": 0.1, "learning_rate": 1e-2}, lora={"r": 4, "dropout": 0.0})
+    learner = LocalLearner(add_lora(build(), config.lora), config=config)
+    base = [p.detach().clone() for p in learner.model.parameters() if not p.requires_grad]
+    assert learner.step(make_samples(), config.train)["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert learner.step(make_samples(), config.train)["kl_reference"] > 1e-6
+    assert same(base, [p.detach() for p in learner.model.parameters() if not p.requires_grad])
+
+
+def test_an_infinite_loss_names_step_and_group_and_changes_no_weight() -> None:
+    config = settings()
+    learner = LocalLearner(build(), config=config)
+    learner.step(make_samples(), config.train)
+    before = weights(learner.model)
+    samples = make_samples(version=7)
+    broken = samples[4]
+    logprobs = tuple(float("nan") if t else 0.0 for t in broken.trained)
+    samples[4] = Sample(
+        broken.token_ids, broken.trained, broken.observed, logprobs, 1.0, broken.group, broken.prompt_length, 7
+    )
+    with pytest.raises(PalestraError, match=r"step 1, group 1: the loss is nan"):
+        learner.step(samples, config.train)
+    assert same(before, weights(learner.model))
+    learner.step(make_samples(), config.train)  # and the learner can go on
+
+
+def test_a_nan_advantage_is_refused_by_group() -> None:
+    sample = make_samples()[0]
+    bad = Sample(sample.token_ids, sample.trained, sample.observed, sample.logprobs, float("nan"), 3, 5)
+    with pytest.raises(PalestraError, match="group 3"):
+        first_step(settings(), [bad])
+
+
+def test_rows_without_trained_tokens_train_nothing() -> None:
+    sample = make_samples()[0]
+    n = len(sample.token_ids)
+    masked = Sample(sample.token_ids, (False,) * n, (False,) * n, (0.0,) * n, 1.0, 0, 5)
+    metrics, after = first_step(settings(), [masked])
+    assert metrics["loss"] == 0.0
+    assert same(after, weights(build()))
+
+
+def test_the_entropy_controller_raises_the_bonus_while_entropy_is_low() -> None:
+    config = settings(train={"target_entropy": 100.0})
+    learner = LocalLearner(build(), config=config)
+    learner.step(make_samples(), config.train)
+    assert learner.entropy_coefficient > 0
+    with_bonus = learner.step(make_samples(), config.train)
+    assert with_bonus["loss"] < with_bonus["policy_loss"]
+
+
+def test_a_step_with_nothing_to_learn_moves_the_schedules_on() -> None:
+    config = settings(train={"learning_rate": 1e-2, "scheduler": "linear", "max_steps": 4})
+    learner = LocalLearner(build(), config=config)
+    rates = [learner.step(make_samples(), config.train)["learning_rate"]]
+    learner.skip()
+    rates.append(learner.step(make_samples(), config.train)["learning_rate"])
+    assert rates == [learning_rate_at(0, config.train, 4), learning_rate_at(2, config.train, 4)]
+    assert rates[1] < rates[0]
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    return {
+        "full": {},
+        "lora": {"lora": {"r": 4}},
+        "master": {"model": {"master_weights": True}},
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_a_saved_learner_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    config = settings(
+        train={"learning_rate": 1e-2, "scheduler": "cosine", "max_steps": 6, "target_entropy": 2.0}, **variants()[name]
+    )
+
+    def fresh() -> LocalLearner:
+        model = build(torch.bfloat16 if name == "master" else torch.float32)
+        return LocalLearner(add_lora(model, config.lora) if name == "lora" else model, config=config)
+
+    def go_on(learner: LocalLearner, steps: int) -> list[dict[str, float]]:
+        timed = ("train_seconds", "train_tokens_per_s", "peak_memory_gib")
+        found = []
+        for _ in range(steps):
+            metrics = learner.step(make_samples(learner.version, seed=learner.steps), config.train)
+            learner.publish()
+            found.append({k: v for k, v in metrics.items() if k not in timed})
+        return found
+
+    straight = fresh()
+    torch.manual_seed(5)
+    go_on(straight, 2)
+    straight.save(tmp_path)
+    expected = go_on(straight, 3)
+
+    resumed = fresh()
+    torch.manual_seed(99)
+    resumed.load(tmp_path)
+    assert resumed.version == 2
+    assert go_on(resumed, 3) == expected
+    assert same(weights(straight.model), weights(resumed.model))
+    saved = {p.name for p in tmp_path.iterdir()}
+    assert ("adapter_model.safetensors" in saved) == (name == "lora")
+    assert ("model.safetensors" in saved) == (name != "lora")
+
+
+@pytest.mark.parametrize("file", ["learner.pt", "model.safetensors"])
+def test_a_checkpoint_with_a_missing_or_corrupt_file_is_refused_by_name(file: str, tmp_path: Path) -> None:
+    config = settings()
+    learner = LocalLearner(build(), config=config)
+    learner.save(tmp_path)
+    (tmp_path / file).write_bytes(b"not a checkpoint at all")
+    with pytest.raises(PalestraError, match=file):
+        LocalLearner(build(), config=config).load(tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(PalestraError, match=f"{file} is missing"):
+        LocalLearner(build(), config=config).load(tmp_path)
+
+
+def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
+    config = settings(train={"learning_rate": 1e-6}, model={"master_weights": True})
+    learner = LocalLearner(build(torch.bfloat16), config=config)
+    masters = [m.clone() for m in learner._optimizer.masters]
+    learner.step(make_samples(), config.train)
+    moved = [not torch.equal(a, b) for a, b in zip(masters, learner._optimizer.masters, strict=True)]
+    assert all(moved)
+    for weight, master in zip(learner._optimizer.weights, learner._optimizer.masters, strict=True):
+        assert torch.equal(weight, master.to(torch.bfloat16))
+
+
+def test_lora_without_an_adapter_is_refused() -> None:
+    with pytest.raises(PalestraError, match="add_lora"):
+        LocalLearner(build(), config=settings(lora={"r": 4}))
+
+
+def test_the_learner_leaves_the_callers_model_mode_alone() -> None:
+    config = settings()
+    model = build().eval()
+    LocalLearner(model, config=config).step(make_samples(), config.train)
+    assert not model.training

@@ -1,0 +1,51 @@
+"""Adapters: which layers, and what cannot be had here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from palestra.core.config import LoraSection
+from palestra.core.errors import PalestraError
+from palestra.learner.lora import add_lora, build_peft_config, quantization_config
+
+
+def build() -> torch.nn.Module:
+    config = Qwen3Config(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        vocab_size=32,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_all_linear_layers_but_the_head_get_an_adapter_by_default() -> None:
+    model = add_lora(build(), LoraSection(r=4))
+    adapted = {name.split(".lora_A")[0].split(".")[-1] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_the_peft_config_carries_the_section() -> None:
+    config = build_peft_config(LoraSection(r=8, alpha=16, dropout=0.1, target_modules=["q_proj"]))
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (8, 16, 0.1)
+    assert set(config.target_modules) == {"q_proj"}
+    with pytest.raises(PalestraError, match=r"lora\.r=0"):
+        build_peft_config(LoraSection())
+
+
+def test_modules_that_do_not_exist_are_named() -> None:
+    with pytest.raises(PalestraError, match="nowhere"):
+        add_lora(build(), LoraSection(r=4, target_modules=["nowhere"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_four_bits_without_a_gpu_is_a_clear_error() -> None:
+    assert quantization_config(LoraSection(r=4)) is None
+    with pytest.raises(PalestraError, match="CUDA"):
+        quantization_config(LoraSection(r=4, load_in_4bit=True))

@@ -1,0 +1,171 @@
+"""An environment's side of the wire: sampling over HTTP, and posting no more than the trainer has use for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import SamplingParams
+from palestra.envs.load import load_env
+from palestra.policy.remote import RemotePolicy
+from palestra.rollout.collect import Collector
+from palestra.serve.inference import inference_app
+from palestra.train.loop import Watcher
+from palestra.train.serving import load_completer
+from palestra.train.setup import build_collectors
+from palestra.wire.client import WireClient
+from palestra.wire.feed import Feed
+from palestra.wire.server import trajectory_app
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "my_first_env.py"
+SHORT = SamplingParams(max_new_tokens=12, seed=5)
+
+
+class Notes(Watcher):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_completer("palestra/tiny")
+
+
+@pytest.fixture(scope="module")
+def model_url(serve, model) -> str:
+    return serve(inference_app(model))
+
+
+@pytest.fixture
+def api(serve, tmp_path) -> httpx.Client:
+    return httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30)
+
+
+def register_trainer(api: httpx.Client, **more: int) -> None:
+    settings = {"batch_size": 4, "max_token_len": 512, "num_steps": 2} | more
+    assert api.post("/register", json=settings).status_code == 200
+    assert api.get("/batch").json() == {"batch": None}
+
+
+def make_feed(api: httpx.Client, model, model_url: str, **settings) -> tuple[Feed, Notes]:
+    env, notes = load_env(str(EXAMPLE), {}), Notes()
+    settings = {"rollout.group_size": 2, "rollout.max_new_tokens": 16, "train.filter_equal_groups": False} | settings
+    config = RunConfig.build(settings)
+
+    async def make_collector() -> Collector:
+        return build_collectors(env, RemotePolicy(model_url, give_up_s=0), ChatFormat(model.tokenizer), config)[0]
+
+    wire = WireClient(str(api.base_url), gone_s=0)
+    return Feed(env.name, env.problems("train"), make_collector, config, wire, notes), notes
+
+
+def test_sampling_over_http_gives_the_tokens_and_logprobs_of_the_policy_itself(model, model_url):
+    async def turns(policy):
+        first, second = policy.fork(policy.open([5, 6, 7, 8]), 2)
+        one = await policy.sample(first, SHORT)
+        policy.append(first, [9, 10])
+        two = await policy.sample(first, SHORT)
+        held = list(first.token_ids), list(second.token_ids)
+        policy.close(first)
+        policy.close(second)
+        return one, two, held
+
+    remote = RemotePolicy(f"{model_url}/v1")
+    assert asyncio.run(remote.model_name()) == "palestra/tiny"
+    one, two, held = asyncio.run(turns(remote))
+    assert held == ([5, 6, 7, 8, *one.token_ids, 9, 10, *two.token_ids], [5, 6, 7, 8])
+    own = load_completer("palestra/tiny").policy
+    own_one, own_two, _ = asyncio.run(turns(own))
+    assert (one.token_ids, two.token_ids) == (own_one.token_ids, own_two.token_ids)
+    assert one.logprobs == pytest.approx(own_one.logprobs, abs=1e-5)
+    assert two.logprobs == pytest.approx(own_two.logprobs, abs=1e-5)
+
+
+def test_a_conversation_that_the_server_refuses_fails_the_rollout(model_url):
+    policy = RemotePolicy(model_url)
+    with pytest.raises(RolloutError, match="the context holds"):
+        asyncio.run(policy.sample(policy.open([5] * 100_000), SHORT))
+
+
+def test_nothing_runs_ahead_of_the_trainer_by_more_than_a_batch(api, model, model_url):
+    register_trainer(api)
+    feed, notes = make_feed(api, model, model_url)
+
+    async def main() -> list[dict]:
+        running = asyncio.create_task(feed.run())
+        while feed.posted_groups < 2:
+            assert not running.done()
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.6)
+        assert feed.posted_groups == 2
+        batches = []
+        while len(batches) < 2:
+            answer = await asyncio.to_thread(lambda: api.get("/batch").json())
+            batches += [answer["batch"]] if answer["batch"] else []
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(running, 20)
+        return [group for batch in batches for group in batch]
+
+    groups = asyncio.run(main())
+    assert len(groups) == 4
+    assert len({str(group["tokens"]) for group in groups}) == 4
+    assert all(group["env_id"] == 0 and len(group["tokens"]) == 2 for group in groups)
+    assert notes.said[-1] == "the trainer has all the groups that it asked for"
+
+
+def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
+    register_trainer(api)
+    feed, notes = make_feed(api, model, model_url)
+    make = feed.make_collector
+
+    async def make_and_lose() -> Collector:
+        feed.wire = WireClient("http://127.0.0.1:9", gone_s=0)
+        return await make()
+
+    feed.make_collector = make_and_lose
+    asyncio.run(feed.run())
+    assert "the trajectory API went away" in notes.said[-1]
+
+
+def test_groups_that_cannot_fill_a_batch_are_told_with_the_remedy(api, model, model_url):
+    register_trainer(api, batch_size=8)
+    feed, _ = make_feed(api, model, model_url, **{"rollout.group_size": 3})
+    with pytest.raises(PalestraError, match=r"same --rollout\.group_size"):
+        asyncio.run(feed.run())
+
+
+def test_a_training_that_is_over_is_not_fed_but_the_next_is_waited_for(api, model, model_url):
+    register_trainer(api, num_steps=0)
+    feed, notes = make_feed(api, model, model_url)
+
+    async def main() -> None:
+        running = asyncio.create_task(feed.run())
+        while not any("waiting for the next" in text for text in notes.said):
+            assert not running.done()
+            await asyncio.sleep(0.02)
+        assert feed.posted_groups == 0
+        await asyncio.to_thread(register_trainer, api, num_steps=1)
+        while not await asyncio.to_thread(lambda: api.get("/batch").json()["batch"]):
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(main())
+    assert feed.posted_groups >= 2
+
+
+def test_an_inference_server_that_is_never_there_ends_it_with_the_reason(api, model, monkeypatch):
+    monkeypatch.setattr("palestra.wire.feed._RETRY_S", 0.01)
+    register_trainer(api)
+    feed, notes = make_feed(api, model, "http://127.0.0.1:9")
+    with pytest.raises(PalestraError, match="--serve-port"):
+        asyncio.run(feed.run())
+    assert sum("every rollout failed" in text for text in notes.said) == 7

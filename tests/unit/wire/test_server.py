@@ -1,0 +1,163 @@
+"""The trajectory API over HTTP: the protocol's answers, and bad input that is refused in words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import httpx
+import pytest
+
+from palestra.wire.server import trajectory_app
+
+REGISTRATION = {
+    "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": "c",
+    "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10,
+}  # fmt: skip
+ENV = {"max_token_length": 128, "desired_name": "sums", "weight": 1.0, "group_size": 2}
+
+
+def group(**changes):
+    plain = {"tokens": [[1, 2, 3], [1, 2, 4]], "masks": [[-100, 2, 3], [-100, 2, 4]], "scores": [1.0, 0.0]}
+    return plain | changes
+
+
+@pytest.fixture
+def api(serve, tmp_path):
+    with httpx.Client(base_url=serve(trajectory_app(tmp_path / "wire", max_body_mib=1)), timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def trained(api):
+    """A registered trainer that has asked, and one environment."""
+    api.post("/register", json=REGISTRATION)
+    api.get("/batch")
+    assert api.post("/register-env", json=ENV).json()["status"] == "success"
+    return api
+
+
+def test_nothing_fails_before_anybody_registered(api):
+    assert api.get("/").status_code == 200
+    assert api.get("/batch").json()["batch"] is None
+    assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
+    assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
+    assert api.get("/wandb_info").json() == {"group": None, "project": None}
+    assert api.get("/latest_example").json()["tokens"] == []
+    assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
+    for method, path in (("GET", "/status-env"), ("POST", "/disconnect-env")):
+        assert api.request(method, path, json={"env_id": 0}).status_code == 404
+    assert api.get("/reset_data").status_code == 200
+
+
+def test_environment_waits_until_the_trainer_asks_for_its_first_batch(api):
+    assert isinstance(api.post("/register", json=REGISTRATION).json()["uuid"], int)
+    assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
+    assert api.get("/batch").json() == {"batch": None}
+    assert api.post("/register-env", json=ENV).json() == {
+        "status": "success", "env_id": 0, "wandb_name": "sums_0", "checkpoint_dir": "c", "starting_step": 0,
+        "checkpoint_interval": 5, "num_steps": 10,
+    }  # fmt: skip
+    assert api.post("/register-env", json=ENV).json()["wandb_name"] == "sums_1"
+
+
+def test_groups_go_round_with_every_field(trained):
+    whole = group(
+        env_id=0, advantages=[[0.0, 1.0, 1.0]] * 2, inference_logprobs=[[1.0, -0.5, -0.25]] * 2, ref_logprobs=[],
+        messages=[[{"role": "user", "content": "hi"}]] * 2, overrides=[{}, {"set_advantage_to_zero": True}],
+        group_overrides={"group_size": 2}, generation_params={"temperature": 1.0}, images=[],
+    )  # fmt: skip
+    assert trained.post("/scored_data", json=whole).json() == {"status": "received"}
+    packed = gzip.compress(json.dumps([group(env_id=0, scores=[0.25, 0.5])]).encode())
+    answer = trained.post("/scored_data_list", content=packed, headers={"Content-Encoding": "gzip"})
+    assert answer.json() == {"status": "received", "groups_processed": 1}
+    status = trained.request("GET", "/status-env", json={"env_id": 0}).json()
+    assert (status["queue_size"], status["self_queue_size"], status["max_group_size"]) == (2, 2, 2)
+    first, second = trained.get("/batch").json()["batch"]
+    assert {key: first[key] for key in whole if whole[key] != []} == {k: v for k, v in whole.items() if v != []}
+    assert first["ref_logprobs"] is None
+    assert second["scores"] == [0.25, 0.5]
+    assert trained.get("/batch").json() == {"batch": None}
+    assert trained.get("/status").json() == {"current_step": 1, "queue_size": 0}
+    assert trained.get("/latest_example").json()["scores"] == [0.25, 0.5]
+    assert trained.get("/reset_data").text == "Reset successful"
+    assert trained.get("/info").json()["batch_size"] == -1
+
+
+BAD = {
+    "no tokens": ({"tokens": []}, "tokens"),
+    "an empty sequence": ({"tokens": [[], [1, 2, 4]]}, "sequence 0 is empty"),
+    "a mask too short": ({"masks": [[-100, 2], [-100, 2, 4]]}, "masks: sequence 0 has 2 entries"),
+    "a mask missing": ({"masks": [[-100, 2, 3]]}, "masks has 1 entries"),
+    "a score missing": ({"scores": [1.0]}, "scores has 1 entries"),
+    "a score that is a word": ({"scores": [1.0, "good"]}, "scores.1"),
+    "no scores": ({"scores": None}, "scores"),
+    "tokens that are text": ({"tokens": "abc"}, "tokens"),
+    "a negative token": ({"tokens": [[1, 2, -3], [1, 2, 4]]}, "tokens.0.2"),
+    "too few logprobs": ({"inference_logprobs": [[-0.5]] * 2}, "inference_logprobs: sequence 0"),
+    "advantages for one": ({"advantages": [[0.0, 1.0, 1.0]]}, "advantages has 1"),
+    "messages without roles": ({"messages": [[{"text": "hi"}]] * 2}, "'role' and 'content'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_malformed_group_is_refused_with_the_reason(trained, case):
+    changes, words = BAD[case]
+    answer = trained.post("/scored_data", json=group(**changes))
+    assert answer.status_code == 422
+    assert words in answer.json()["error"]["message"]
+    assert trained.get("/status").json()["queue_size"] == 0
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_scores_that_are_no_numbers_are_refused(trained, score):
+    body = json.dumps(group(scores=[1.0, score]))
+    assert trained.post("/scored_data", content=body).status_code == 422
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"null", b'{"a": 1}', b"\xff\xfe", b"[" * 100_000])
+def test_body_that_is_no_group_is_refused(trained, body):
+    for path in ("/scored_data", "/scored_data_list", "/register", "/register-env"):
+        assert 400 <= trained.post(path, content=body).status_code < 500
+
+
+def test_unknown_environment_and_a_group_that_no_batch_can_hold_are_refused(trained):
+    assert trained.post("/scored_data", json=group(env_id=7)).status_code == 404
+    large = group(tokens=[[1]] * 5, masks=[[1]] * 5, scores=[0.0] * 5)
+    answer = trained.post("/scored_data", json=large)
+    assert answer.status_code == 400
+    assert "never be delivered" in answer.json()["error"]["message"]
+
+
+def test_list_with_one_bad_group_is_refused_whole(trained):
+    assert trained.post("/scored_data_list", json=[group(), group(scores=[1.0])]).status_code == 422
+    assert trained.get("/status").json()["queue_size"] == 0
+
+
+def test_body_that_is_too_large_is_refused_packed_or_not(trained):
+    large = b" " * (3 << 20)
+    assert trained.post("/scored_data", content=large).status_code == 413
+    packed = trained.post("/scored_data", content=gzip.compress(large), headers={"Content-Encoding": "gzip"})
+    assert packed.status_code == 413
+    for broken in (b"not gzip", gzip.compress(large)[:-10]):
+        answer = trained.post("/scored_data", content=broken, headers={"Content-Encoding": "gzip"})
+        assert answer.status_code in (400, 413)
+    assert trained.post("/scored_data", json=group()).status_code == 200
+
+
+def test_full_queue_asks_to_come_again(serve, tmp_path):
+    with httpx.Client(base_url=serve(trajectory_app(tmp_path / "small", max_waiting=2))) as api:
+        assert api.post("/scored_data", json=group()).status_code == 200
+        answer = api.post("/scored_data", json=group())
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+
+
+def test_token_is_asked_for_and_other_sites_are_not_answered(serve, tmp_path):
+    url = serve(trajectory_app(tmp_path / "locked", token="secret"))
+    assert httpx.get(f"{url}/status").status_code == 401
+    assert httpx.get(f"{url}/status", headers={"Authorization": "Bearer secret"}).status_code == 200
+    url = serve(trajectory_app(tmp_path / "open"))
+    assert httpx.get(f"{url}/status", headers={"Origin": "https://example.org"}).status_code == 403
+    assert httpx.get(f"{url}/status", headers={"Host": "example.org"}).status_code == 403
