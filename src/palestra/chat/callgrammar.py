@@ -1,16 +1,16 @@
 """Grammars for sampling: inside of a tool call only a tool at hand and arguments that fit its JSON schema.
 
->>> grammar = CallGrammars(tokenizer, HERMES).of([tool.schema])         # doctest: +SKIP
->>> SamplingParams(max_new_tokens=64, grammar=grammar)
+>>> SamplingParams(max_new_tokens=64, grammar=json.dumps([tool.schema]))         # doctest: +SKIP
+>>> compile_grammar = grammar_compiler(tokenizer)                                # on the side that samples
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm
+from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm, form_of
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 _OPEN = OPEN.encode()
 _SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
 _KEPT = 256  # grammars; environments may make up tools for every problem
+
+
+def grammar_compiler(tokenizer: Any) -> Callable[[str], CallGrammar]:
+    """Text (the JSON of tools' schemas) -> the grammar that a sampler follows; llguidance is loaded at the first."""
+    made: list[CallGrammars] = []
+
+    def compile_grammar(text: str) -> CallGrammar:
+        if not made:
+            made.append(CallGrammars(tokenizer, form_of(getattr(tokenizer, "chat_template", None) or "")))
+        return made[0].of(json.loads(text))
+
+    return compile_grammar
 
 
 class CallGrammars:

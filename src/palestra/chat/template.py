@@ -11,9 +11,9 @@ from typing import Any
 
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
 from palestra.chat.callgrammar import CallGrammars
-from palestra.chat.messages import to_dict
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
+from palestra.core.messages import to_dict
 from palestra.core.types import Maker, Message, ToolCall, Turn
 
 _END_OF_TURN = (

@@ -4,18 +4,23 @@ Tokens are the truth: what the model sampled is trained as the very same ids, an
 derived from tokens, never the reverse.
 
     >>> prompt = Turn("template", (1, 2, 3))
-    >>> call = Turn("model", (7, 8), logprobs=(-0.1, -0.7), policy_version=4)
+    >>> call = Turn("model", (7, 8), logprobs=(-0.1, -0.7), versions=4)
     >>> result = Turn("environment", (9,))
-    >>> [t for turn in (prompt, call, result) for t in turn.token_ids]
+    >>> [t for turn in (prompt, call, result) for t in turn.token_ids.tolist()]
     [1, 2, 3, 7, 8, 9]
+    >>> call.versions.tolist()
+    [4, 4]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+Array = np.ndarray[Any, Any]
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "tool_limit", "failed"]
@@ -52,24 +57,36 @@ class Message:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A run of token ids with one maker.
+    """A run of token ids with one maker, as arrays of one length.
 
-    `model` tokens were sampled (and carry logprobs), `environment` tokens are the body of a tool
-    result or of an environment's reply, `template` tokens are prompt and chat scaffold.
+    `model` tokens were sampled: they carry the sampler's logprobs (under the distribution sampled from), the
+    policy version that made each, and why the turn ended. `environment` tokens are the body of a tool result or
+    of an environment's reply, `template` tokens are prompt and chat scaffold; both have no logprobs.
+    Any sequence is accepted for an array, and one number for `versions`.
     """
 
     maker: Maker
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    policy_version: int = 0
+    token_ids: Array  # [n] int32
+    logprobs: Array = ()  # type: ignore[assignment]  # [n] float32, [0] unless the model made the turn
+    versions: Array = 0  # type: ignore[assignment]  # [n] int32, [0] unless the model made the turn
+    finish: Finish | None = None
 
     def __post_init__(self) -> None:
-        count, given = len(self.token_ids), len(self.logprobs)
+        count = len(self.token_ids)
         expected = count if self.maker == "model" else 0
-        if given != expected:
-            raise ValueError(f"a {self.maker} turn of {count} tokens has {given} logprobs; expected {expected}")
+        _set(self, "token_ids", _array(self.token_ids, np.int32))
+        _set(self, "logprobs", _array(self.logprobs, np.float32))
+        _set(self, "versions", _filled(self.versions, expected, np.int32))
+        if len(self.logprobs) != expected:
+            found = len(self.logprobs)
+            raise ValueError(f"a {self.maker} turn of {count} tokens has {found} logprobs; expected {expected}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Turn) and _equal(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Matching(Protocol):
@@ -85,14 +102,17 @@ class Matching(Protocol):
 
 
 class Grammar(Protocol):
-    """What a turn may say; it never changes, and each turn follows it by a matching of its own."""
+    """What a turn may say: compiled from `SamplingParams.grammar`; each turn follows it by a matching of its own."""
 
     def start(self) -> Matching: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one turn. The defaults sample the model's own distribution."""
+    """How to sample one turn. The defaults sample the model's own distribution.
+
+    `grammar` is text (the JSON of the tools' schemas), so that it can travel to a policy in another process.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -103,18 +123,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One sampled turn: ids (the stop token included), the logprob of each under the sampling
-    distribution, why it ended, and the policy version that made it."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: Finish
-    policy_version: int = 0
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,7 @@ class Problem:
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One attempt at one problem, whole. `turns[0]` is the prompt."""
 
@@ -151,6 +160,7 @@ class Rollout:
     seconds: float = 0.0
     tool_seconds: float = 0.0
     error: str | None = None
+    advantages: Array | None = None  # [T] float32, where the source of the group gave them
 
     @property
     def passed(self) -> bool:
@@ -174,21 +184,60 @@ class Group:
         return [r.reward for r in self.rollouts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One row for the learner: flat tokens, who made them, and what they are worth.
+    """One row for the learner: flat tokens, who made them, and what they are worth, as arrays of one length.
 
-    `trained[i]` says that token i was made by the model and counts in the policy loss;
-    `observed[i]` that it is the body of a tool result (for ECHO). `logprobs[i]` is the sampler's,
-    0.0 where the model did not make the token. The first `prompt_length` tokens are the same for
-    every sample of one `group`, so they need computing once.
+    `policy_mask` marks the model's tokens that count in the policy loss, `echo_mask` the bodies of tool results
+    (for ECHO). `logprobs` are the sampler's: 0 where the model did not make the token, NaN where it did and they
+    are not known. The first `prompt_length` tokens are the same for every sample of one `group`, so they need
+    computing once. One number is accepted for `advantages` and `versions`.
     """
 
-    token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]
-    observed: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    advantage: float
+    token_ids: Array  # [T] int32
+    policy_mask: Array  # [T] bool
+    echo_mask: Array  # [T] bool
+    logprobs: Array  # [T] float32
+    advantages: Array  # [T] float32
     group: int = 0
     prompt_length: int = 0
-    policy_version: int = 0
+    versions: Array = 0  # type: ignore[assignment]  # [T] int32
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        _set(self, "token_ids", _array(self.token_ids, np.int32))
+        for name, kind in (("policy_mask", np.bool_), ("echo_mask", np.bool_), ("logprobs", np.float32)):
+            _set(self, name, _array(getattr(self, name), kind))
+        _set(self, "advantages", _filled(self.advantages, count, np.float32))
+        _set(self, "versions", _filled(self.versions, count, np.int32))
+        wrong = {f.name: len(x) for f in fields(self) if isinstance(x := getattr(self, f.name), np.ndarray)}
+        if set(wrong.values()) != {count}:
+            raise ValueError(f"the arrays of a sample of {count} tokens have other lengths: {wrong}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sample) and _equal(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _set(owner: object, name: str, value: Array) -> None:
+    value.setflags(write=False)
+    object.__setattr__(owner, name, value)  # the dataclass is frozen
+
+
+def _array(values: Any, kind: Any) -> Array:
+    """A view, so that making it read-only does not change the caller's array."""
+    return np.asarray(values, dtype=kind).view()
+
+
+def _filled(values: Any, count: int, kind: Any) -> Array:
+    array = np.asarray(values, dtype=kind)
+    return np.full(count, array) if array.ndim == 0 else array.view()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Field by field; NaN equals NaN."""
+    pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return all(
+        np.array_equal(x, y, equal_nan=x.dtype.kind == "f") if isinstance(x, np.ndarray) else x == y for x, y in pairs
+    )

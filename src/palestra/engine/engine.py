@@ -8,14 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logits
 from palestra.engine.cpu.kv_slots import KVShape
@@ -43,6 +43,10 @@ class Runner(KVMemory, Protocol):
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
 
 
+def no_grammars(text: str) -> Grammar:
+    raise PalestraError("this engine was built without a grammar compiler; leave SamplingParams.grammar out")
+
+
 class Engine:
     """Samples from the very module that is trained. One thread drives it: submit, step, take results."""
 
@@ -56,6 +60,7 @@ class Engine:
         max_running: int | None = None,
         tokens_per_step: int | None = None,
         max_context: int | None = None,
+        compile_grammar: Callable[[str], Grammar] = no_grammars,
         self_check: bool = True,
     ) -> None:
         register(ENGINE_ATTENTION, engine_attention)
@@ -75,6 +80,7 @@ class Engine:
         self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context)
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
+        self._compile_grammar = compile_grammar
         if self_check:
             check_logits(self)
 
@@ -127,8 +133,8 @@ class Engine:
         """Queue one turn; `step` until it has a `finish`."""
         self._check_idle(session)
         check_params(params, self._stops.usable)
-        job = Job(session, params, len(session.token_ids), self.version)
-        job.matching = params.grammar.start() if params.grammar is not None else None
+        job = Job(session, params, len(session.token_ids))
+        job.matching = self._compile_grammar(params.grammar).start() if params.grammar is not None else None
         if len(session.token_ids) >= self.context:
             job.finish = "length"
         else:
@@ -154,7 +160,7 @@ class Engine:
                 self.scheduler.withdraw(chunk.job)
         return ended
 
-    def sample(self, sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams]) -> list[Sampled]:
+    def sample(self, sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams]) -> list[Turn]:
         """Sample one turn of each session and wait for all."""
         each = [params] * len(sessions) if isinstance(params, SamplingParams) else params
         jobs = [self.submit(session, p) for session, p in zip(sessions, each, strict=True)]
@@ -169,6 +175,14 @@ class Engine:
         self.scheduler.drop_all()
         self.runner.weights_changed()
 
+    def sleep(self) -> None:
+        """Give the KV cache's memory back; sessions stay, and are computed again after `wake`."""
+        self.scheduler.drop_all()
+        self.runner.release_memory()
+
+    def wake(self) -> None:
+        self.runner.reserve_memory()
+
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
         job = emission.job
@@ -181,6 +195,7 @@ class Engine:
         if not params.stop and emission.token_ids:  # runners end at stop ids and limits, so only the last can end it
             session.token_ids += emission.token_ids
             job.logprobs += emission.logprobs
+            job.versions += [self.version] * len(emission.logprobs)
             finish = self._finish_of(job, params, emission.token_ids[-1])
             if finish is not None:
                 self._end(job, finish)
@@ -188,6 +203,7 @@ class Engine:
         for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True):
             session.token_ids.append(token)
             job.logprobs.append(logprob)
+            job.versions.append(self.version)
             finish = self._finish_of(job, params, token)
             if finish is not None:
                 self._end(job, finish)

@@ -106,7 +106,7 @@ class Scheduler:
             if source is not None:
                 blocked.append(job)
                 if source.job is None:
-                    self.waiting.appendleft(Job(source, None, len(source.token_ids), job.policy_version))
+                    self.waiting.appendleft(Job(source, None, len(source.token_ids)))
                     source.job = self.waiting[0]
                 continue
             if not self._adopt(job.session) or not self._fits(job):

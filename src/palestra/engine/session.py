@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from palestra.core.types import Finish, Matching, Sampled, SamplingParams
+from palestra.core.types import Finish, Matching, SamplingParams, Turn
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +39,8 @@ class Job:
     session: Session
     params: SamplingParams | None
     start: int
-    policy_version: int
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     finish: Finish | None = None
     matching: Matching | None = None
 
@@ -50,11 +50,11 @@ class Job:
         end = len(self.session.token_ids) if self.params is not None else self.session.fill_target
         return end - self.session.kv_len
 
-    def result(self) -> Sampled:
+    def result(self) -> Turn:
         if self.finish is None:
             raise RuntimeError("the turn is still being sampled")
-        ids = tuple(self.session.token_ids[self.start : self.start + len(self.logprobs)])
-        return Sampled(ids, tuple(self.logprobs), self.finish, self.policy_version)
+        ids = self.session.token_ids[self.start : self.start + len(self.logprobs)]
+        return Turn("model", ids, self.logprobs, self.versions, self.finish)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from palestra.chat.messages import as_messages
 from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 

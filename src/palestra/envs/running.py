@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palestra.chat.messages import as_messages
 from palestra.chat.toolcalls import strip_thinking
 from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.agents.agent import Agent
-from palestra.chat.messages import as_messages
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure

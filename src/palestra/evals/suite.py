@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.messages import as_messages
 from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem
 from palestra.evals.measures import as_measures
 

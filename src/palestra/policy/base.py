@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from palestra.core.types import Sampled, SamplingParams
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
 
 
 class HoldsTokens(Protocol):
@@ -40,7 +41,7 @@ class Policy(Protocol[Session]):
         """n independent sessions that go on from here; the given one is closed by this."""
         ...
 
-    async def sample(self, session: Session, params: SamplingParams) -> Sampled:
+    async def sample(self, session: Session, params: SamplingParams) -> Turn:
         """Sample one turn; its ids become part of the session. Concurrent calls are batched."""
         ...
 
@@ -50,6 +51,12 @@ class Policy(Protocol[Session]):
 
     def close(self, session: Session) -> None: ...
 
-    def refresh(self, version: int) -> None:
-        """The learner has published new weights: sample with them from now on."""
+    def update(self, weights: Weights) -> None:
+        """Sample with these weights from now on; turns under way go on with them."""
         ...
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake`: sessions stay open, and nobody samples meanwhile."""
+        ...
+
+    def wake(self) -> None: ...

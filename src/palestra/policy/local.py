@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from palestra.core.types import Sampled, SamplingParams
+from palestra.chat.callgrammar import grammar_compiler
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
 from palestra.engine.engine import Engine
 from palestra.engine.session import Job, Session
+from palestra.policy.load_weights import load_weights
 
 
 class LocalPolicy:
@@ -24,8 +27,8 @@ class LocalPolicy:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, **engine_options: Any) -> None:
-        self.engine = Engine(model, tokenizer, **engine_options)
-        self._waiters: dict[Job, asyncio.Future[Sampled]] = {}
+        self.engine = Engine(model, tokenizer, compile_grammar=grammar_compiler(tokenizer), **engine_options)
+        self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._pauses = Pauses()
 
@@ -49,17 +52,24 @@ class LocalPolicy:
         if job is not None:
             self._deliver(job)
 
-    def refresh(self, version: int) -> None:
-        """The model has new weights; kept KV is stale."""
-        self.engine.weights_changed(version)
+    def update(self, weights: Weights) -> None:
+        """Copy the tensors, unless the engine drives the very module that holds them; kept KV is stale either way."""
+        load_weights(self.engine.model, weights)
+        self.engine.weights_changed(weights.version)
 
-    async def sample(self, session: Session, params: SamplingParams) -> Sampled:
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    async def sample(self, session: Session, params: SamplingParams) -> Turn:
         self._pauses.end(session)
         job = self.engine.submit(session, params)
         if job.finish is not None:
             return job.result()
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[Sampled] = loop.create_future()
+        waiter: asyncio.Future[Turn] = loop.create_future()
         self._waiters[job] = waiter
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())

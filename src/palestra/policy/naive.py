@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.chat.callgrammar import grammar_compiler
 from palestra.core.errors import PalestraError
-from palestra.core.types import Finish, Matching, Sampled, SamplingParams
+from palestra.core.types import Finish, Matching, SamplingParams, Turn
+from palestra.core.weights import Weights
 from palestra.engine.sampler import SamplingRow, sample
+from palestra.policy.load_weights import load_weights
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +31,7 @@ class PlainSession:
 class _Request:
     session: PlainSession
     params: SamplingParams
-    done: asyncio.Future[Sampled]
+    done: asyncio.Future[Turn]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
@@ -48,6 +51,7 @@ class PlainPolicy:
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._version = 0
+        self._compile_grammar = grammar_compiler(tokenizer)
         self._waiting: list[_Request] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -55,13 +59,19 @@ class PlainPolicy:
     def version(self) -> int:
         return self._version
 
-    def refresh(self, version: int) -> None:
-        self._version = version
+    def update(self, weights: Weights) -> None:
+        load_weights(self._model, weights)
+        self._version = weights.version
+
+    def sleep(self) -> None:
+        """No KV is kept between turns."""
+
+    def wake(self) -> None: ...
 
     def open(self, prompt_ids: Sequence[int]) -> PlainSession:
-        if not prompt_ids:
+        if not len(prompt_ids):
             raise PalestraError("the prompt is empty; give it at least one token")
-        return PlainSession(list(prompt_ids))
+        return PlainSession([int(i) for i in prompt_ids])
 
     def fork(self, session: PlainSession, n: int) -> list[PlainSession]:
         if n < 1:
@@ -73,9 +83,9 @@ class PlainPolicy:
 
     def close(self, session: PlainSession) -> None: ...
 
-    async def sample(self, session: PlainSession, params: SamplingParams) -> Sampled:
+    async def sample(self, session: PlainSession, params: SamplingParams) -> Turn:
         request = _Request(session, params, asyncio.get_running_loop().create_future())
-        request.matching = params.grammar.start() if params.grammar is not None else None
+        request.matching = self._compile_grammar(params.grammar).start() if params.grammar is not None else None
         self._waiting.append(request)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -84,7 +94,7 @@ class PlainPolicy:
         finally:
             if request in self._waiting:
                 self._waiting.remove(request)
-        session.token_ids += sampled.token_ids
+        session.token_ids += sampled.token_ids.tolist()
         return sampled
 
     async def _work(self) -> None:
@@ -156,7 +166,8 @@ def _settle(batch: list[_Request], error: Exception | None, version: int = 0) ->
             request.done.set_exception(error)
         else:
             finish = request.finish or "length"
-            request.done.set_result(Sampled(tuple(request.ids), tuple(request.logprobs), finish, version))
+            turn = Turn("model", request.ids, request.logprobs, version, finish)  # type: ignore[arg-type]
+            request.done.set_result(turn)
 
 
 def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

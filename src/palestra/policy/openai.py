@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from palestra.chat.messages import from_dict, to_dict
 from palestra.core.config import Section, explain
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Finish, Message, SamplingParams
 
 _ATTEMPTS = 3

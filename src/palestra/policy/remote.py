@@ -15,7 +15,8 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.types import Finish, Sampled, SamplingParams
+from palestra.core.types import Finish, SamplingParams, Turn
+from palestra.core.weights import Weights
 
 _RETRY_S = 1.0
 
@@ -56,18 +57,18 @@ class RemotePolicy:
         return str(answer["data"][0]["id"])
 
     def open(self, prompt_ids: Sequence[int]) -> RemoteSession:
-        return RemoteSession(list(prompt_ids))
+        return RemoteSession([int(i) for i in prompt_ids])
 
     def fork(self, session: RemoteSession, n: int) -> list[RemoteSession]:
         return [RemoteSession(list(session.token_ids)) for _ in range(n)]
 
-    async def sample(self, session: RemoteSession, params: SamplingParams) -> Sampled:
+    async def sample(self, session: RemoteSession, params: SamplingParams) -> Turn:
         if params.grammar is not None:
             raise PalestraError("a remote model cannot be held to a grammar; set rollout.constrain_tool_calls to false")
         body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
         sampled = read_sampled(await self._ask("POST", "/generate", body))
-        self.version = sampled.policy_version
-        session.token_ids += sampled.token_ids
+        self.version = int(sampled.versions[-1])
+        session.token_ids += sampled.token_ids.tolist()
         return sampled
 
     def append(self, session: RemoteSession, token_ids: Sequence[int]) -> None:
@@ -76,8 +77,13 @@ class RemotePolicy:
     def close(self, session: RemoteSession) -> None:
         """Nothing is held for it anywhere."""
 
-    def refresh(self, version: int) -> None:
+    def update(self, weights: Weights) -> None:
         raise PalestraError("a remote model gets its weights from its own trainer, not from this program")
+
+    def sleep(self) -> None:
+        """The server decides over its memory."""
+
+    def wake(self) -> None: ...
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         until = time.monotonic() + self._give_up_s
@@ -128,23 +134,25 @@ class _Call:
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def read_sampled(answer: Any) -> Sampled:
+def read_sampled(answer: Any) -> Turn:
     """
     >>> about = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 7, None]], "weight_version": "3"}
-    >>> read_sampled({"text": "x", "meta_info": about})
-    Sampled(token_ids=(7,), logprobs=(-0.5,), finish='stop', policy_version=3)
+    >>> turn = read_sampled({"text": "x", "meta_info": about})
+    >>> turn.token_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist(), turn.finish
+    ([7], [-0.5], [3], 'stop')
     """
     try:
         about = answer["meta_info"]
         rows = about["output_token_logprobs"]
         finish = about["finish_reason"]["type"]
-        ids, logprobs = tuple(int(row[1]) for row in rows), tuple(float(row[0]) for row in rows)
+        ids, logprobs = [int(row[1]) for row in rows], [float(row[0]) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutError(f"/generate gave no tokens with logprobs: {type(error).__name__}: {error}") from None
     if finish not in ("stop", "length") or not ids:
         raise RolloutError(f"/generate ended with {finish!r} after {len(ids)} tokens; expected stop or length")
-    version = str(about.get("weight_version", ""))
-    return Sampled(ids, logprobs, cast(Finish, finish), int(version) if version.isdecimal() else 0)
+    last = str(about.get("weight_version", ""))
+    versions = about.get("weight_versions") or (int(last) if last.isdecimal() else 0)
+    return Turn("model", ids, logprobs, versions, cast(Finish, finish))  # type: ignore[arg-type]
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:

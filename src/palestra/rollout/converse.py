@@ -98,7 +98,7 @@ class Talk:
         if self._session is not None:
             try:
                 fed = self._chat.continuation(asked[-1:])
-                self._policy.append(self._session, [i for turn in fed for i in turn.token_ids])
+                self._policy.append(self._session, [i for turn in fed for i in turn.token_ids.tolist()])
                 return
             except PalestraError:  # a template that cannot be extended by a user's message is rendered anew
                 self._close()

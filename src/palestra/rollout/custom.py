@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, cast
 
-from palestra.chat.messages import to_dict
 from palestra.core.errors import PalestraError
+from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.envs.base import Episode
 from palestra.rollout.collect import Collector

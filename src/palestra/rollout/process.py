@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from palestra.chat.messages import to_dict
+from palestra.core.group_codec import group_to_dict
+from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout
 from palestra.rollout.evaluate import Collects
-
-UNTRAINED = -100  # in masks: a token that the model did not make
 
 
 async def process(
@@ -31,27 +29,6 @@ async def process(
 
 
 def group_record(problem: Problem, group: Group) -> dict[str, Any]:
-    """One group, a list entry for each sibling. Tokens, masks and logprobs are empty for a chat endpoint.
-
-    `scores` are the rewards, `masks` the token ids that the model made and -100 elsewhere.
-    """
-    rollouts = group.rollouts
-    return {
-        "problem_id": problem.id,
-        "input": problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input],
-        "expect": problem.expect,
-        "scores": [r.reward for r in rollouts],
-        "passed": [r.passed for r in rollouts],
-        "verdicts": [{name: asdict(score) for name, score in r.scores.items()} for r in rollouts],
-        "messages": [[to_dict(m) for m in r.messages] for r in rollouts],
-        "tokens": [[i for turn in r.turns for i in turn.token_ids] for r in rollouts],
-        "masks": [
-            [i if turn.maker == "model" else UNTRAINED for turn in r.turns for i in turn.token_ids] for r in rollouts
-        ],
-        "inference_logprobs": [
-            [p for turn in r.turns for p in (turn.logprobs or (0.0,) * len(turn.token_ids))] for r in rollouts
-        ],
-        "stops": [r.stop for r in rollouts],
-        "errors": [r.error for r in rollouts],
-        "seconds": [round(r.seconds, 3) for r in rollouts],
-    }
+    """The group's columns, and the problem. Tokens, masks and logprobs are empty for a chat endpoint."""
+    text = problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input]
+    return {"input": text, "expect": problem.expect} | group_to_dict(group)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from palestra.chat.callgrammar import CallGrammars
+import numpy as np
+
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
@@ -24,13 +25,13 @@ T = TypeVar("T")
 class Limits:
     """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns.
 
-    With `grammars`, tool calls are held to the episode's tools and their schemas while they are sampled.
+    With `constrain_tool_calls`, they are sampled by a grammar of the episode's tools and their schemas.
     """
 
     sampling: SamplingParams
     max_tool_rounds: int = 5
     tool_timeout_s: float = 30.0
-    grammars: CallGrammars | None = None
+    constrain_tool_calls: bool = False
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Attempt:
 
     @property
     def token_ids(self) -> list[int]:
-        return [i for turn in self.turns for i in turn.token_ids]
+        return [i for turn in self.turns for i in turn.token_ids.tolist()]
 
 
 async def run_rollout(
@@ -103,8 +104,8 @@ async def play(
     """Sample, call tools, feed their results and sample again, until the model answers or a limit is met."""
     tools = {tool.name: tool for tool in episode.tools}
     sampling = limits.sampling
-    if limits.grammars is not None and tools:
-        sampling = replace(sampling, grammar=limits.grammars.of([tool.schema for tool in tools.values()]))
+    if limits.constrain_tool_calls and tools:
+        sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()], sort_keys=True))
     rounds = 0
     while True:
         left = sampling.max_new_tokens - attempt.sampled
@@ -112,11 +113,11 @@ async def play(
             return "truncated"
         seed = sampling.seed + len(attempt.turns)
         sampled = await policy.sample(session, replace(sampling, max_new_tokens=left, seed=seed))
-        if not math.isfinite(sum(sampled.logprobs)):
+        if not np.isfinite(sampled.logprobs).all():
             raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
-        attempt.turns.append(Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version))
+        attempt.turns.append(sampled)
         assert_same_tokens(session.token_ids, attempt.token_ids)
-        message = chat.read(sampled.token_ids)
+        message = chat.read(sampled.token_ids.tolist())
         attempt.add(message)
         if sampled.finish != "stop":
             return "truncated"
@@ -134,7 +135,7 @@ async def play(
         attempt.add(*replies)
         fed = chat.continuation(replies)
         attempt.turns += fed
-        policy.append(session, [i for turn in fed for i in turn.token_ids])
+        policy.append(session, [i for turn in fed for i in turn.token_ids.tolist()])
 
 
 async def replies_to(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.core.types import Sampled, SamplingParams
+from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
 from palestra.serve.sampling_fields import SamplingFields
 
@@ -31,8 +31,9 @@ class Ask:
 class Completion:
     """One choice. The ids include what ended it; the text does not."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]  # of the weights that sampled each token
     text: str
     finish: Literal["stop", "length"]
     matched: int | str | None = None
@@ -116,17 +117,18 @@ class Completer:
         session = self.policy.open(ask.prompt_ids)
         return self.policy.fork(session, ask.n) if ask.n > 1 else [session]
 
-    def completion(self, sampled: Sampled, params: SamplingParams) -> Completion:
-        ids, matched = list(sampled.token_ids), None
-        finish: Literal["stop", "length"] = "stop" if sampled.finish == "stop" else "length"
+    def completion(self, turn: Turn, params: SamplingParams) -> Completion:
+        ids, matched = turn.token_ids.tolist(), None
+        finish: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
         if finish == "stop" and ids and ids[-1] in params.stop_token_ids:
             matched = ids.pop()
         text = decode(self.tokenizer, ids)
+        arrays = turn.token_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist()
         found = [(text.find(stop), stop) for stop in params.stop if stop in text]
         if found and matched is None:
             at, stop_text = min(found)
-            return Completion(sampled.token_ids, sampled.logprobs, text[:at], finish, stop_text)
-        return Completion(sampled.token_ids, sampled.logprobs, text, finish, matched)
+            return Completion(*arrays, text[:at], finish, stop_text)
+        return Completion(*arrays, text, finish, matched)
 
 
 class TextStream:

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import Field
 
-from palestra.chat.messages import from_dict
 from palestra.chat.toolcalls import parse_assistant
 from palestra.core.errors import PalestraError
+from palestra.core.messages import from_dict
 from palestra.core.types import Message, ToolCall
 from palestra.serve.completer import Ask, Completer, Completion
 from palestra.serve.sampling_fields import SamplingFields

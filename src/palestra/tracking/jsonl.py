@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
-from palestra.core.types import Group, Message, Rollout
-
-_MESSAGE_FIELDS = tuple(field.name for field in fields(Message))
+from palestra.core.group_codec import rollout_to_dict
+from palestra.core.types import Group
 
 
 class JsonlTracker:
@@ -28,7 +26,7 @@ class JsonlTracker:
         _append(self._metrics, [{"step": step, **row}])
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        _append(self._rollouts, [{"step": step, **rollout_record(r)} for g in groups for r in g.rollouts])
+        _append(self._rollouts, [{"step": step, **rollout_to_dict(r)} for g in groups for r in g.rollouts])
 
     def close(self) -> None:
         pass
@@ -40,30 +38,6 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     # a last line that is being written, or was when the run was killed, is not there yet
     return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
-
-
-def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as plain data: what was said, who made which tokens, and how it was scored."""
-    return {
-        "problem_id": rollout.problem_id,
-        "reward": rollout.reward,
-        "passed": rollout.passed,
-        "stop": rollout.stop,
-        "error": rollout.error,
-        "scores": {name: asdict(score) for name, score in rollout.scores.items()},
-        "messages": [_message_record(m) for m in rollout.messages],
-        "turns": [
-            {"maker": t.maker, "token_ids": t.token_ids, "policy_version": t.policy_version} for t in rollout.turns
-        ],
-        "seconds": round(rollout.seconds, 4),
-        "tool_seconds": round(rollout.tool_seconds, 4),
-    }
-
-
-def _message_record(message: Message) -> dict[str, Any]:
-    """As `asdict`, without its copies: there are thousands of messages in a step."""
-    record = {field: getattr(message, field) for field in _MESSAGE_FIELDS}
-    return record | {"tool_calls": [asdict(call) for call in message.tool_calls]}
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

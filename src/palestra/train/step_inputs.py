@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from palestra.chat.messages import as_messages
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem
 
 Prompt = str | Sequence[Message | Mapping[str, Any]]

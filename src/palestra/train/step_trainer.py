@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from palestra.algo.advantage import advantages as normalise
-from palestra.chat.messages import as_messages
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.messages import as_messages
 from palestra.core.types import Group, Message, Problem, Rollout, Sampled, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
-from palestra.chat.messages import from_dict, to_dict
 from palestra.core.errors import PalestraError
+from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Group, Message, Rollout, Score, Turn
 
 NOT_TRAINED = -100

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from palestra.chat.families import family_of, prepare
-from palestra.chat.messages import to_dict
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 
 SPECIALS = {

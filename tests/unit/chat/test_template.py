@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import palestra.models
-from palestra.chat.messages import to_dict
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|head|>", "<|/head|>"]

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Sampled, SamplingParams
+from palestra.core.types import SamplingParams, Turn
 from palestra.engine.session import Session
 from palestra.policy.local import LocalPolicy, Pauses
 
@@ -49,7 +49,7 @@ def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:
 
     policy.engine.runner.step = counted  # type: ignore[method-assign]
 
-    async def main() -> list[Sampled]:
+    async def main() -> list[Turn]:
         group = policy.fork(policy.open(PROMPT), 6)
         params = [SamplingParams(max_new_tokens=10, seed=i) for i in range(6)]
         return await asyncio.gather(*(policy.sample(s, p) for s, p in zip(group, params, strict=True)))
@@ -98,7 +98,7 @@ def test_cancelled_caller_frees_its_work_and_its_pages(policy: LocalPolicy) -> N
 
 
 def test_closing_a_session_ends_its_turn_as_cancelled(policy: LocalPolicy) -> None:
-    async def main() -> Sampled:
+    async def main() -> Turn:
         session = policy.open(PROMPT)
         task = asyncio.create_task(policy.sample(session, SamplingParams(max_new_tokens=100)))
         for _ in range(5):
@@ -110,7 +110,7 @@ def test_closing_a_session_ends_its_turn_as_cancelled(policy: LocalPolicy) -> No
 
 
 def test_policy_works_in_a_second_event_loop(policy: LocalPolicy) -> None:
-    async def main() -> Sampled:
+    async def main() -> Turn:
         session = policy.open(PROMPT)
         turn = await policy.sample(session, SamplingParams(max_new_tokens=4, seed=3))
         policy.close(session)
@@ -122,7 +122,7 @@ def test_policy_works_in_a_second_event_loop(policy: LocalPolicy) -> None:
 def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> None:
     policy = LocalPolicy(model, kv_memory_gib=0.01)
 
-    async def turn() -> Sampled:
+    async def turn() -> Turn:
         return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
 
     session = policy.open(PROMPT)

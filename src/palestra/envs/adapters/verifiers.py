@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.chat.messages import as_messages, to_dict
 from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig

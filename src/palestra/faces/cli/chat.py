@@ -185,7 +185,7 @@ def _shown_to_people(console: Console) -> Show:
 
 
 def _shown_as_json(talk: Talk) -> Show:
-    from palestra.chat.messages import to_dict
+    from palestra.core.messages import to_dict
 
     new: list[dict[str, Any]] = []
 

@@ -1,7 +1,7 @@
 import pytest
 
-from palestra.chat.messages import as_messages, from_dict, to_dict
 from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages, from_dict, to_dict
 from palestra.core.types import Message, ToolCall
 
 CALL = ToolCall("call_0", "add", {"a": 1, "s": "ü"})

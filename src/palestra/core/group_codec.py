@@ -1,0 +1,214 @@
+"""Groups and rollouts as plain data: one form for the wire and `env process`, and its rows for the run folder.
+
+A group is written in columns with one entry for each rollout, by the names of the Atropos wire: `tokens`, `masks`
+(the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`.
+Our own columns say the rest: `turns` ([maker, token count] pairs), `versions`, `stops`, `errors`, `verdicts`,
+`tool_results`. What a foreign environment leaves out is read as far as its masks tell.
+
+    >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
+    >>> group = group_from_dict(columns, "g", version=3)
+    >>> [(turn.maker, turn.token_ids.tolist()) for turn in group.rollouts[0].turns]
+    [('template', [1, 2]), ('model', [7])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby, takewhile
+from typing import Any
+
+import numpy as np
+
+from palestra.core.errors import PalestraError
+from palestra.core.messages import from_dict, to_dict
+from palestra.core.types import Array, Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+
+NOT_TRAINED = -100
+NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have it
+
+
+def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
+    """One rollout: what was said, who made which tokens, and how it was scored. A line of rollouts.jsonl."""
+    return {
+        "problem_id": rollout.problem_id,
+        "reward": rollout.reward,
+        "passed": rollout.passed,
+        "stop": rollout.stop,
+        "error": rollout.error,
+        "scores": _verdicts(rollout),
+        "messages": [_message_fields(message) for message in rollout.messages],
+        "turns": [_turn_to_dict(turn) for turn in rollout.turns],
+        "seconds": round(rollout.seconds, 4),
+        "tool_seconds": round(rollout.tool_seconds, 4),
+    }
+
+
+def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, Any]:
+    """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
+    rollouts = group.rollouts
+    masked = [r.error is not None or (mask_truncated and r.stop == "truncated") for r in rollouts]
+    return {
+        "problem_id": group.problem_id,
+        "scores": [r.reward for r in rollouts],
+        "passed": [r.passed for r in rollouts],
+        "verdicts": [_verdicts(r) for r in rollouts],
+        "messages": [[to_dict(m, arguments_as_text=True) for m in r.messages] for r in rollouts],
+        "tokens": [_flat(r, lambda turn: turn.token_ids) for r in rollouts],
+        "masks": [_flat(r, _unmasked if not m else _masked) for r, m in zip(rollouts, masked, strict=True)],
+        "inference_logprobs": [_flat(r, _known_logprobs) for r in rollouts],
+        "versions": [_flat(r, lambda turn: _or_fill(turn.versions, turn, 0)) for r in rollouts],
+        "turns": [[[turn.maker, len(turn.token_ids)] for turn in r.turns] for r in rollouts],
+        "tool_results": [[_result_to_dict(result) for result in r.tool_results] for r in rollouts],
+        "stops": [r.stop for r in rollouts],
+        "errors": [r.error for r in rollouts],
+        "seconds": [round(r.seconds, 3) for r in rollouts],
+    }
+
+
+def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int) -> Group:
+    """The group of such columns. `version` is the policy's where the columns do not say which one sampled.
+
+    Sampled tokens without logprobs get NaN. Advantages that came along stay with their rollouts, token by token.
+    """
+    trained = [_trained(columns, i) for i in range(len(columns["tokens"]))]
+    shared = _shared_prompt(columns["tokens"], trained)
+    rollouts = (_rollout_from_dict(columns, i, problem_id, trained[i], shared, version) for i in range(len(trained)))
+    return Group(problem_id, tuple(rollouts))
+
+
+def _rollout_from_dict(
+    columns: Mapping[str, Any], i: int, problem_id: str, trained: Array, shared: int, version: int
+) -> Rollout:
+    reward = float(columns["scores"][i])
+    verdicts = _entry(columns, "verdicts", i)
+    scores = {name: Score(**v) for name, v in verdicts.items()} if verdicts is not None else None
+    error = _entry(columns, "errors", i)
+    return Rollout(
+        problem_id=problem_id,
+        turns=_turns(columns, i, trained, shared, version),
+        messages=_messages(columns, i),
+        stop=_entry(columns, "stops", i) or "answered",
+        tool_results=tuple(_result_from_dict(result) for result in _entry(columns, "tool_results", i) or ()),
+        scores={"score": Score(reward, reward >= 1.0)} if scores is None and error is None else scores or {},
+        reward=reward,
+        error=error,
+        advantages=_advantages(columns, i, trained),
+    )
+
+
+def _turns(columns: Mapping[str, Any], i: int, trained: Array, shared: int, version: int) -> tuple[Turn, ...]:
+    ids = np.asarray(columns["tokens"][i], dtype=np.int32)
+    logprobs = _logprobs(columns, i, trained)
+    versions = np.asarray(_entry(columns, "versions", i) or np.full(len(ids), version), dtype=np.int32)
+    runs = _entry(columns, "turns", i)
+    if runs is None:
+        runs = [["template", shared]] + [
+            ["model" if by_model else "template", len(list(run))] for by_model, run in groupby(trained[shared:])
+        ]
+    turns, start = [], 0
+    for maker, count in runs:
+        part = slice(start, start + count)
+        if maker == "model":
+            turns.append(Turn("model", ids[part], logprobs[part], versions[part]))
+        else:
+            turns.append(Turn(maker, ids[part]))
+        start += count
+    if start != len(ids):
+        raise PalestraError(f"the turns of sequence {i} have {start} tokens; the sequence has {len(ids)}")
+    return tuple(turns)
+
+
+def _trained(columns: Mapping[str, Any], i: int) -> Array:
+    """[T] bool: which tokens train. The first has nothing before it that could predict it."""
+    mask = np.asarray(columns["masks"][i]) != NOT_TRAINED
+    mask[:1] = False
+    override = _entry(columns, "overrides", i) or {}
+    return np.zeros_like(mask) if override.get("set_advantage_to_zero") else mask
+
+
+def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) -> int:
+    """How many leading tokens all siblings have in common, none of them trained."""
+    columns = zip(zip(*tokens, strict=False), zip(*trained, strict=False), strict=True)
+    alike = sum(1 for _ in takewhile(lambda column: len(set(column[0])) == 1 and not any(column[1]), columns))
+    return min(alike, min(map(len, tokens)) - 1)
+
+
+def _logprobs(columns: Mapping[str, Any], i: int, trained: Array) -> Array:
+    """[T] the sampler's; NaN everywhere if that of a trained token is missing."""
+    row = _entry(columns, "inference_logprobs", i)
+    values = np.full(len(trained), np.nan) if row is None else np.asarray(row, dtype=np.float32)
+    return np.full(len(trained), np.nan) if (values[trained] > 0).any() else values
+
+
+def _advantages(columns: Mapping[str, Any], i: int, trained: Array) -> Array | None:
+    row = _entry(columns, "advantages", i)
+    return None if row is None else np.where(trained, np.asarray(row, dtype=np.float32), np.float32(0.0))
+
+
+def _messages(columns: Mapping[str, Any], i: int) -> tuple[Message, ...]:
+    """For the record only, so what cannot be read is left out."""
+    try:
+        return tuple(from_dict(message) for message in _entry(columns, "messages", i) or ())
+    except (PalestraError, TypeError, AttributeError):
+        return ()
+
+
+def _entry(columns: Mapping[str, Any], name: str, i: int) -> Any:
+    rows = columns.get(name)
+    return rows[i] if rows else None
+
+
+def _flat(rollout: Rollout, column: Any) -> list[Any]:
+    """One column of a rollout, its turns laid end to end."""
+    return [value for turn in rollout.turns for value in column(turn).tolist()]
+
+
+def _unmasked(turn: Turn) -> Array:
+    return turn.token_ids if turn.maker == "model" else _masked(turn)
+
+
+def _masked(turn: Turn) -> Array:
+    return np.full(len(turn.token_ids), NOT_TRAINED)
+
+
+def _known_logprobs(turn: Turn) -> Array:
+    values = _or_fill(turn.logprobs, turn, NO_LOGPROB).astype(np.float64)
+    return np.where(np.isnan(values), NO_LOGPROB, values)  # JSON has no NaN
+
+
+def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
+    return values if turn.maker == "model" else np.full(len(turn.token_ids), fill)
+
+
+def _verdicts(rollout: Rollout) -> dict[str, Any]:
+    return {name: asdict(score) for name, score in rollout.scores.items()}
+
+
+def _turn_to_dict(turn: Turn) -> dict[str, Any]:
+    record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
+    if turn.maker == "model":
+        values = np.round(turn.logprobs.astype(np.float64), 4).tolist()
+        record |= {"logprobs": values, "policy_version": int(turn.versions.min(initial=2**31 - 1))}
+    return record
+
+
+def _message_fields(message: Message) -> dict[str, Any]:
+    """As `asdict`, without its copies: there are thousands of messages in a step."""
+    calls = [asdict(call) for call in message.tool_calls]
+    return {
+        "role": message.role,
+        "text": message.text,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
+
+
+def _result_to_dict(result: ToolResult) -> dict[str, Any]:
+    return {"id": result.call.id, "name": result.call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
+
+
+def _result_from_dict(record: Mapping[str, Any]) -> ToolResult:
+    """Its text is among the messages."""
+    return ToolResult(ToolCall(record["id"], record["name"]), "", record["ok"], record["seconds"])
