@@ -11,6 +11,7 @@ from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.run_folder import RunFolder
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
 from palestra.envs.running import RunningEnv
@@ -18,9 +19,8 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite
 from palestra.result import GRPOTrainingResult
-from palestra.rollout.collect import RewardFunction
-from palestra.runs.store import RunFolder
-from palestra.train.loop import Watcher
+from palestra.rollout.rewards import RewardFunction
+from palestra.train.watcher import Watcher
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
 
@@ -132,17 +132,9 @@ class GRPOTrainer:
 
     def _load(self, config: RunConfig) -> Any:
         if self._loaded is None:
-            from palestra.learner.lora import quantization_config
-            from palestra.models.loading import load_model
-            from palestra.train.setup import seed_everything
+            from palestra.train.setup import load_for_run
 
-            seed_everything(config.seed)
-            self._loaded = load_model(
-                config.model.name,
-                dtype=config.model.dtype,
-                device=config.model.device,
-                quantization=quantization_config(config.lora),
-            )
+            self._loaded = load_for_run(config)
         return self._loaded
 
     def train(
@@ -184,25 +176,21 @@ class GRPOTrainer:
         }
 
     def _run(self, environment: Environment, config: RunConfig, run: RunFolder, resumed: bool) -> GRPOTrainingResult:
-        from palestra.rollout.custom import CustomCollector
-        from palestra.train.session import train_in_folder
+        from palestra.train.run import Run
+        from palestra.train.tasks import EnvironmentTask
 
-        function = self._rollout_func
-        self._watcher.started(run.path)
-        loaded = self._load(config)
+        task = EnvironmentTask(environment, self._reward_functions, self._rollout_func, self)
         with asyncio.Runner() as runner:
-            outcome = train_in_folder(
-                loaded,
-                environment,
+            built = Run.build(
                 config,
-                run.path,
-                runner,
-                self._watcher,
-                self._reward_functions,
-                rollouts_by=lambda built_in: CustomCollector.of(built_in, function, self) if function else built_in,
+                task,
+                run,
+                runner=runner,
+                watcher=self._watcher,
+                loaded=self._load(config),
                 resumed=resumed,
             )
-        return GRPOTrainingResult(self.agent, run, outcome)
+            return GRPOTrainingResult(self.agent, run, built.train())
 
 
 def evaluate(
@@ -218,9 +206,13 @@ def evaluate(
     environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
 
     def score() -> EvalReport:
-        from palestra.train.session import evaluate_only
+        from palestra.policy.build import build_policy
+        from palestra.train.tasks import EnvironmentTask, Parts
 
+        config, loaded = trainer.config, trainer._load(trainer.config)
+        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         with asyncio.Runner() as runner:
-            return evaluate_only(trainer._load(trainer.config), environment, trainer.config, runner, trainer._watcher)
+            parts = Parts(config, policy, loaded.tokenizer, runner, trainer._watcher)
+            return EnvironmentTask(environment).evaluator(parts).run(runner, trainer._watcher, "scoring")
 
     return outside_event_loop(score)

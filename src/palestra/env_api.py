@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
+from palestra.policy.build import build_policy
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
-from palestra.rollout.chat import ChatCollector
-from palestra.rollout.collect import Collector
-from palestra.rollout.evaluate import Collects
+from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.process import process
-from palestra.rollout.run import Limits
-from palestra.train.loop import Watcher, run_evaluation
+from palestra.train.evaluation import Evaluator
+from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
 from palestra.wire.feed import Feed
 
@@ -55,8 +53,8 @@ def evaluate_env(
 
     def score() -> EvalReport:
         with asyncio.Runner() as runner:
-            _, calm = _collectors(env, config, openai)
-            return run_evaluation(calm, problems, config, runner, watcher or Watcher(), "scoring")
+            evaluator = Evaluator(_collector(env, config, openai, training=False), problems, config)
+            return evaluator.run(runner, watcher or Watcher(), "scoring")
 
     report = outside_event_loop(score)
     return report, {name: float(value) for name, value in env.env.evaluate(report.rollouts).items()}
@@ -79,7 +77,7 @@ def process_env(
 
     async def write() -> None:
         records = process(
-            _collectors(env, config, openai)[0],
+            _collector(env, config, openai, training=True),
             problems,
             group_size=config.rollout.group_size,
             seed=config.seed,
@@ -109,31 +107,28 @@ def serve_env(
     `model_name` says whose tokenizer to use; unless given, the server is asked what it serves.
     """
     from palestra.models.loading import load_tokenizer
-    from palestra.train.setup import build_collectors
+    from palestra.train.tasks import agent_collector
 
     config.rollout.require_free_calls("the trainer's server samples, and it takes no grammar")
 
     async def make_collector() -> Collector:
         tokenizer = load_tokenizer(model_name or await policy.model_name())
-        return build_collectors(env, policy, ChatFormat(tokenizer), config)[0]
+        return agent_collector(env, policy, ChatFormat(tokenizer), config, training=True)
 
-    feed = Feed(env.name, env.problems("train"), make_collector, config, wire, watcher or Watcher())
+    feed = Feed(env.name, env, make_collector, config, wire, watcher or Watcher())
     outside_event_loop(lambda: asyncio.run(feed.run()))
     return feed
 
 
-def _collectors(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None) -> tuple[Collects, Collects]:
-    """What samples as in training, and what samples as the evaluation wants it."""
-    from palestra.models.loading import load_model
-    from palestra.train.setup import build_collectors, build_policy, sampling_params
+def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:
+    """What attempts the problems: the model of the config, or an endpoint."""
+    from palestra.train.setup import eval_limits, load_for_run, train_limits
+    from palestra.train.tasks import agent_collector
 
     if openai is None:
-        loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+        loaded = load_for_run(config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
-        return build_collectors(env, policy, ChatFormat(loaded.tokenizer), config)
+        return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.rollout.require_free_calls("the endpoint samples, and it takes no grammar")
-    sampling = sampling_params(config.rollout, ())
-    limits = Limits(sampling, config.rollout.max_tool_rounds, config.rollout.tool_timeout_s)
-    calm = replace(limits, sampling=replace(sampling, temperature=config.eval.temperature))
-    chat = OpenAIChat(openai)
-    return ChatCollector(env, chat, limits), ChatCollector(env, chat, calm)
+    limits = train_limits(config)
+    return Collector(env, limits if training else eval_limits(limits, config), endpoint_speakers(OpenAIChat(openai)))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.evals.report import EvalReport
-from palestra.runs.store import RunFolder
 from palestra.tools.tool import Tool, as_tool
-from palestra.train.session import Outcome
 
 if TYPE_CHECKING:
     from palestra.export.ollama import OllamaModel
+    from palestra.train.run import Outcome
 
 log = logging.getLogger("palestra")
 
@@ -63,11 +63,11 @@ class GRPOTrainingResult:
 
     @property
     def before(self) -> EvalReport:
-        return self.outcome.before
+        return _scored(self.outcome.before)
 
     @property
     def after(self) -> EvalReport:
-        return self.outcome.after
+        return _scored(self.outcome.after)
 
     def report(self) -> dict[str, Any]:
         """Held-out results before and after, per measure, as plain data."""
@@ -96,9 +96,9 @@ class GRPOTrainingResult:
         from palestra.chat.template import ChatFormat
         from palestra.chat.toolcalls import strip_thinking
         from palestra.core.event_loop import outside_event_loop
+        from palestra.policy.build import build_policy
+        from palestra.rollout.agent_loop import AttemptLimits
         from palestra.rollout.converse import converse
-        from palestra.rollout.run import Limits
-        from palestra.train.setup import build_policy
 
         chat = ChatFormat(self.tokenizer)
         chosen = self.tools if tools is None else [as_tool(t) for t in tools]
@@ -113,7 +113,9 @@ class GRPOTrainingResult:
             seed=seed,
         )
         policy = build_policy(self.model, self.tokenizer, "auto")
-        rollout = outside_event_loop(lambda: asyncio.run(converse(policy, chat, messages, chosen, Limits(sampling))))
+        rollout = outside_event_loop(
+            lambda: asyncio.run(converse(policy, chat, messages, chosen, AttemptLimits(sampling)))
+        )
         if rollout.error:
             raise PalestraError(f"the model could not answer: {rollout.error}")
         return strip_thinking(rollout.messages[-1].text).strip()
@@ -136,8 +138,14 @@ class GRPOTrainingResult:
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions)
-        folder = self.run.path / "export" / "ollama"
+        folder = self.run.export / "ollama"
         made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
         if not made.created:
             log.warning("Ollama is not installed here; the files are ready. Where it is, run: %s", made.command)
         return made
+
+
+def _scored(report: EvalReport | None) -> EvalReport:
+    if report is None:
+        raise PalestraError("this run was not scored: its environments hand out problems elsewhere")
+    return report

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from palestra.algo.advantage import advantages
-from palestra.algo.losses import Objective, policy_loss, token_weights
+from palestra.algo.losses import Objective, token_weights
+from palestra.algo.losses import policy_loss as token_policy_loss
+
+
+def policy_loss(objective, logprobs, old, row, advantages, **more):
+    """With one advantage a row."""
+    return token_policy_loss(objective, logprobs, old, row, advantages[row], rows=len(advantages), **more)
+
 
 LESSON = Path(__file__).parents[2] / "examples/minimal_grpo.py"
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
+from palestra.learner.packed import PackedMicroBatch, pack_batch
 
 VOCABULARY = 96
 COMMON = {
@@ -72,21 +73,23 @@ def groups() -> list[Sample]:
             trained = [False] * prompt_length + [not 3 <= i < 5 for i in range(n)]
             observed = [not t and i >= prompt_length for i, t in enumerate(trained)]
             size = prompt_length + n
-            samples.append(
-                Sample(
-                    tuple(prompt + tokens(n)), tuple(trained), tuple(observed), (0.0,) * size, 1.0, group, prompt_length
-                )
-            )
+            samples.append(Sample(prompt + tokens(n), trained, observed, [0.0] * size, 1.0, group, prompt_length))
     return samples
+
+
+def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True) -> list[PackedMicroBatch]:
+    device = torch.device("cpu")
+    whole = pack_batch(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=True, device=device)
+    return whole.micro_batches
 
 
 def plain(model: torch.nn.Module, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the scored tokens, one row at a time, from whole logits."""
     logprobs, entropies = [], []
     for sample in samples:
-        ids = torch.tensor([sample.token_ids])
+        ids = torch.tensor([sample.token_ids.tolist()])
         logp = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float() / temperature, -1)
-        scored = torch.tensor([t or o for t, o in zip(sample.trained, sample.observed, strict=True)])[1:]
+        scored = torch.tensor((sample.policy_mask | sample.echo_mask).tolist())[1:]
         logprobs.append(logp.gather(-1, ids[0, 1:, None]).squeeze(-1)[scored])
         entropies.append(-(logp.exp() * logp).sum(-1)[scored])
     return torch.cat(logprobs), torch.cat(entropies)
@@ -106,8 +109,8 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
     model, samples = build(family), groups()
     expected = plain(model, samples, 0.7)
     scorer = Scorer(model, temperature=0.7)
-    assert scorer.way == "trees"
-    batches = pack(samples, max_tokens=max_tokens, observed=True)
+    assert scorer.mode == "trees"
+    batches = packed(samples, max_tokens)
     with scorer.session():
         parts = [scorer(batch, entropy_gradient=True) for batch in batches]
         got = tuple(torch.cat(x) for x in zip(*parts, strict=True))
@@ -135,8 +138,8 @@ def test_a_model_with_recurrent_layers_is_computed_in_padded_rows(family: str) -
     }[family]
     model, samples = build(family, **extra), groups()
     scorer = Scorer(model)
-    assert scorer.way == "padded"
-    [batch] = pack(samples, max_tokens=1000, share_prefix=False, observed=True)
+    assert scorer.mode == "reference"
+    [batch] = packed(samples, 1000, share_prefix=False)
     with scorer.session():
         got = scorer(batch)
     torch.testing.assert_close(got[0], plain(model, samples, 1.0)[0], rtol=1e-4, atol=1e-4)
@@ -153,8 +156,8 @@ def test_an_unknown_change_to_the_logits_is_noticed_and_computed_whole() -> None
 
     model.__class__ = Odd
     scorer, samples = Scorer(model), groups()
-    assert scorer.way == "logits"
-    [batch] = pack(samples, max_tokens=1000, share_prefix=False, observed=True)
+    assert scorer.mode == "reference"
+    [batch] = packed(samples, 1000, share_prefix=False)
     torch.testing.assert_close(scorer(batch)[0], plain(model, samples, 1.0)[0], rtol=1e-5, atol=1e-5)
 
 

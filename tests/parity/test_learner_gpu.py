@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
+from palestra.learner.packed import pack_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -47,17 +47,19 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
     exact = build()
     model = build().to("cuda", torch.bfloat16)
     scorer = Scorer(model, compile_layers=compiled)
-    assert (scorer.way, scorer.compiled) == ("trees", compiled)
+    assert (scorer.mode, scorer.compiled) == ("trees", compiled)
     for samples in (group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)):
-        [batch] = pack(samples, max_tokens=10_000)
+        device = torch.device("cuda")
+        whole = pack_batch(samples, max_tokens=10_000, share_prefix=True, echo=False, device=device)
+        [batch] = whole.micro_batches
         with scorer.session():
-            logprobs = scorer(batch.to(torch.device("cuda")))[0]
+            logprobs = scorer(batch)[0]
             weights = torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")
             model.zero_grad()
             (logprobs * weights).sum().backward()
         rows = []
         for sample in samples:
-            ids = torch.tensor([sample.token_ids])
+            ids = torch.tensor([sample.token_ids.tolist()])
             logp = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
             rows.append(logp[torch.tensor(sample.trained)[1:]])
         expected = torch.cat(rows)

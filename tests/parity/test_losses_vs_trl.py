@@ -17,11 +17,18 @@ from torch import Tensor
 
 from palestra.algo.advantage import advantages as our_advantages
 from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
-from palestra.algo.losses import Objective, policy_loss, token_weights
+from palestra.algo.losses import Objective, token_weights
+from palestra.algo.losses import policy_loss as token_policy_loss
 
 pytest.importorskip("trl")
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import nanstd
+
+
+def policy_loss(objective, logprobs, old, row, advantages, **more):
+    """With one advantage a row."""
+    return token_policy_loss(objective, logprobs, old, row, advantages[row], rows=len(advantages), **more)
+
 
 ROWS, LENGTH, MAX_COMPLETION = 6, 9, 12
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")

@@ -3,8 +3,9 @@
 A micro-batch is one flat run of tokens, made of trees: a prompt, then one completion after the
 other, whose positions all go on from the prompt's end.
 
-    >>> a = Sample((1, 2, 7, 8), (False, False, True, True), (False,) * 4, (0.0, 0.0, -0.1, -0.2), 1.0, 0, 2)
-    >>> b = Sample((1, 2, 9, 9), (False, False, True, True), (False,) * 4, (0.0, 0.0, -0.3, -0.4), -1.0, 0, 2)
+    >>> mask = (False, False, True, True)
+    >>> a = Sample((1, 2, 7, 8), mask, (False,) * 4, (0.0, 0.0, -0.1, -0.2), advantages=1.0, prompt_length=2)
+    >>> b = Sample((1, 2, 9, 9), mask, (False,) * 4, (0.0, 0.0, -0.3, -0.4), advantages=-1.0, prompt_length=2)
     >>> [batch] = pack([a, b], max_tokens=64)
     >>> batch.token_ids.tolist(), batch.position_ids.tolist()
     ([1, 2, 7, 9], [0, 1, 2, 2])
@@ -16,7 +17,6 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,9 +51,11 @@ class MicroBatch:
     source: Tensor  # [N] the packed place whose hidden state predicts the scored token
     target: Tensor  # [N] the scored token
     row: Tensor  # [N] which sample it belongs to, as an index into what was packed
-    trained: Tensor  # [N] bool: counts in the policy loss
-    observed: Tensor  # [N] bool: counts in the ECHO term
+    place: Tensor  # [N] where it stands in that sample
+    policy_mask: Tensor  # [N] bool: counts in the policy loss
+    echo_mask: Tensor  # [N] bool: counts in the ECHO term
     sampler_logprobs: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, with its tensors on a device: in one copy, since each costs a wait."""
@@ -72,21 +74,21 @@ _TENSORS = (  # the widest first, so that each begins at a multiple of its size
     "source",
     "target",
     "row",
+    "place",
     "sampler_logprobs",
-    "trained",
-    "observed",
+    "advantages",
+    "policy_mask",
+    "echo_mask",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
+    """A sample with the places in it that are predicted."""
+
     index: int
-    token_ids: np.ndarray
-    scored: np.ndarray  # places in the row that are predicted
-    targets: np.ndarray  # the tokens there
-    trained: np.ndarray
-    observed: np.ndarray
-    logprobs: np.ndarray
+    sample: Sample
+    scored: np.ndarray
 
     @property
     def fed(self) -> int:
@@ -95,7 +97,7 @@ class _Row:
 
 
 def pack(
-    samples: Sequence[Sample], *, max_tokens: int, share_prefix: bool = True, observed: bool = False
+    samples: Sequence[Sample], *, max_tokens: int, share_prefix: bool = True, echo: bool = False
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens each (a longer row gets one of its own).
 
@@ -112,7 +114,7 @@ def pack(
             batches.append(_assemble(open_trees))
         open_trees, used = [], 0
 
-    for prompt_length, rows in _families(samples, share_prefix, observed):
+    for prompt_length, rows in _families(samples, share_prefix, echo):
         whole = prompt_length + sum(row.fed - prompt_length for row in rows)
         if used + whole > max_tokens >= whole:
             close()
@@ -138,43 +140,27 @@ def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample
     return [list(samples[a:b]) for a, b in pairwise(bounds)]
 
 
-def _families(samples: Sequence[Sample], share_prefix: bool, observed: bool) -> Iterator[tuple[int, list[_Row]]]:
+def _families(samples: Sequence[Sample], share_prefix: bool, echo: bool) -> Iterator[tuple[int, list[_Row]]]:
     """(prompt length, rows) of each set of rows that may share a prompt, in order of first appearance."""
     families: dict[object, tuple[int, list[_Row]]] = {}
     for index, sample in enumerate(samples):
-        row = _row(index, sample, observed)
+        row = _row(index, sample, echo)
         if row is None:
             continue
         prompt = sample.token_ids[: sample.prompt_length]
         # The prompt itself is in the key: rows that claim a shared prompt but differ stay apart.
         shared = share_prefix and 0 < len(prompt) <= row.fed
-        key: object = (sample.group, prompt) if shared else index
+        key: object = (sample.group, prompt.tobytes()) if shared else index
         families.setdefault(key, (len(prompt) if shared else 0, []))[1].append(row)
     yield from families.values()
 
 
-def _row(index: int, sample: Sample, observed: bool) -> _Row | None:
-    trained = _flags(sample.trained)
-    watched = _flags(sample.observed) if observed else np.zeros(len(trained), dtype=bool)
-    scored = (trained | watched).nonzero()[0]
+def _row(index: int, sample: Sample, echo: bool) -> _Row | None:
+    mask = sample.policy_mask | sample.echo_mask if echo else sample.policy_mask
+    scored = mask.nonzero()[0]
     if len(scored) and scored[0] == 0:
         scored = scored[1:]  # nothing predicts the first token
-    if not len(scored):
-        return None
-    ids, logprobs = _numbers(sample.token_ids, "q"), _numbers(sample.logprobs, "f")
-    at = scored
-    if scored[-1] - scored[0] == len(scored) - 1:  # without a gap: views instead of copies
-        at = slice(scored[0], scored[-1] + 1)
-    return _Row(index, ids, scored, ids[at], trained[at], watched[at], logprobs[at])
-
-
-def _flags(values: Sequence[bool]) -> np.ndarray:
-    return np.frombuffer(bytes(values), dtype=bool)
-
-
-def _numbers(values: Sequence[float], kind: str) -> np.ndarray:
-    """The quickest way from Python's numbers to NumPy's: a GPU waits for this."""
-    return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
+    return _Row(index, sample, scored) if len(scored) else None
 
 
 def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
@@ -185,11 +171,11 @@ def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
     start = 0
     for prompt_length, rows in groups:
         shared = prompt_length if len(rows) > 1 else 0  # a lone row is one causal run
-        ids.append(rows[0].token_ids[:shared])
+        ids.append(rows[0].sample.token_ids[:shared])
         positions.append(np.arange(shared))
         at = start + shared
         for row in rows:
-            ids.append(row.token_ids[shared : row.fed])
+            ids.append(row.sample.token_ids[shared : row.fed])
             positions.append(np.arange(shared, row.fed))
             before = row.scored - 1
             own = before + (at - shared)
@@ -198,16 +184,22 @@ def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
         trees.append(Tree(start, shared, tuple(row.fed - shared for row in rows if row.fed > shared)))
         start = at
     rows = [row for _, rows in groups for row in rows]
+
+    def column(name: str) -> Tensor:
+        return _tensor([getattr(row.sample, name)[row.scored] for row in rows])
+
     return MicroBatch(
-        token_ids=_tensor(ids),
+        token_ids=_tensor(ids).long(),
         position_ids=_tensor(positions),
         trees=tuple(trees),
         source=_tensor(sources),
-        target=_tensor([row.targets for row in rows]),
+        target=column("token_ids").long(),
         row=torch.from_numpy(np.repeat([row.index for row in rows], [len(row.scored) for row in rows])),
-        trained=_tensor([row.trained for row in rows]),
-        observed=_tensor([row.observed for row in rows]),
-        sampler_logprobs=_tensor([row.logprobs for row in rows]),
+        place=_tensor([row.scored for row in rows]),
+        policy_mask=column("policy_mask"),
+        echo_mask=column("echo_mask"),
+        sampler_logprobs=column("logprobs"),
+        advantages=column("advantages"),
     )
 
 

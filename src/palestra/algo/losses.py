@@ -6,7 +6,8 @@ it then trains nothing but still counts in means over rows.
 
     >>> lp = torch.tensor([-0.5, -0.1, -0.9], requires_grad=True)
     >>> row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
-    >>> per_token, stats = policy_loss(Objective(loss="grpo"), lp, None, row, torch.tensor([1.0, -1.0]))
+    >>> advantages = torch.tensor([1.0, 1.0, -1.0])
+    >>> per_token, stats = policy_loss(Objective(loss="grpo"), lp, None, row, advantages, rows=2)
     >>> weights = token_weights("grpo", row, lengths, rows_total=2, tokens_total=3, max_completion_length=8)
     >>> (per_token * weights).sum().item()  # summed over micro-batches: the loss of the step
     0.0
@@ -106,16 +107,16 @@ def policy_loss(
     logprobs: Tensor,  # [N]
     old_logprobs: Tensor | None,  # [N]; None: exactly on-policy
     row: Tensor,  # [N] int64
-    advantages: Tensor,  # [R]
+    advantages: Tensor,  # [N]
     *,
+    rows: int,  # R
     sampler_logprobs: Tensor | None = None,  # [N]
     ref_logprobs: Tensor | None = None,  # [N]
     entropy: Tensor | None = None,  # [N], reported only; the bonus is `entropy.entropy_bonus`
 ) -> tuple[Tensor, TokenStats]:
     """The loss of each token, before reduction, and what to report about the tokens."""
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    rows = len(advantages)
-    advantage = advantages.to(logprobs.dtype)[row]
+    advantage = advantages.to(logprobs.dtype)
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = (_row_mean(log_ratio, row, rows) if objective.sequence_ratio else log_ratio).exp()
 
@@ -126,7 +127,7 @@ def policy_loss(
 
     if objective.loss == "vespo":
         # The sampler's correction belongs inside VESPO's sequence weight, not in front of it.
-        phi = vespo_weights(log_ratio, row, advantages, correction)
+        phi = vespo_weights(log_ratio, row, advantages, correction, rows)
         loss = -phi * advantage * logprobs
         correction = None
     else:
@@ -187,16 +188,16 @@ def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: 
 
 
 @torch.no_grad()
-def vespo_weights(log_ratio: Tensor, row: Tensor, advantages: Tensor, correction: Tensor | None) -> Tensor:
-    """[N] φ(w) = exp(λ + k·log w − λ·w) of each token's row; w is the ratio of the whole sequence."""
+def vespo_weights(log_ratio: Tensor, row: Tensor, advantages: Tensor, correction: Tensor | None, rows: int) -> Tensor:
+    """[N] φ(w) = exp(λ + k·log w − λ·w); w is the ratio of the token's row, k and λ go by its advantage's sign."""
     log_tokens = log_ratio
     if correction is not None:
         log_tokens = log_tokens + correction.log().clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
-    log_w = _row_sum(log_tokens, row, len(advantages)).clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
+    log_w = _row_sum(log_tokens, row, rows).clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)[row]
     positive = advantages >= 0
     k = torch.where(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0])
     lam = torch.where(positive, VESPO_POSITIVE[1], VESPO_NEGATIVE[1])
-    return (lam + k * log_w - lam * log_w.exp()).exp().to(log_ratio.dtype)[row]
+    return (lam + k * log_w - lam * log_w.exp()).exp().to(log_ratio.dtype)
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:

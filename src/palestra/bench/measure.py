@@ -25,7 +25,7 @@ from palestra.engine.probe import text_config
 from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
-from palestra.policy.naive import PlainPolicy
+from palestra.policy.naive import NaivePolicy
 
 WARM_UP_TOKENS = 4
 
@@ -71,7 +71,7 @@ class Bench:
         self._work = workload
         self._vocabulary: int = config.vocab_size
         self._local = LocalPolicy(model)
-        self._plain = PlainPolicy(model)
+        self._plain = NaivePolicy(model)
 
     @property
     def device(self) -> str:

@@ -32,6 +32,7 @@ class ModelSection(Section):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
     master_weights: bool = Field(False, description="keep float32 master weights beside bfloat16 ones")
     engine: Literal["auto", "paged", "plain"] = Field(
         "auto", description="the sampler: auto takes the paged engine where the model allows it"

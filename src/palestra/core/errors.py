@@ -22,3 +22,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class UnsupportedModel(PalestraError):
+    """A model that a fast path cannot compute, for a known reason; a slower path can."""

@@ -39,9 +39,28 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "scores": _verdicts(rollout),
         "messages": [_message_fields(message) for message in rollout.messages],
         "turns": [_turn_to_dict(turn) for turn in rollout.turns],
+        "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
     }
+
+
+def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
+    """A rollout out of such a line. The texts of its tool results are among its messages."""
+    messages = tuple(_message_from_fields(fields) for fields in record["messages"])
+    scores = {name: Score(**verdict) for name, verdict in record["scores"].items()}
+    return Rollout(
+        problem_id=record["problem_id"],
+        turns=tuple(_turn_from_dict(turn) for turn in record["turns"]),
+        messages=messages,
+        stop=record["stop"],
+        tool_results=tuple(_result_from_dict(result) for result in record.get("tool_results", ())),
+        scores=scores,
+        reward=record["reward"],
+        seconds=record["seconds"],
+        tool_seconds=record["tool_seconds"],
+        error=record["error"],
+    )
 
 
 def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, Any]:
@@ -189,8 +208,20 @@ def _turn_to_dict(turn: Turn) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
         values = np.round(turn.logprobs.astype(np.float64), 4).tolist()
-        record |= {"logprobs": values, "policy_version": int(turn.versions.min(initial=2**31 - 1))}
+        record |= {"logprobs": values, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
     return record
+
+
+def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
+    ids = record["token_ids"]
+    if record["maker"] != "model":
+        return Turn(record["maker"], ids)
+    return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), record["policy_version"])  # type: ignore[arg-type]
+
+
+def _message_from_fields(fields: Mapping[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
+    return Message(fields["role"], fields["text"], calls, fields["tool_call_id"], fields["name"])
 
 
 def _message_fields(message: Message) -> dict[str, Any]:

@@ -14,13 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedModel
 
 ENGINE_ATTENTION = "palestra_engine"
-
-
-class UnsupportedModel(PalestraError):
-    """A model that the paged engine cannot run; plain batched sampling can."""
 
 
 class AttentionPlan(Protocol):

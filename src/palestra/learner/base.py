@@ -1,28 +1,70 @@
-"""The Learner seam: one optimizer step, publish the weights, save, load."""
+"""The Learner seam: gradients from a batch and a loss, one optimizer step, weights for the sampler.
+
+What is learned when (schedules, minibatches, iterations, coefficients) is the loop's business: `train/update.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from palestra.core.config import TrainSection
-from palestra.core.types import Sample
+from palestra.algo.step_loss import StepLoss
+from palestra.core.types import Array, Sample
+from palestra.core.weights import Weights
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows to compute together. The logprobs have an array [T] for each sample, NaN where a token has none."""
+
+    samples: Sequence[Sample]
+    old_logprobs: Sequence[Array] | None = None  # the behaviour policy's; None or NaN: the current policy's own
+    ref_logprobs: Sequence[Array] | None = None
+    packed: Any = field(default=None, repr=False)  # the learner's own form of the samples, kept between passes
+
+
+class Outputs(Protocol):
+    """What a forward_backward found. Both may wait for the device, so ask after `optim_step`."""
+
+    def logprobs(self) -> list[Array]:
+        """[T] for each sample, before any step; NaN at tokens that no loss reads."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """This batch's share of the loss and its parts; means and maxima over its tokens."""
+        ...
 
 
 class Learner(Protocol):
-    """Something that improves a policy from samples. Metrics are returned, never printed."""
+    """Something that improves a model. It may live in another process, or in many."""
 
-    def step(self, samples: Sequence[Sample], objective: TrainSection) -> dict[str, float]: ...
-
-    def skip(self) -> None:
-        """A step in which there was nothing to learn: schedules go on all the same."""
+    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+        """[T] log-probabilities for each sample under the current weights, or under those at the beginning."""
         ...
 
-    def publish(self) -> int:
-        """Make the new weights the sampling policy's; gives the new policy version."""
+    def forward_backward(self, batch: Batch, loss: StepLoss) -> Outputs:
+        """Add the gradient of this batch's share of the loss to what has gathered since the last `optim_step`."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+        """Clip, update the weights, forget the gradient; gives its norm before clipping.
+
+        A NaN or an infinity in the loss or the gradient raises PalestraError, and the weights stay as they are.
+        """
+        ...
+
+    def weights(self, version: int) -> Weights:
+        """The weights as they are now, for a policy to sample with."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into an existing folder, exact to the bit."""
+        ...
 
     def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> Path:
+        """Write the model for others to load: a Hugging Face folder, of the adapter where only that is trained."""
+        ...

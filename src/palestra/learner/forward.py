@@ -1,14 +1,14 @@
 """The learner's forward pass: a packed micro-batch in, log-probabilities of its scored tokens out.
 
-Three ways, the best that the model allows: `trees` (packed, prompts shared), `padded` (one row a
-sequence, for models whose layers cannot be told who may see whom), `logits` (for models that do
-more to their logits than the head knows). A self-check on a few tokens settles which.
+`trees` computes packed rows that share their prompts, and never holds whole logits. `reference` pads every row and
+takes the model's own logits: for models whose layers cannot be told who may see whom, or that do more to their
+logits than the head knows. A self-check at load compares the two and chooses.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, Literal
@@ -19,43 +19,44 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from palestra.algo.batching import MicroBatch
 from palestra.engine.cpu.norms import FastNorms
-from palestra.learner.head import LogitRule, score_tokens
+from palestra.learner.head import LogitRule, ScoringHead
 from palestra.learner.last_layer import last_mlp_at
-from palestra.learner.self_check import settle
-from palestra.learner.tree_attention import Layout, use_tree_attention
+from palestra.learner.packed import PackedMicroBatch
+from palestra.learner.self_check import choose_mode
+from palestra.learner.tree_attention import use_tree_attention
 
-Way = Literal["trees", "padded", "logits"]
+Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
 
 
-class Scorer:
-    """Log-probabilities of chosen tokens under one causal language model."""
+class Scorer(nn.Module):
+    """Log-probabilities of chosen tokens under one causal language model. Its forward is the root of every pass."""
 
     def __init__(
         self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0, compile_layers: bool | None = None
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait."""
+        super().__init__()
         self.model = causal_lm(model)
         self.pad_token_id = pad_token_id
-        self.rule = logit_rule(self.model, temperature)
+        self.head = ScoringHead(self.model.get_output_embeddings(), logit_rule(self.model, temperature))
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
         self.compiled = large if compile_layers is None else compile_layers
         self.compiled_at_once = _alike(self.model)
-        self.way: Way = "trees"
-        self._layouts: dict[int, Layout] = {}
+        self.mode: Mode = "trees"
         self._norms = FastNorms(self.model, trained=True) if self.model.device.type == "cpu" else None
-        settle(self)
+        choose_mode(self)
 
     @property
     def shares_prefix(self) -> bool:
         """Whether a micro-batch may hold trees of several rows."""
-        return self.way == "trees"
+        return self.mode == "trees"
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Forward and backward passes happen inside; the model is as it was afterwards."""
         norms = nullcontext() if self._norms is None else self._norms.use()
-        with norms, use_tree_attention(self.model) if self.way == "trees" else nullcontext():
+        with norms, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
             layers = _layers(self.model) if self.compiled else []
             n = self.compiled_at_once
             for run in (layers[i : i + n] for i in range(0, len(layers), n)):
@@ -65,34 +66,19 @@ class Scorer:
             try:
                 yield
             finally:
-                self._layouts.clear()
                 for layer in layers:
                     layer._compiled_call_impl = None
 
-    def __call__(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: PackedMicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens."""
-        if self.way == "logits":
-            return self.from_logits(batch)
-        hidden = self._packed_hidden(batch) if self.way == "trees" else self._padded_hidden(batch)
-        head = self.model.get_output_embeddings()
-        return score_tokens(
-            hidden.index_select(0, batch.source),
-            head.weight,
-            getattr(head, "bias", None),
-            batch.target,
-            self.rule,
-            entropy_gradient=entropy_gradient,
-        )
+        if self.mode == "reference":
+            return self.from_logits(micro.batch)
+        hidden = self._packed_hidden(micro).index_select(0, micro.batch.source)
+        return self.head(hidden, micro.batch.target, entropy_gradient=entropy_gradient)
 
-    def prepare(self, batches: Sequence[MicroBatch]) -> None:
-        """Copy what the micro-batches of a session need to the device, so that no pass waits for it later."""
-        if self.way == "trees":
-            self._layouts.update({id(batch): Layout(batch.trees, batch.token_ids.device) for batch in batches})
-
-    def _packed_hidden(self, batch: MicroBatch) -> Tensor:
+    def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[T, H] in packed order; right at the places that the batch reads."""
-        if id(batch) not in self._layouts:
-            self.prepare([batch])
+        batch = micro.batch
         # A compiled or recomputed layer must be the same each time.
         again = self.compiled or self.model.is_gradient_checkpointing
         layers = [] if again or self.model.device.type != "cpu" else _layers(self.model)
@@ -101,20 +87,15 @@ class Scorer:
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
                 use_cache=False,
-                layout=self._layouts[id(batch)],
+                layout=micro.layout,
             )
         return out.last_hidden_state[0]
-
-    def _padded_hidden(self, batch: MicroBatch) -> Tensor:
-        ids, mask = self._pad(batch)
-        out = self.model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
-        return out.last_hidden_state[mask]
 
     def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""
         ids, mask = self._pad(batch)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
-        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / self.rule.temperature, dim=-1)
+        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / self.head.rule.temperature, dim=-1)
         return logp.gather(-1, batch.target[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
     def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

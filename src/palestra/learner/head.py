@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
@@ -45,6 +45,20 @@ def score_tokens(
     """
     logprobs, entropy = _Score.apply(hidden, weight, bias, target, rule, entropy_gradient)
     return logprobs, entropy
+
+
+class ScoringHead(nn.Module):
+    """The model's output layer, for scoring instead of whole logits. As a module's forward, so that hooks see it."""
+
+    def __init__(self, output: Any, rule: LogitRule) -> None:
+        super().__init__()
+        self.output = output  # the model's own layer: its weights are trained
+        self.rule = rule
+
+    def forward(self, hidden: Tensor, target: Tensor, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies)."""
+        bias = getattr(self.output, "bias", None)
+        return score_tokens(hidden, self.output.weight, bias, target, self.rule, entropy_gradient=entropy_gradient)
 
 
 class _Score(torch.autograd.Function):

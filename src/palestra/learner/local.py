@@ -4,309 +4,250 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from palestra.algo.batching import MicroBatch
-from palestra.algo.echo import coefficient_at, world_model_loss
-from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
-from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
-from palestra.core.config import RunConfig, TrainSection
+from palestra.algo.echo import world_model_loss
+from palestra.algo.entropy import entropy_bonus
+from palestra.algo.losses import TokenStats, policy_loss, token_weights
+from palestra.algo.step_loss import StepLoss
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Sample
+from palestra.core.types import Array
+from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
+from palestra.learner.base import Batch
 from palestra.learner.forward import Scorer, causal_lm
-from palestra.learner.memory import peak_memory_gib
-from palestra.learner.minibatch import Minibatch, Work, make_minibatches
-from palestra.learner.optimizer import Optimizer, learning_rate_at
+from palestra.learner.optimizer import Optimizer
+from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
+
+
+@dataclass(slots=True)
+class LocalOutputs:
+    """The results of one forward_backward, still on the device."""
+
+    batch: Batch
+    loss: StepLoss
+    parts: Tensor  # [3] float64: policy loss, cross-entropy on tool results, entropy bonus
+    stats: TokenStats
+    token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for messages
+    token_logprobs: list[tuple[PackedMicroBatch, Tensor]]
+
+    def logprobs(self) -> list[Array]:
+        return tokens_to_rows(self.token_logprobs, self.batch.samples)
+
+    def metrics(self) -> dict[str, float]:
+        policy, echo, bonus = self.parts.tolist()
+        metrics = {"loss": policy + self.loss.echo_coefficient * echo + bonus, "policy_loss": policy}
+        if self.loss.echo_tokens:
+            metrics["echo_loss"] = echo
+        metrics["tokens_computed"] = float(sum(len(micro.batch.token_ids) for micro, _ in self.token_logprobs))
+        if self.parts.is_cuda:
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
+        return metrics | self.stats.finish()
+
+    def explain_not_finite(self, grad_norm: float) -> str:
+        samples = self.batch.samples
+        sums = torch.zeros(len(samples), device=self.parts.device)
+        for token_loss, row in self.token_losses:
+            sums.index_add_(0, row, token_loss.float())
+        rows = (~sums.isfinite()).nonzero().flatten().tolist()
+        groups = sorted({samples[r].group for r in rows} or {sample.group for sample in samples})
+        loss = self.parts.sum().item()
+        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        return (
+            f"group {', '.join(map(str, groups))}: {what}, expected a finite number; the weights are unchanged. "
+            "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
+        )
 
 
 class LocalLearner:
-    """Trains one model in place; the sampler that drives the same model sees every step at once.
+    """Trains one model in place. A sampler that drives the same module sees every step at once.
 
-    `total_steps` is the number of `step` and `skip` calls of the whole run, for schedules that end. The model's
-    weights at construction are the KL reference, if `train.beta` asks for one.
+    The model's weights at construction are the KL reference, if `train.beta` asks for one.
 
-    >>> learner = LocalLearner(model, config=config)  # doctest: +SKIP
-    >>> metrics = learner.step(samples, config.train)
-    >>> version = learner.publish()
+    >>> learner = LocalLearner(model, config=config)                        # doctest: +SKIP
+    >>> outputs = learner.forward_backward(Batch(samples), StepLoss.of(samples, objective, max_completion_length=256))
+    >>> learner.optim_step(1e-5, max_grad_norm=1.0)
+    >>> policy.update(learner.weights(version=1))
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: RunConfig,
-        pad_token_id: int = 0,
-        total_steps: int | None = None,
-        optimizer: Optimizer | None = None,
+        self, model: Any, *, config: RunConfig, pad_token_id: int = 0, optimizer: Optimizer | None = None
     ) -> None:
         self.model = model
-        self.config = config
-        self.total_steps = total_steps if total_steps is not None else config.train.max_steps
-        self.version = 0
-        self.steps = 0
-        self.entropy_coefficient = config.train.entropy_coefficient
-        self._peft = hasattr(model, "disable_adapter")
-        if config.lora.r > 0 and not self._peft:
+        self._max_tokens = config.train.tokens_per_micro_batch
+        self._has_adapter = hasattr(model, "disable_adapter")
+        if config.lora.r > 0 and not self._has_adapter:
             raise PalestraError(
                 "lora.r > 0 but the model has no adapter; wrap it with palestra.learner.lora.add_lora first"
             )
         if config.model.gradient_checkpointing:
-            _checkpoint_layers(model)
+            hf = causal_lm(model)
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._scorer = Scorer(model, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
+        self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
-        if config.train.beta > 0 and self._peft:
+        if config.train.beta > 0 and self._has_adapter:
             self._reference = self._scorer  # the same weights, with the adapter switched off
         elif config.train.beta > 0:
             frozen = copy.deepcopy(model).requires_grad_(False).eval()
             self._reference = Scorer(frozen, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
-        self._optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
+        self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
+        self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step(self, samples: Sequence[Sample], objective: TrainSection) -> dict[str, float]:
-        """Learn from one batch of rollouts: `iterations` passes of `minibatches` optimizer steps each.
-
-        A NaN or an infinity in the loss or the gradient raises PalestraError before the weights change.
-        """
-        started = time.perf_counter()
-        self._check(samples)
-        learning_rate = learning_rate_at(self.steps, objective, self.total_steps)
-        with self._session():
-            parts = make_minibatches(
-                samples,
-                objective,
-                share_prefix=objective.share_prefix and self._scorer.shares_prefix,
-                observed=self.config.echo.coefficient > 0,
-                device=self.device,
-            )
-            self._scorer.prepare([work.batch for part in parts for work in part.works])
-            self._fill_old_and_reference(parts, objective)
-            updates = [
-                self._update(part, objective, learning_rate, record_old=objective.iterations > 1)
-                for _ in range(objective.iterations)
-                for part in parts
-            ]
-        self.steps += 1
-        metrics = _average(updates)
-        if objective.target_entropy is not None and "entropy" in metrics:
-            metrics["entropy_coefficient"] = self.entropy_coefficient
-            self.entropy_coefficient = next_entropy_coefficient(
-                self.entropy_coefficient, metrics["entropy"], objective.target_entropy
-            )
-        seconds = time.perf_counter() - started
-        fed = sum(len(work.batch.token_ids) for part in parts for work in part.works)
-        return metrics | {
-            "learning_rate": learning_rate,
-            "tokens_trained": float(sum(part.trained_tokens for part in parts)),
-            "tokens_computed": float(fed),
-            "train_tokens_per_s": fed * objective.iterations / seconds,
-            "train_seconds": seconds,
-            "peak_memory_gib": self._peak_memory_gib(),
-        }
-
-    def skip(self) -> None:
-        self.steps += 1
-
-    def publish(self) -> int:
-        """The sampler drives this very model, so publishing is counting."""
-        self.version += 1
-        return self.version
-
-    def save(self, folder: Path) -> None:
-        """Write weights (or the adapter) and everything needed to go on exactly into an existing folder."""
-        state = {
-            "version": self.version,
-            "steps": self.steps,
-            "entropy_coefficient": self.entropy_coefficient,
-            "optimizer": self._optimizer.state_dict(),
-        }
-        learner_state.save(folder, self.model, state)
-
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, with the same numbers as if nothing had happened."""
-        state = learner_state.load(folder, self.model)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.version, self.steps = state["version"], state["steps"]
-        self.entropy_coefficient = state["entropy_coefficient"]
-
-    def _check(self, samples: Sequence[Sample]) -> None:
-        if not samples:
-            raise PalestraError(f"step {self.steps} got no samples; give the learner at least one group")
-        for sample in samples:
-            if not math.isfinite(sample.advantage):
-                raise PalestraError(
-                    f"step {self.steps}, group {sample.group}: the advantage is {sample.advantage}, expected a finite "
-                    "number; look for a measure that returns NaN"
-                )
-
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        training = self.model.training
-        if not training:  # telling every module costs milliseconds
-            self.model.train()
-        try:
-            with self._scorer.session():
-                yield
-        finally:
-            if not training:
-                self.model.eval()
-
     @torch.no_grad()
-    def _fill_old_and_reference(self, parts: list[Minibatch], objective: TrainSection) -> None:
-        """Behaviour and reference log-probabilities that the first update would change, or that need no gradient."""
-        stale = any(sample.policy_version != self.version for part in parts for sample in part.samples)
-        if not (stale or len(parts) > 1 or objective.beta > 0):
-            return
-        self.model.eval()
-        for part in parts:
-            for work in part.works:
-                if stale:
-                    work.old = work.batch.sampler_logprobs
-                elif len(parts) > 1:
-                    work.old = self._scorer(work.batch)[0]
-                if objective.beta > 0:
-                    work.reference = self._reference_logprobs(work.batch)
-        self.model.train()
-
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        if self._reference is None:
+    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+        if reference and self._reference is None:
             raise PalestraError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
-        if self._peft:
-            with self.model.disable_adapter():  # type: ignore[operator]
-                return self._reference(batch)[0]
-        with self._reference.session():
-            return self._reference(batch)[0]
+        packed = self._pack(batch, echo=False)
+        scorer = self._reference if reference and self._reference is not None else self._scorer
+        with self._mode(training=False), scorer.session(), self._adapter_off(reference and self._has_adapter):
+            parts = [(micro, scorer(micro)[0]) for micro in packed.micro_batches]
+        return tokens_to_rows(parts, batch.samples)
 
-    def _update(
-        self, part: Minibatch, objective: TrainSection, learning_rate: float, *, record_old: bool
-    ) -> dict[str, float]:
-        """One optimizer step; nothing is applied unless loss and gradient are finite."""
-        stats = TokenStats()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # policy, echo, entropy bonus
-        echo_weight = torch.tensor([1.0, self._echo_coefficient(), 1.0], device=self.device)
-        token_losses: list[tuple[Tensor, Tensor]] = []
-        for work in part.works:
-            terms, token_loss, work_stats = self._terms(work, part, objective, record_old)
-            (terms * echo_weight).sum().backward()
-            sums += terms.detach()
-            token_losses.append((token_loss, work.batch.row[work.trained]))
-            stats += work_stats
-        norm = self._optimizer.clip(objective.max_grad_norm) if part.works else sums.new_zeros(())
-        checks = torch.cat([sums, norm.double()[None]])
-        ahead = self._optimizer.can_skip  # then it is launched before the host waits for the numbers
-        if part.works and ahead:
-            self._optimizer.step(learning_rate, finite=checks.isfinite().all())
-        *values, grad_norm = checks.tolist()
-        if not all(math.isfinite(x) for x in (*values, grad_norm)):
-            self._optimizer.clear()
-            raise PalestraError(self._explain_not_finite(part, token_losses, values, grad_norm))
-        if part.works and not ahead:
-            self._optimizer.step(learning_rate)
-        policy, echo, bonus = values
-        loss = policy + self._echo_coefficient() * echo + bonus
-        losses = {"loss": loss, "policy_loss": policy, "grad_norm": grad_norm}
-        if part.observed_tokens:
-            losses["echo_loss"] = echo
-        return losses | stats.finish()
+    def forward_backward(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
+        packed = self._pack(batch, echo=loss.echo_coefficient > 0)
+        found = LocalOutputs(batch, loss, torch.zeros(3, dtype=torch.float64, device=self.device), TokenStats(), [], [])
+        scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
+        with self._mode(training=True), self._scorer.session():
+            for micro in packed.micro_batches:
+                parts = self._parts(micro, packed, found)
+                (parts * scale).sum().backward()
+                found.parts += parts.detach()
+        self._pending.append(found)
+        return found
 
-    def _terms(
-        self, work: Work, part: Minibatch, objective: TrainSection, record_old: bool
-    ) -> tuple[Tensor, Tensor, TokenStats]:
-        """This micro-batch's share of [policy loss, cross-entropy on tool results, entropy bonus], its token losses."""
-        batch, trained = work.batch, work.trained
-        steer = self.entropy_coefficient != 0.0
-        logprobs, entropy = self._scorer(batch, entropy_gradient=steer)
-        if record_old and work.old is None:
-            work.old = logprobs.detach()
-        row = batch.row[trained]
-        formula = _formula(objective)
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+        pending, self._pending = self._pending, []
+        if not any(found.token_logprobs for found in pending):
+            return 0.0
+        norm = self.optimizer.clip(max_grad_norm)
+        checks = torch.stack([*(found.parts.sum() for found in pending), norm.double()])
+        ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
+        if ahead:
+            self.optimizer.step(learning_rate, finite=checks.isfinite().all())
+        *losses, grad_norm = checks.tolist()
+        if not all(math.isfinite(x) for x in (*losses, grad_norm)):
+            self.optimizer.clear()
+            guilty = next((f for f, x in zip(pending, losses, strict=True) if not math.isfinite(x)), pending[0])
+            raise PalestraError(guilty.explain_not_finite(grad_norm))
+        if not ahead:
+            self.optimizer.step(learning_rate)
+        return grad_norm
+
+    def weights(self, version: int) -> Weights:
+        def trained() -> dict[str, Tensor]:
+            return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+        return Weights(version, trained, self.model)
+
+    def save(self, folder: Path) -> None:
+        learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict()})
+
+    def load(self, folder: Path) -> None:
+        state = learner_state.load(folder, self.model)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def export(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        learner_state.save_model(folder, self.model)
+        return folder
+
+    def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
+        if batch.packed is None or batch.packed[0] != echo:
+            packed = pack_batch(
+                batch.samples,
+                max_tokens=self._max_tokens,
+                share_prefix=self._share_prefix,
+                echo=echo,
+                device=self.device,
+            )
+            batch.packed = (echo, packed)
+        found: PackedBatch = batch.packed[1]
+        return found
+
+    def _parts(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs) -> Tensor:
+        """[3] this micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
+        batch, loss, policy = micro.batch, found.loss, micro.policy
+        steer = loss.entropy_coefficient != 0.0
+        logprobs, entropy = self._scorer(micro, entropy_gradient=steer)
+        row, own = batch.row[policy], logprobs[policy]
+        sampler, objective = batch.sampler_logprobs[policy], loss.objective
+        if not micro.all_logprobs_known:  # they count as the current policy's own
+            sampler = torch.where(sampler.isnan(), own.detach(), sampler)
+        old, reference = (
+            None if rows is None else rows_to_tokens(rows, micro, self.device)[policy]
+            for rows in (found.batch.old_logprobs, found.batch.ref_logprobs)
+        )
+        if old is not None:
+            old = torch.where(old.isnan(), own.detach(), old)
         token_loss, stats = policy_loss(
-            formula,
-            logprobs[trained],
-            None if work.old is None else work.old[trained],
+            objective,
+            own,
+            old,
             row,
-            part.advantages,
-            sampler_logprobs=batch.sampler_logprobs[trained],
-            ref_logprobs=None if work.reference is None else work.reference[trained],
-            entropy=entropy[trained],
+            batch.advantages[policy],
+            rows=len(found.batch.samples),
+            sampler_logprobs=sampler,
+            ref_logprobs=reference if objective.beta > 0 else None,
+            entropy=entropy[policy],
         )
         weights = token_weights(
-            formula.loss,
+            objective.loss,
             row,
-            part.trained_lengths,
-            rows_total=len(part.samples),
-            tokens_total=part.tokens_total,
-            max_completion_length=self.config.rollout.max_new_tokens,
+            packed.policy_lengths,
+            rows_total=loss.rows,
+            tokens_total=loss.tokens_total,
+            max_completion_length=loss.max_completion_length,
         )
-        policy = (token_loss * weights.to(token_loss.dtype)).sum()
-        echo = bonus = torch.zeros_like(policy)
-        if part.observed_tokens:
-            echo = world_model_loss(
-                logprobs[work.observed],
-                batch.row[work.observed],
-                part.observed_lengths,
-                normalization=self.config.echo.normalization,
-                tokens_total=part.observed_tokens,
-                rows_total=part.observed_rows,
-                max_sequence_length=part.longest_row,
-            )
-        if steer:
-            bonus = entropy_bonus(entropy[trained], self.entropy_coefficient, tokens_total=part.trained_tokens)
-        return torch.stack([policy, echo, bonus]), token_loss.detach(), stats
+        parts = [(token_loss * weights.to(token_loss.dtype)).sum()]
+        parts.append(self._echo_part(micro, packed, loss, logprobs) if loss.echo_tokens else torch.zeros_like(parts[0]))
+        bonus = entropy_bonus(entropy[policy], loss.entropy_coefficient, tokens_total=loss.policy_tokens)
+        parts.append(bonus if steer else torch.zeros_like(parts[0]))
+        found.stats += stats
+        found.token_losses.append((token_loss.detach(), row))
+        found.token_logprobs.append((micro, logprobs.detach()))
+        return torch.stack(parts)
 
-    def _echo_coefficient(self) -> float:
-        echo = self.config.echo
-        return coefficient_at(
-            self.steps,
-            schedule=echo.schedule,
-            initial=echo.coefficient,
-            final=echo.final_coefficient,
-            steps_total=self.total_steps,
-            step_every=echo.step_every,
+    def _echo_part(self, micro: PackedMicroBatch, packed: PackedBatch, loss: StepLoss, logprobs: Tensor) -> Tensor:
+        return world_model_loss(
+            logprobs[micro.echo],
+            micro.batch.row[micro.echo],
+            packed.echo_lengths,
+            normalization=loss.echo_normalization,
+            tokens_total=loss.echo_tokens,
+            rows_total=loss.echo_rows,
+            max_sequence_length=loss.longest_row,
         )
 
-    def _explain_not_finite(
-        self, part: Minibatch, token_losses: list[tuple[Tensor, Tensor]], values: list[float], grad_norm: float
-    ) -> str:
-        rows = {int(r) for loss, row in token_losses for r in row[~torch.isfinite(loss)].tolist()}
-        groups = sorted({part.samples[r].group for r in rows} or {sample.group for sample in part.samples})
-        loss = sum(values)
-        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        return (
-            f"step {self.steps}, group {', '.join(map(str, groups))}: {what}, expected a finite number; "
-            "the weights are unchanged. Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
-        )
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        before = self.model.training
+        if before != training:  # telling every module costs milliseconds
+            self.model.train(training)
+        try:
+            yield
+        finally:
+            if before != training:
+                self.model.train(before)
 
-    def _peak_memory_gib(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**30
-        return peak_memory_gib()
-
-
-def _formula(objective: TrainSection) -> Objective:
-    return Objective(**{f.name: getattr(objective, f.name) for f in fields(Objective)})
-
-
-def _average(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the optimizer steps that report it; maxima stay maxima."""
-    names = {name: None for update in updates for name in update}
-    values = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: max(x) if name.endswith("_max") else sum(x) / len(x) for name, x in values.items()}
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    """Recompute each layer's activations in the backward pass."""
-    hf = causal_lm(model)
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    @contextmanager
+    def _adapter_off(self, off: bool) -> Iterator[None]:
+        if not off:
+            yield
+            return
+        with self.model.disable_adapter():
+            yield

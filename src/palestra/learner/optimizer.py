@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,16 +96,3 @@ def _move_gradient(master: Tensor) -> Any:
         weight.grad = None
 
     return move
-
-
-def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:
-    """The learning rate of a step counted from 0: warm-up, then the schedule, which ends at 0."""
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    if train.scheduler == "constant":
-        return train.learning_rate
-    if total_steps is None:
-        raise PalestraError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
-    done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
-    factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return train.learning_rate * factor

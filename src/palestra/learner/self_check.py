@@ -1,45 +1,63 @@
-"""Is the fast way right for this model? A few tokens, forward and backward, against its own logits."""
+"""Which mode is right for this model? A few rows, forward and backward, against the model's own logits.
+
+Only what is known not to work (`UnsupportedModel`) and numbers that differ lead to the reference mode; any other
+exception, such as a lack of memory or a compiler's, is raised.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from palestra.algo.batching import MicroBatch, pack
+from palestra.algo.batching import MicroBatch
+from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
-
-if TYPE_CHECKING:
-    from palestra.learner.forward import Scorer
+from palestra.learner.packed import PackedMicroBatch, pack_batch
 
 log = logging.getLogger(__name__)
 
 RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
 # What rounding explains: the difference of log-probabilities (root mean square; unlikely tokens of a trained model
-# are off by tenths in bfloat16), and of a gradient relative to its size. A wrong way is off by whole nats.
+# are off by tenths in bfloat16), and of a gradient relative to its size. A wrong mask is off by whole nats.
 TOLERANCES = {torch.bfloat16: (0.3, 0.5), torch.float16: (0.05, 0.1)}
 FULL_PRECISION = (5e-4, 1e-2)
+LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that reach beyond them
 
 
-def settle(scorer: Scorer) -> None:
-    """Set the scorer's way to the first that gives the model's own numbers; say so when it is not the best one."""
+class Checked(Protocol):
+    """What is checked: `learner.forward.Scorer`."""
+
+    model: Any
+    mode: Any
+    compiled: bool
+    compiled_at_once: int
+
+    def __call__(self, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]: ...
+
+    def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
+
+    def session(self) -> AbstractContextManager[None]: ...
+
+
+def choose_mode(scorer: Checked) -> None:
+    """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
     training = model.training
     model.train(not _drops(model))  # as the learner will call it, so that what is compiled here serves there
     try:
-        shared, apart = _probe(model.get_input_embeddings().weight)
-        expected = _numbers(model, lambda: scorer.from_logits(apart))
+        shared, apart = _probe(model)
+        expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
-        scorer.way = "trees"
-        if reason := _cannot_share(model) or _mismatch(scorer, shared, expected):
-            scorer.way = "padded"
-            log.warning("the learner computes padded rows, prompts not shared: %s", reason)
-            if reason := _mismatch(scorer, apart, expected):
-                scorer.way = "logits"
-                log.warning("the learner computes whole logits, which takes more memory: %s", reason)
+        scorer.mode = "trees"
+        if reason := _mismatch(scorer, shared, expected):
+            scorer.mode = "reference"
+            log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
         elif compiled:
             scorer.compiled = True
             if (reason := _mismatch(scorer, shared, expected)) and scorer.compiled_at_once > 1:
@@ -60,24 +78,30 @@ def _drops(model: nn.Module) -> bool:
     return any(value for name, value in settings.items() if "dropout" in name or "jitter" in name)
 
 
-def _cannot_share(model: nn.Module) -> str | None:
-    """Layers that carry a state from token to token would carry it from one sibling to the next."""
+def require_tree_support(model: Any) -> None:
+    """UnsupportedModel for what is known not to work with packed trees."""
+    name = type(model).__name__
     kinds = [str(kind) for kind in getattr(model.config, "layer_types", None) or []]
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
-    return f"{type(model).__name__} has {recurrent[0]} layers" if recurrent else None
+    if recurrent:  # they carry a state from token to token, so from one sibling to the next
+        raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise UnsupportedModel(f"the output layer of {name} is not a plain linear layer")
+    kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds_of_argument:
+        raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
-def _mismatch(scorer: Scorer, batch: MicroBatch, expected: list[Tensor]) -> str | None:
+def _mismatch(scorer: Checked, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
     """Why the scorer as it is set cannot be used, or None."""
     model = scorer.model
     name = type(model).__name__
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        return f"the output layer of {name} is not a plain linear layer"
     try:
+        require_tree_support(model)
         with scorer.session():
-            found = _numbers(model, lambda: scorer(batch))
-    except Exception as error:  # whatever a foreign model or a compiler raises, a plainer way remains
-        return f"{name} raised {type(error).__name__}: {error}"
+            found = _numbers(model, lambda: scorer(micro))
+    except UnsupportedModel as reason:
+        return str(reason)
     logprob_limit, gradient_limit = TOLERANCES.get(model.dtype, FULL_PRECISION)
     difference = float((found[0] - expected[0]).square().mean().sqrt())
     if not difference <= logprob_limit:
@@ -100,13 +124,23 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]]) -> li
     return [logprobs.detach(), *(g.float() for g in gradients if g is not None)]
 
 
-def _probe(embeddings: Tensor) -> tuple[MicroBatch, MicroBatch]:
-    """Three siblings of unlike lengths, packed as one tree and apart; the scored tokens come in the same order."""
-    ids = [(i * 7919 + 17) % len(embeddings) for i in range(28)]
+def _probe(model: Any) -> tuple[PackedMicroBatch, PackedMicroBatch]:
+    """Three siblings of unlike lengths, packed as one tree and apart; the scored tokens come in the same order.
+
+    The longest reaches beyond the model's sliding window, where there is one of moderate size.
+    """
+    embeddings = model.get_input_embeddings().weight
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    longest = 9 + (window if window <= LONGEST_WINDOW else 0)
+    ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
     samples = []
-    for first, last in ((9, 15), (15, 24), (24, 28)):
+    for first, last in ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest)):
         n = last - first
-        tokens = tuple(ids[:9] + ids[first:last])
-        samples.append(Sample(tokens, (False,) * 9 + (True,) * n, (False,) * (9 + n), (0.0,) * (9 + n), 0.0, 0, 9))
-    shared, apart = (pack(samples, max_tokens=1024, share_prefix=share)[0] for share in (True, False))
-    return shared.to(embeddings.device), apart.to(embeddings.device)
+        tokens, mask = ids[:9] + ids[first:last], [False] * 9 + [True] * n
+        zeros = [0.0] * len(tokens)
+        samples.append(Sample(tokens, mask, [False] * len(tokens), zeros, advantages=0.0, prompt_length=9))  # type: ignore[arg-type]
+    shared, apart = (
+        pack_batch(samples, max_tokens=8192, share_prefix=share, echo=False, device=embeddings.device).micro_batches[0]
+        for share in (True, False)
+    )
+    return shared, apart

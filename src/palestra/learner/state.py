@@ -19,12 +19,14 @@ ADAPTER = "adapter_model.safetensors"
 
 def save(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:
     """Write the model (only the adapter where it has one) and the state, with torch's random states."""
-    if hasattr(model, "disable_adapter"):
-        # "auto" would ask the hub about the base model's vocabulary.
-        model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
-    else:
-        model.save_pretrained(str(folder))  # type: ignore[operator]
+    save_model(folder, model)
     torch.save({**state, "random": _random_states()}, folder / STATE)
+
+
+def save_model(folder: Path, model: nn.Module) -> None:
+    # "auto" would ask the hub about the base model's vocabulary.
+    options = {"save_embedding_layers": False} if hasattr(model, "disable_adapter") else {}
+    model.save_pretrained(str(folder), **options)  # type: ignore[operator]
 
 
 def load(folder: Path, model: nn.Module) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
+from palestra.core.errors import UnsupportedModel
 from palestra.learner.tree_attention_cpu import cpu_trees
 from palestra.learner.tree_attention_cpu import fits as cpu_fits
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
@@ -66,7 +67,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -74,6 +75,8 @@ def tree_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every packed token to its own tree path. Attention dropout is not applied."""
+    if layout is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not hand keywords on to its attention function")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
     plain = softcap is None and s_aux is None and not windowed

@@ -23,13 +23,13 @@ from palestra.policy.load_weights import load_weights
 
 
 @dataclass(eq=False, slots=True)
-class PlainSession:
+class NaiveSession:
     token_ids: list[int]
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    session: PlainSession
+    session: NaiveSession
     params: SamplingParams
     done: asyncio.Future[Turn]
     ids: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Request:
         return SamplingRow(self.params, len(tokens), tokens, self.matching if self.finish is None else None)
 
 
-class PlainPolicy:
+class NaivePolicy:
     """A Policy that computes every turn from its first token on."""
 
     def __init__(self, model: Any, tokenizer: Any = None, max_batch: int = 256) -> None:
@@ -68,22 +68,22 @@ class PlainPolicy:
 
     def wake(self) -> None: ...
 
-    def open(self, prompt_ids: Sequence[int]) -> PlainSession:
+    def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):
             raise PalestraError("the prompt is empty; give it at least one token")
-        return PlainSession([int(i) for i in prompt_ids])
+        return NaiveSession([int(i) for i in prompt_ids])
 
-    def fork(self, session: PlainSession, n: int) -> list[PlainSession]:
+    def fork(self, session: NaiveSession, n: int) -> list[NaiveSession]:
         if n < 1:
             raise PalestraError(f"fork into {n} sessions; use 1 or more")
-        return [PlainSession(list(session.token_ids)) for _ in range(n)]
+        return [NaiveSession(list(session.token_ids)) for _ in range(n)]
 
-    def append(self, session: PlainSession, token_ids: Sequence[int]) -> None:
+    def append(self, session: NaiveSession, token_ids: Sequence[int]) -> None:
         session.token_ids += token_ids
 
-    def close(self, session: PlainSession) -> None: ...
+    def close(self, session: NaiveSession) -> None: ...
 
-    async def sample(self, session: PlainSession, params: SamplingParams) -> Turn:
+    async def sample(self, session: NaiveSession, params: SamplingParams) -> Turn:
         request = _Request(session, params, asyncio.get_running_loop().create_future())
         request.matching = self._compile_grammar(params.grammar).start() if params.grammar is not None else None
         self._waiting.append(request)

@@ -55,8 +55,8 @@ class OpenAIChat:
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], sampling: SamplingParams
-    ) -> tuple[Message, Finish]:
-        """The next assistant message and why it ended; RolloutError when the endpoint gives none."""
+    ) -> tuple[Message, Finish, int | None]:
+        """The next assistant message, why it ended, and its tokens; RolloutError when the endpoint gives none."""
         body: dict[str, Any] = {
             "model": self.settings.model_name,
             "messages": [to_dict(m, arguments_as_text=True) for m in messages],
@@ -73,7 +73,9 @@ class OpenAIChat:
             message = from_dict({**choice["message"], "role": "assistant"})
         except (KeyError, IndexError, TypeError, PalestraError) as error:
             raise RolloutError(f"{self._url} gave no message: {type(error).__name__}: {error}") from None
-        return message, "length" if choice.get("finish_reason") == "length" else "stop"
+        tokens = (answer.get("usage") or {}).get("completion_tokens")
+        finish: Finish = "length" if choice.get("finish_reason") == "length" else "stop"
+        return message, finish, tokens if isinstance(tokens, int) else None
 
     def _post(self, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}

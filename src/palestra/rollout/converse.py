@@ -10,7 +10,8 @@ from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, Score, StopReason, ToolResult, Turn
 from palestra.policy.base import Policy
-from palestra.rollout.run import Attempt, Limits, play, run_rollout
+from palestra.rollout.agent_loop import Attempt, AttemptLimits, play, run_attempt
+from palestra.rollout.speakers import TokenSpeaker
 from palestra.tools.tool import Tool
 
 
@@ -32,20 +33,25 @@ class Conversation:
 
 
 async def converse(
-    policy: Policy[Any], chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Tool], limits: Limits
+    policy: Policy[Any], chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Tool], limits: AttemptLimits
 ) -> Rollout:
     """Let the policy answer `messages`, calling tools on the way."""
     episode = Conversation(tuple(messages), tuple(tools))
     prompt = chat.prompt(episode.prompt, [tool.schema for tool in tools])
-    problem = Problem("chat", episode.prompt)
-    return await run_rollout(policy, policy.open(prompt.token_ids), chat, episode, problem, prompt, limits)
+    speaker = TokenSpeaker(policy, policy.open(prompt.token_ids.tolist()), chat, prompt)
+    return await run_attempt(speaker, episode, Problem("chat", episode.prompt), limits)
 
 
-class Talk:
+class ChatSession:
     """A conversation that goes on, question by question. What was said stays as the tokens that it was said in."""
 
     def __init__(
-        self, policy: Policy[Any], chat: ChatFormat, tools: Sequence[Tool], limits: Limits, instructions: str = ""
+        self,
+        policy: Policy[Any],
+        chat: ChatFormat,
+        tools: Sequence[Tool],
+        limits: AttemptLimits,
+        instructions: str = "",
     ) -> None:
         self._policy = policy
         self._chat = chat
@@ -53,7 +59,7 @@ class Talk:
         self._limits = limits
         self._opening = [Message("system", instructions)] if instructions else []
         self._session: Any = None
-        self._attempt: Attempt | None = None
+        self._speaker: TokenSpeaker | None = None
         self.messages: list[Message] = list(self._opening)
 
     async def say(self, text: str, on_message: Callable[[Message], None] = lambda message: None) -> StopReason:
@@ -61,18 +67,19 @@ class Talk:
 
         An answer that fails or is cancelled leaves the conversation as it was.
         """
-        asked = [*self.messages, Message("user", text)]
+        messages = [*self.messages, Message("user", text)]
         try:
-            self._feed(asked)
-            said = Turn("template", tuple(self._session.token_ids))
-            attempt = self._attempt = Attempt([said], asked, on_message=on_message)
-            episode = Conversation(tuple(asked), self._tools)
-            stop = await play(self._policy, self._session, self._chat, episode, attempt, self._limits)
+            self._prefill(messages)
+            so_far = Turn("template", self._session.token_ids)
+            self._speaker = TokenSpeaker(self._policy, self._session, self._chat, so_far)
+            attempt = Attempt(messages, on_message=on_message)
+            episode = Conversation(tuple(messages), self._tools)
+            stop = await play(self._speaker, episode, attempt, self._limits)
         except BaseException:
             self._close()
             raise
         finally:
-            self._attempt = None
+            self._speaker = None
         self.messages = attempt.messages
         if stop == "truncated":  # in the middle of a message: the next question begins with a fresh rendering
             self._close()
@@ -86,24 +93,22 @@ class Talk:
     @property
     def so_far(self) -> str:
         """What the model has written of the message that it is at; empty between messages."""
-        if self._attempt is None or self._session is None:
-            return ""
-        return self._chat.read(self._session.token_ids[len(self._attempt.token_ids) :]).text
+        return "" if self._speaker is None or self._session is None else self._speaker.unread_text
 
     @property
     def token_count(self) -> int:
         return 0 if self._session is None else len(self._session.token_ids)
 
-    def _feed(self, asked: Sequence[Message]) -> None:
+    def _prefill(self, messages: Sequence[Message]) -> None:
         if self._session is not None:
             try:
-                fed = self._chat.continuation(asked[-1:])
-                self._policy.append(self._session, [i for turn in fed for i in turn.token_ids.tolist()])
+                turns = self._chat.continuation(messages[-1:])
+                self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
                 return
             except PalestraError:  # a template that cannot be extended by a user's message is rendered anew
                 self._close()
-        prompt = self._chat.prompt(asked, [tool.schema for tool in self._tools])
-        self._session = self._policy.open(prompt.token_ids)
+        prompt = self._chat.prompt(messages, [tool.schema for tool in self._tools])
+        self._session = self._policy.open(prompt.token_ids.tolist())
 
     def _close(self) -> None:
         if self._session is not None:

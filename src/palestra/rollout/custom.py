@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
+from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, Turn
-from palestra.envs.base import Episode
-from palestra.rollout.collect import Collector
-from palestra.rollout.run import from_outside
+from palestra.envs.base import Environment, Episode
+from palestra.policy.base import Policy
+from palestra.rollout.agent_loop import from_outside
+from palestra.rollout.collect import OnRollout, open_episodes
+from palestra.rollout.rewards import RewardFunction, reward_group
 
 # (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt
 RolloutFunction = Callable[[list[list[dict[str, Any]]], Any], Mapping[str, Sequence[Any]]]
@@ -22,58 +25,74 @@ _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
-class CustomCollector(Collector):
-    """A collector whose rollouts come from a function; scores and rewards are as always."""
+class FunctionCollector:
+    """As Collector, but the function makes the rollouts; scores and rewards are as always."""
 
-    function: RolloutFunction = field(kw_only=True)
-    trainer: Any = field(default=None, kw_only=True)
-
-    @classmethod
-    def of(cls, collector: Collector, function: RolloutFunction, trainer: Any) -> CustomCollector:
-        if collector.limits.grammars is not None:
-            raise PalestraError("rollout.constrain_tool_calls has no effect on a rollout_func; set it to false")
-        parts = {part.name: getattr(collector, part.name) for part in fields(Collector)}
-        return cls(**parts, function=function, trainer=trainer)
+    environment: Environment
+    function: RolloutFunction
+    trainer: Any
+    chat: ChatFormat
+    policy: Policy[Any]
+    reward_functions: tuple[RewardFunction, ...] = ()
 
     async def collect(
         self,
         problems: Sequence[Problem],
         group_size: int,
-        seed_key: str,
-        on_rollout: Callable[[Rollout], None] = lambda r: None,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
-        """One group for each problem, from one call of the function with every prompt `group_size` times."""
-        episodes = [self.environment.open(problem) for problem in problems for _ in range(group_size)]
-        prompts = [[to_dict(message) for message in episode.prompt] for episode in episodes]
-        output = await asyncio.to_thread(self.function, prompts, self.trainer)
-        columns = _checked(output, len(prompts))
-        groups = []
-        for g, problem in enumerate(problems):
-            mine = range(g * group_size, (g + 1) * group_size)
-            rollouts = [await self._rollout(problem, episodes[i], columns, i) for i in mine]
+        """One group for each problem, from one call of the function with every prompt `group_size` times.
+
+        The function samples by its own rule, so the seed keys are not used.
+        """
+        rows = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
+        episodes = [episode for row in rows for episode in row]
+        try:
+            prompts = [[to_dict(message) for message in episode.prompt] for episode in episodes]
+            output = await asyncio.to_thread(self.function, prompts, self.trainer)
+            columns = _checked(output, len(prompts))
+            rollouts = await asyncio.gather(
+                *(
+                    self._rollout(problem, episode, columns, i)
+                    for i, (problem, episode) in enumerate(
+                        (problem, episode) for problem, row in zip(problems, rows, strict=True) for episode in row
+                    )
+                )
+            )
             for rollout in rollouts:
                 on_rollout(rollout)
-            extra = {k: [v[i] for i in mine] for k, v in columns.items() if k not in (*_NEEDED, "env_mask")}
-            groups.append(Group(problem.id, tuple(self._reward(problem, rollouts, [episodes[i] for i in mine], extra))))
-        return groups
+            return [self._group(g, problem, rollouts, rows[g], columns) for g, problem in enumerate(problems)]
+        finally:
+            for episode in episodes:
+                episode.close()
+
+    def _group(
+        self,
+        index: int,
+        problem: Problem,
+        rollouts: Sequence[Rollout],
+        episodes: Sequence[Episode],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Group:
+        mine = slice(index * len(episodes), (index + 1) * len(episodes))
+        extra = {k: v[mine] for k, v in columns.items() if k not in (*_NEEDED, "env_mask")}
+        weights = self.environment.reward_weights
+        return Group(problem.id, reward_group(problem, rollouts[mine], episodes, weights, self.reward_functions, extra))
 
     async def _rollout(
         self, problem: Problem, episode: Episode, columns: Mapping[str, Sequence[Any]], i: int
     ) -> Rollout:
-        completion = tuple(columns["completion_ids"][i])
+        completion = list(columns["completion_ids"][i])
         mask = columns["env_mask"][i] if "env_mask" in columns else [1] * len(completion)
-        turns = (
-            Turn("template", tuple(columns["prompt_ids"][i])),
-            *_turns(completion, columns["logprobs"][i], mask, self.policy.version),
-        )
+        prompt = Turn("template", columns["prompt_ids"][i])  # type: ignore[arg-type]
+        turns = (prompt, *_turns(completion, columns["logprobs"][i], mask, self.policy.version))
         messages = (*episode.prompt, self.chat.read(completion))
         scores, error = {}, None
         try:
             scores = dict(await from_outside("scoring", episode.score(messages, ())))
         except PalestraError as failure:
             error = str(failure)
-        finally:
-            episode.close()
         return Rollout(problem.id, turns, messages, "failed" if error else "answered", scores=scores, error=error)
 
 
@@ -88,11 +107,11 @@ def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], ver
     turns = []
     for by_model, stretch in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
         at = list(stretch)
-        tokens = tuple(int(ids[i]) for i in at)
+        part = slice(at[0], at[-1] + 1)
         if by_model:
-            turns.append(Turn("model", tokens, tuple(values[i] for i in at), version))
+            turns.append(Turn("model", ids[part], values[part], version))  # type: ignore[arg-type]
         else:
-            turns.append(Turn("environment", tokens))
+            turns.append(Turn("environment", ids[part]))  # type: ignore[arg-type]
     return turns
 
 

@@ -1,33 +1,36 @@
-"""Score the policy on a split, without training."""
+"""Score the policy on some problems, without training."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from palestra.core.types import Group, Problem, Rollout
+from palestra.core.types import Group, Problem
 from palestra.evals.report import EvalReport
+from palestra.rollout.collect import OnRollout, require_one_good
 
 
-class Collects(Protocol):
-    """What turns problems into groups: a Collector of tokens, or a ChatCollector of messages."""
+class CollectsGroups(Protocol):
+    """What turns problems into groups: attempts by a policy or an endpoint, or a user's function."""
 
     async def collect(
-        self, problems: Sequence[Problem], group_size: int, seed_key: str, on_rollout: Callable[[Rollout], None] = ...
+        self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout = ...
     ) -> list[Group]: ...
 
 
 async def evaluate(
-    collector: Collects,
+    collector: CollectsGroups,
     problems: Sequence[Problem],
     *,
     samples_per_case: int = 1,
     seed: int = 0,
-    on_rollout: Callable[[Rollout], None] = lambda r: None,
+    on_rollout: OnRollout = lambda r: None,
 ) -> EvalReport:
     """Attempt every problem `samples_per_case` times and report pass rates with their intervals."""
     began = time.perf_counter()
-    groups = await collector.collect(problems, samples_per_case, f"eval/{seed}", on_rollout)
+    keys = [f"eval/{seed}/{problem.id}" for problem in problems]
+    groups = await collector.collect(problems, samples_per_case, keys, on_rollout)
+    require_one_good(groups)
     rollouts = [r for group in groups for r in group.rollouts]
     return EvalReport.of(rollouts, seconds=time.perf_counter() - began)

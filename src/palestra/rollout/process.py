@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from palestra.core.group_codec import group_to_dict
 from palestra.core.messages import to_dict
-from palestra.core.types import Group, Problem, Rollout
-from palestra.rollout.evaluate import Collects
+from palestra.core.types import Group, Problem
+from palestra.rollout.collect import OnRollout, require_one_good
+from palestra.rollout.evaluate import CollectsGroups
 
 
 async def process(
-    collector: Collects,
+    collector: CollectsGroups,
     problems: Sequence[Problem],
     *,
     group_size: int,
     seed: int,
     at_once: int,
-    on_rollout: Callable[[Rollout], None] = lambda r: None,
+    on_rollout: OnRollout = lambda r: None,
 ) -> AsyncIterator[dict[str, Any]]:
     """The record of one group after the other; `at_once` problems are attempted together."""
     for start in range(0, len(problems), at_once):
         some = problems[start : start + at_once]
-        groups = await collector.collect(some, group_size, f"process/{seed}", on_rollout)
+        keys = [f"process/{seed}/{problem.id}" for problem in some]
+        groups = await collector.collect(some, group_size, keys, on_rollout)
+        require_one_good(groups)
         for problem, group in zip(some, groups, strict=True):
             yield group_record(problem, group)
 

@@ -18,7 +18,7 @@ _SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SamplingRequest:
     """`n` completions of one prompt; `hold` is text that a stream keeps back, with all that follows it."""
 
     prompt_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class Completer:
         self.tokenizer = tokenizer
         self.name = name
         self.context_tokens = context_tokens
-        self.on_ask: Callable[[Ask], None] = lambda ask: None
+        self.on_request: Callable[[SamplingRequest], None] = lambda request: None
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
@@ -66,18 +66,18 @@ class Completer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def ask(self, prompt_ids: Sequence[int], fields: SamplingFields, default_new_tokens: int) -> Ask:
+    def ask(self, prompt_ids: Sequence[int], fields: SamplingFields, default_new_tokens: int) -> SamplingRequest:
         room = self.context_tokens - len(prompt_ids)
         if room < 1:
             raise PalestraError(
                 f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
                 "included; shorten it"
             )
-        ask = Ask(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
-        self.on_ask(ask)
+        ask = SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
+        self.on_request(ask)
         return ask
 
-    async def complete(self, ask: Ask) -> list[Completion]:
+    async def complete(self, ask: SamplingRequest) -> list[Completion]:
         """Exactly n completions; cancelling this cancels their sampling."""
         sessions = self._open(ask)
         try:
@@ -89,7 +89,7 @@ class Completer:
                 self.policy.close(session)
         return [self.completion(one, ask.params) for one in sampled]
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
+    async def stream(self, ask: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """(choice, new text) as it comes, (choice, Completion) when one has ended, (-1, None) while nothing does."""
         sessions = self._open(ask)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(ask, i))) for i, s in enumerate(sessions)]
@@ -113,7 +113,7 @@ class Completer:
                 self.policy.close(session)
             asyncio.gather(*tasks, return_exceptions=True)
 
-    def _open(self, ask: Ask) -> list[Any]:
+    def _open(self, ask: SamplingRequest) -> list[Any]:
         session = self.policy.open(ask.prompt_ids)
         return self.policy.fork(session, ask.n) if ask.n > 1 else [session]
 
@@ -175,5 +175,5 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _seeded(ask: Ask, index: int) -> SamplingParams:
+def _seeded(ask: SamplingRequest, index: int) -> SamplingParams:
     return replace(ask.params, seed=ask.params.seed + index * _SEED_STRIDE)

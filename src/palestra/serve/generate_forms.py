@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
-from palestra.serve.completer import Ask, Completer, Completion
+from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.sampling_fields import SamplingFields, check_built
 
 _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
@@ -39,16 +39,16 @@ class SglangBody(BaseModel):
         given = self.text if self.input_ids is None else self.input_ids
         return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
 
-    def asks(self, model: Completer) -> list[Ask]:
+    def asks(self, model: Completer) -> list[SamplingRequest]:
         ids = [model.encode(p) if isinstance(p, str) else p for p in self.prompts]
         return [model.ask(prompt, self.sampling_params, _SGLANG_NEW_TOKENS) for prompt in ids]
 
-    def answer(self, asks: Sequence[Ask], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
+    def answer(self, asks: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
         """One object for one completion, a list for several."""
         results = [self._result(ask, c, model) for ask, row in zip(asks, rows, strict=True) for c in row]
         return results if self.is_batch or len(results) > 1 else results[0]
 
-    def _result(self, ask: Ask, completion: Completion, model: Completer) -> dict[str, Any]:
+    def _result(self, ask: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
         ids = completion.token_ids
         finish = (
             {"type": "stop", "matched": completion.matched}
@@ -60,7 +60,8 @@ class SglangBody(BaseModel):
             "finish_reason": finish,
             "prompt_tokens": len(ask.prompt_ids),
             "completion_tokens": len(ids),
-            "weight_version": str(model.policy.version),
+            "weight_version": str(completion.versions[-1] if completion.versions else model.policy.version),
+            "weight_versions": completion.versions,
         }
         if self.return_logprob:
             texts = [model.tokenizer.decode([i]) if self.return_text_in_logprobs else None for i in ids]
@@ -79,11 +80,11 @@ class VllmBody(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=1)
     stream: bool = False
 
-    def asks(self, model: Completer) -> list[Ask]:
+    def asks(self, model: Completer) -> list[SamplingRequest]:
         ids = model.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         return [model.ask(ids, self, _VLLM_NEW_TOKENS)]
 
-    def answer(self, asks: Sequence[Ask], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
+    def answer(self, asks: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
         (ask,), (row,) = asks, rows
         prompt = self.prompt if isinstance(self.prompt, str) else model.tokenizer.decode(list(ask.prompt_ids))
         result: dict[str, Any] = {

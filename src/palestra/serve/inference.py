@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
 from palestra.serve import openai_forms as forms
-from palestra.serve.completer import Ask, Completer, Completion
+from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.generate_forms import generate_body
 from palestra.serve.sampling_fields import check_built
 from palestra.serve.web import MIB, error_body, make_app, parse, read_body, while_connected
@@ -88,7 +88,7 @@ class _Api:
         rows = await while_connected(request, self._all(asks))
         return JSONResponse(body.answer(asks, rows, self._model))
 
-    async def _all(self, asks: Sequence[Ask]) -> list[list[Completion]]:
+    async def _all(self, asks: Sequence[SamplingRequest]) -> list[list[Completion]]:
         return list(await asyncio.gather(*(self._model.complete(ask) for ask in asks)))
 
 
@@ -112,7 +112,7 @@ def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
 
 
 async def _stream_text(
-    request: Request, body: forms.CompletionBody, asks: Sequence[Ask], model: Completer
+    request: Request, body: forms.CompletionBody, asks: Sequence[SamplingRequest], model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
     if len(asks) > 1:
         raise PalestraError("streaming takes one prompt at a time; send the prompts apart")
@@ -136,7 +136,7 @@ async def _stream_text(
 
 
 async def _stream_chat(
-    request: Request, body: forms.ChatBody, ask: Ask, model: Completer
+    request: Request, body: forms.ChatBody, ask: SamplingRequest, model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
     say, ended = forms.answer("chat.completion.chunk", model), list[Completion]()
     with_tools, sent = bool(body.tools_used), [""] * ask.n

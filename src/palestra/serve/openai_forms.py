@@ -15,7 +15,7 @@ from palestra.chat.toolcalls import parse_assistant
 from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message, ToolCall
-from palestra.serve.completer import Ask, Completer, Completion
+from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.sampling_fields import SamplingFields
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -28,7 +28,7 @@ class CompletionBody(SamplingFields):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
-    def asks(self, model: Completer) -> list[Ask]:
+    def asks(self, model: Completer) -> list[SamplingRequest]:
         many = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         prompts: list[Any] = self.prompt if many else [self.prompt]  # type: ignore[assignment]
         if len(prompts) > _MAX_PROMPTS:
@@ -51,10 +51,10 @@ class ChatBody(SamplingFields):
             raise PalestraError(f"tool_choice={self.tool_choice!r} is not supported by this server; use auto or none")
         return [] if self.tool_choice == "none" else [plain_tool(tool) for tool in self.tools or []]
 
-    def ask(self, model: Completer) -> Ask:
+    def ask(self, model: Completer) -> SamplingRequest:
         tools = self.tools_used
         prompt = model.chat.prompt(self._messages(), tools)
-        ask = model.ask(prompt.token_ids, self, model.context_tokens)
+        ask = model.ask(prompt.token_ids.tolist(), self, model.context_tokens)
         return replace(ask, hold=model.chat.call_form.opens if tools else ())
 
     def _messages(self) -> list[Message]:
@@ -92,7 +92,7 @@ def answer(kind: str, model: Completer) -> Answer:
     return Answer(kind, model.name, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
 
 
-def usage(asks: Sequence[Ask], completions: Sequence[Completion]) -> dict[str, int]:
+def usage(asks: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
     prompt = sum(len(ask.prompt_ids) for ask in asks)
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

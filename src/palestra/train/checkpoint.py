@@ -11,13 +11,15 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from palestra.core.errors import PalestraError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,9 @@ class TrainState:
     """Where the loop stands: all that is not weights, optimizer or generators."""
 
     step: int = 0
-    cursor: int = 0  # problems drawn so far; with the seed it fixes the data order
+    source: dict[str, Any] = field(default_factory=dict)  # what the source of groups needs to go on exactly
     policy_version: int = 0
+    entropy_coefficient: float | None = None  # None: as the config says
     best_reward: float = float("-inf")
     best_step: int = 0
 
@@ -38,7 +41,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
     try:
         aside.mkdir(parents=True)
         write(aside)
-        (aside / STATE).write_text(json.dumps(asdict(state)))
+        (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
         files = sorted(p for p in aside.rglob("*") if p.is_file())
         manifest = {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -70,7 +73,24 @@ def read_checkpoint(folder: Path) -> TrainState:
             raise PalestraError(
                 f"the checkpoint file {path} is corrupt (its checksum differs). Choose another checkpoint"
             )
-    return TrainState(**json.loads((folder / STATE).read_text()))
+    return _read_state(folder)
+
+
+def _read_state(folder: Path) -> TrainState:
+    """The loop's state, also of a checkpoint that v0.1 wrote (format 1)."""
+    state = json.loads((folder / STATE).read_text())
+    version = state.pop("format", 1)
+    if version > FORMAT:
+        raise PalestraError(
+            f"the checkpoint {folder} has format {version}, this version of Palestra reads up to {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    if version == 1:
+        import torch
+
+        learner = torch.load(folder / "learner.pt", map_location="cpu", weights_only=True)
+        state |= {"source": {"cursor": state.pop("cursor")}, "entropy_coefficient": learner["entropy_coefficient"]}
+    return TrainState(**state)
 
 
 def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:

@@ -1,44 +1,29 @@
-"""THE loop: problems -> rollouts -> advantages -> one step -> new weights -> again."""
+"""THE loop: groups -> advantages -> samples -> one update -> new weights -> again."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Problem
-from palestra.evals.report import EvalReport
 from palestra.learner.base import Learner
 from palestra.learner.memory import peak_memory_gib
-from palestra.rollout.collect import Collector
-from palestra.rollout.evaluate import Collects, evaluate
+from palestra.policy.base import Policy
 from palestra.tracking.base import Tracker
 from palestra.train.checkpoint import TrainState, last_checkpoint, prune, save_checkpoint, step_folder
+from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import group_advantages, has_signal, trainable_samples
-
-
-class Watcher:
-    """What a person watching is told. This one is silent; a face overrides what it shows."""
-
-    def started(self, folder: Path) -> None:
-        """The run has its folder; whatever happens now, it can be resumed from there."""
-
-    def phase(self, name: str, total: int) -> None:
-        """A stretch of work begins: `total` rollouts to score or steps to train."""
-
-    def advance(self, done: int, metrics: dict[str, float]) -> None:
-        """`done` of the phase's total are finished."""
-
-    def note(self, text: str) -> None: ...
+from palestra.train.samples import group_advantages, trainable_samples
+from palestra.train.schedule import coefficients_at, next_entropy
+from palestra.train.update import update
+from palestra.train.watcher import Watcher
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,161 +34,131 @@ class Interrupted(KeyboardInterrupt):
         self.checkpoint = checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Harvest:
-    """The groups of one step, how many problems they took, and how long."""
-
-    groups: Sequence[Group]
-    drawn: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class Training:
     """A run in progress: its parts, and how far it has come."""
 
     config: RunConfig
-    collector: Collector
-    scorer: Collector  # the same policy, sampling as the evaluation wants it
+    source: GroupSource
+    policy: Policy[Any]
     learner: Learner
     tracker: Tracker
-    checkpoints: Path
-    runner: asyncio.Runner
-    watcher: Watcher
+    total_steps: int | None  # None where steps are taken one by one
+    checkpoints: Path | None = None  # None: none are written
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    watcher: Watcher = field(default_factory=Watcher)
     state: TrainState = field(default_factory=TrainState)
 
-    def run(self) -> None:
-        """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one."""
-        total, every = total_steps(self.config, len(self.problems)), self.config.eval.every
+    def run(self, evaluate: Callable[[int], None] = lambda step: None) -> None:
+        """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
+
+        `evaluate` is called with the step at every `eval.every`.
+        """
+        total, every = self.total_steps or 0, self.config.eval.every
         self.watcher.phase("training", total)
         try:
             while self.state.step < total:
-                harvest = self.runner.run(self._collect())
-                with deferred_interrupts():
-                    metrics = self._learn(harvest)
+                metrics = self.step()
                 self.watcher.advance(self.state.step, metrics)
                 if every and self.state.step % every == 0 and self.state.step < total:
-                    report = self.evaluate(f"evaluating at step {self.state.step}")
-                    self.tracker.metrics(self.state.step, {"eval/pass_rate": report.pass_rate.rate})
+                    evaluate(self.state.step)
                     self.watcher.phase("training", total)
         except KeyboardInterrupt:
+            if self.checkpoints is None:
+                raise
             with deferred_interrupts():
                 raise Interrupted(self.checkpoint()) from None
-        except PalestraError as error:
-            raise PalestraError(f"step {self.state.step + 1}: {error}. {self._last_good()}") from error
-        if step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
+        except Exception as error:
+            raise PalestraError(f"step {self.state.step + 1}: {_told(error)}. {self._last_good()}") from error
+        if self.checkpoints and step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
             self.checkpoint()
 
-    async def _collect(self) -> Harvest:
-        """Groups for one step; those without signal are replaced by fresh problems, within the limit."""
-        train, key = self.config.train, f"{self.config.seed}/{self.state.step}"
-        began, drawn = time.perf_counter(), 0
-        groups: list[Group] = []
-        for attempt in range(1 + (train.refill_limit if train.filter_equal_groups else 0)):
-            missing = train.problems_per_step - sum(has_signal(g) for g in groups)
-            if missing == 0:
-                break
-            problems = draw(self.problems, self.state.cursor + drawn, missing, self.config.seed)
-            drawn += missing
-            groups += await self.collector.collect(problems, self.config.rollout.group_size, f"{key}/{attempt}")
-        return Harvest(groups, drawn, time.perf_counter() - began)
+    def step(self) -> dict[str, float]:
+        """One step: sample and learn. The state moves on only when all of it has worked."""
+        count = self.config.train.problems_per_step
+        rollouts = self.runner.run(gather(self.source, count, self.config, self.state.policy_version))
+        with deferred_interrupts():
+            return self.learn(rollouts)
 
-    def _learn(self, harvest: Harvest) -> dict[str, float]:
-        """One optimizer step from the groups; the state moves on only when all of it has worked."""
-        began, groups = time.perf_counter(), harvest.groups
-        train, state = self.config.train, self.state
-        advantages = self._advantages(groups)
+    def learn(self, rollouts: StepRollouts) -> dict[str, float]:
+        """Learn from the groups, publish the weights, record the step."""
+        began, state, config = time.perf_counter(), self.state, self.config
+        groups = rollouts.groups
+        advantages = group_advantages(groups, config.train, self.source.reward_weights)
         metrics = {"peak_memory_gib": peak_memory_gib()} | rollout_metrics(groups, advantages, state.policy_version)
-        samples = trainable_samples(groups, advantages, train)
+        if rollouts.dropped:
+            metrics["stale_groups_dropped"] = float(rollouts.dropped)
+        samples = trainable_samples(groups, advantages, config.train)
+        coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         version = state.policy_version
-        if any(any(sample.trained) for sample in samples):
-            metrics |= self.learner.step(samples, train)
-            version = self.learner.publish()
-            self.collector.policy.refresh(version)
-        else:
-            self.learner.skip()
-        self.state = TrainState(
-            state.step + 1, state.cursor + harvest.drawn, version, state.best_reward, state.best_step
+        if any(s.policy_mask.any() for s in samples):
+            if config.model.sleep_mode:
+                self.policy.sleep()
+            metrics |= update(self.learner, samples, config, coefficients, version)
+            if config.train.target_entropy is not None:
+                metrics["entropy_coefficient"] = coefficients.entropy
+            version += 1
+            if config.model.sleep_mode:
+                self.policy.wake()
+            self.policy.update(self.learner.weights(version))
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            source=self.source.state(),
+            policy_version=version,
+            entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
         )
         metrics |= {
-            "sample_seconds": harvest.seconds,
+            "sample_seconds": rollouts.seconds,
             "train_seconds": time.perf_counter() - began,
-            "sample_tokens_per_second": metrics["sampled_tokens"] / harvest.seconds,
+            "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(rollouts.seconds, 1e-9),
         }
         self.tracker.rollouts(self.state.step, groups)
         self.tracker.metrics(self.state.step, metrics)
-        if self.config.checkpoint.every and self.state.step % self.config.checkpoint.every == 0:
-            self.checkpoint(metrics["reward_mean"])
+        every = self.config.checkpoint.every
+        if self.checkpoints is not None and every and self.state.step % every == 0:
+            self.checkpoint(metrics.get("reward_mean", float("-inf")))
         return metrics
 
-    def _advantages(self, groups: Sequence[Group]) -> list[list[float]]:
-        return group_advantages(groups, self.config.train, self.collector.environment.reward_weights)
+    @property
+    def entropy_coefficient(self) -> float:
+        own = self.state.entropy_coefficient
+        return self.config.train.entropy_coefficient if own is None else own
 
     def checkpoint(self, reward: float = float("-inf")) -> Path:
         """Save where the run stands, and delete what need not be kept."""
+        if self.checkpoints is None:
+            raise PalestraError("this training has no folder to save a checkpoint in")
         keep = self.config.checkpoint
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
         path = step_folder(self.checkpoints, self.state.step)
         save_checkpoint(path, self.state, self.learner.save)
-        prune(
-            self.checkpoints,
-            keep.keep_last,
-            step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None,
-        )
+        self.source.commit()
+        best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
+        prune(self.checkpoints, keep.keep_last, best)
         return path
 
-    def evaluate(self, phase: str) -> EvalReport:
-        """Score the held-out problems, or the training ones where none are held out."""
-        problems = self.scorer.environment.problems("held_out") or self.problems
-        return run_evaluation(self.scorer, problems, self.config, self.runner, self.watcher, phase)
-
-    @property
-    def problems(self) -> Sequence[Problem]:
-        return self.collector.environment.problems("train")
+    def resume(self, folder: Path, state: TrainState) -> None:
+        """Go on from a checkpoint, with the same numbers as if nothing had happened."""
+        self.learner.load(folder)
+        self.source.restore(state.source)
+        self.policy.update(self.learner.weights(state.policy_version))
+        self.state = state
 
     def _last_good(self) -> str:
-        last = last_checkpoint(self.checkpoints)
+        last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         return f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
 
 
-def run_evaluation(
-    scorer: Collects,
-    problems: Sequence[Problem],
-    config: RunConfig,
-    runner: asyncio.Runner,
-    watcher: Watcher,
-    phase: str,
-) -> EvalReport:
-    """Score problems as `config.eval` says, telling the watcher of each rollout."""
-    options = config.eval
-    problems = problems[: options.cases]
-    watcher.phase(phase, len(problems) * options.samples_per_case)
-    done = itertools.count(1)
-    return runner.run(
-        evaluate(
-            scorer,
-            problems,
-            samples_per_case=options.samples_per_case,
-            seed=config.seed,
-            on_rollout=lambda rollout: watcher.advance(next(done), {}),
-        )
-    )
-
-
-def total_steps(config: RunConfig, problems: int) -> int:
+def total_steps(config: RunConfig, problems: int | None) -> int:
     """Optimizer steps in the whole run: `max_steps`, or enough for all epochs."""
-    return config.train.max_steps or config.train.epochs * math.ceil(problems / config.train.problems_per_step)
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if problems is None:
+        raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
+    return config.train.epochs * math.ceil(problems / config.train.problems_per_step)
 
 
-def draw(problems: Sequence[Problem], start: int, count: int, seed: int) -> list[Problem]:
-    """Problems number `start` to `start + count` of an endless stream, shuffled anew each epoch."""
-    size = len(problems)
-    orders = {epoch: _order(size, seed, epoch) for epoch in range(start // size, (start + count - 1) // size + 1)}
-    return [problems[orders[i // size][i % size]] for i in range(start, start + count)]
-
-
-def _order(size: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ def rollout_metrics(
     ]
     lengths = [r.sampled_tokens for r in good]
     results = [t for r in good for t in r.tool_results]
-    versions = [t.policy_version for r in good for t in r.turns if t.maker == "model"]
+    versions = [int(t.versions.min()) for r in good for t in r.turns if len(t.versions)]
     out |= {
         "reward_mean": statistics.fmean(rewards),
         "reward_max": max(rewards),
@@ -47,6 +47,6 @@ def rollout_metrics(
         "sampled_tokens": float(sum(lengths)),
         "staleness_max": float(policy_version - min(versions, default=policy_version)),
     }
-    for name in good[0].scores:
-        out[f"pass_rate/{name}"] = statistics.fmean(r.scores[name].passed for r in good)
+    for name in dict.fromkeys(name for r in good for name in r.scores):
+        out[f"pass_rate/{name}"] = statistics.fmean(r.scores[name].passed for r in good if name in r.scores)
     return out

@@ -1,10 +1,11 @@
-"""Groups of rollouts -> samples for the learner."""
+"""Groups of rollouts -> advantages -> samples for the learner."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from palestra.algo.advantage import advantages as normalise
@@ -15,7 +16,9 @@ from palestra.core.types import Group, Rollout, Sample
 
 
 def has_signal(group: Group, tolerance: float = 1e-6) -> bool:
-    """Whether siblings were rewarded differently: if not, every advantage is 0."""
+    """Whether siblings are told apart: by their rewards, or by advantages that came along with them."""
+    if any(r.advantages is not None and r.advantages.any() for r in group.rollouts):
+        return True
     rewards = [r.reward for r in group.rollouts if r.error is None]
     return len(rewards) > 1 and max(rewards) - min(rewards) > tolerance
 
@@ -27,17 +30,18 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     result = [[0.0] * len(group.rollouts) for group in groups]
     if not rows:
         return result
+    rollouts = [groups[g].rollouts[i] for g, i in rows]
     members = torch.tensor([g for g, _ in rows])
     scale, leave_one_out = train.advantage_scale, train.leave_one_out
-    names = list(groups[rows[0][0]].rollouts[rows[0][1]].scores)
+    names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     if train.combine == "normalise_then_sum" and len(names) > 1:
-        values = torch.tensor([[groups[g].rollouts[i].scores[n].value for n in names] for g, i in rows])
+        values = torch.tensor([[r.scores[n].value if n in r.scores else 0.0 for n in names] for r in rollouts])
         per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
         values_out = combine_measures(
             values, per_measure, members, combine=train.combine, scale=scale, leave_one_out=leave_one_out
         )
     else:
-        rewards = torch.tensor([groups[g].rollouts[i].reward for g, i in rows])
+        rewards = torch.tensor([r.reward for r in rollouts])
         values_out = normalise(rewards, members, scale=scale, leave_one_out=leave_one_out)
     for (g, i), value in zip(rows, values_out.tolist(), strict=True):
         result[g][i] = value
@@ -69,33 +73,34 @@ def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], m
     loss averages over rows.
     """
     return [
-        to_sample(rollout, advantage, group=g, silent=mask_truncated and rollout.stop == "truncated")
+        to_sample(rollout, advantage, group=g, masked=mask_truncated and rollout.stop == "truncated")
         for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
         if rollout.error is None
     ]
 
 
-def to_sample(rollout: Rollout, advantage: float, *, group: int, silent: bool = False) -> Sample:
-    """The rollout's turns laid end to end, with who made each token."""
-    ids: list[int] = []
-    trained: list[bool] = []
-    observed: list[bool] = []
-    logprobs: list[float] = []
-    for turn in rollout.turns:
-        count = len(turn.token_ids)
-        by_model = turn.maker == "model"
-        ids += turn.token_ids
-        trained += [by_model and not silent] * count
-        observed += [turn.maker == "environment" and not silent] * count
-        logprobs += turn.logprobs if by_model else [0.0] * count
+def to_sample(rollout: Rollout, advantage: float, *, group: int, masked: bool = False) -> Sample:
+    """The rollout's turns laid end to end, with who made each token. Advantages that it brings along win."""
+    turns = rollout.turns
+    lengths = [len(turn.token_ids) for turn in turns]
+
+    def mask(maker: str) -> np.ndarray:
+        return np.repeat([turn.maker == maker and not masked for turn in turns], lengths)
+
+    def column(name: str, kind: type) -> np.ndarray:
+        pairs = zip(turns, lengths, strict=True)
+        rows = (getattr(turn, name) if turn.maker == "model" else np.zeros(n, kind) for turn, n in pairs)
+        return np.concatenate(list(rows))
+
+    own = rollout.advantages
     return Sample(
-        token_ids=tuple(ids),
-        trained=tuple(trained),
-        observed=tuple(observed),
-        logprobs=tuple(logprobs),
-        advantage=advantage,
+        token_ids=np.concatenate([turn.token_ids for turn in turns]),
+        policy_mask=mask("model"),
+        echo_mask=mask("environment"),
+        logprobs=column("logprobs", np.float32),
+        advantages=advantage if own is None else own,  # type: ignore[arg-type]
         group=group,
-        prompt_length=len(rollout.turns[0].token_ids),
-        policy_version=min((t.policy_version for t in rollout.turns if t.maker == "model"), default=0),
+        prompt_length=lengths[0],
+        versions=column("versions", np.int32),
     )

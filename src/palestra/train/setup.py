@@ -1,24 +1,20 @@
-"""From a config and an environment to the parts that the loop drives, in the open."""
+"""From a config to the parts that a run is made of, in the open."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from palestra.chat.template import ChatFormat
 from palestra.core.config import RolloutSection, RunConfig
-from palestra.core.errors import NotYetError
 from palestra.core.types import SamplingParams
-from palestra.envs.base import Environment
-from palestra.policy.base import Policy
-from palestra.rollout.collect import Collector, RewardFunction
-from palestra.rollout.run import Limits
+from palestra.learner.lora import add_lora, quantization_config
+from palestra.models.loading import LoadedModel, load_model
+from palestra.rollout.agent_loop import AttemptLimits
 
 log = logging.getLogger("palestra")
 
@@ -30,21 +26,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build_policy(model: Any, tokenizer: Any, engine: str, kv_memory_gib: float | None = None) -> Policy[Any]:
-    """The paged engine where the model allows it, plain batched sampling where not."""
-    from palestra.engine.attention import UnsupportedModel
-    from palestra.policy.local import LocalPolicy
-    from palestra.policy.naive import PlainPolicy
+def load_for_run(config: RunConfig) -> LoadedModel:
+    """The model of a run, quantised where asked for, with every generator seeded first."""
+    seed_everything(config.seed)
+    return load_model(
+        config.model.name,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        quantization=quantization_config(config.lora),
+    )
 
-    if engine == "plain":
-        return PlainPolicy(model, tokenizer)
-    try:
-        return LocalPolicy(model, tokenizer, kv_memory_gib=kv_memory_gib)
-    except UnsupportedModel as reason:
-        if engine == "paged":
-            raise
-        log.warning("%s; sampling falls back to the plain, slower way", reason)
-        return PlainPolicy(model, tokenizer)
+
+def with_adapter(model: Any, config: RunConfig) -> Any:
+    """The model with fresh LoRA adapters where the config asks for them and it has none yet."""
+    return add_lora(model, config.lora) if config.lora.r and not hasattr(model, "disable_adapter") else model
 
 
 def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -64,22 +59,14 @@ def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) ->
     )
 
 
-def build_collectors(
-    environment: Environment,
-    policy: Policy[Any],
-    chat: ChatFormat,
-    config: RunConfig,
-    reward_functions: Sequence[RewardFunction] = (),
-) -> tuple[Collector, Collector]:
-    """One collector that samples for training, one that samples for evaluation."""
+def train_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = ()) -> AttemptLimits:
+    """How attempts are sampled for training."""
     options = config.rollout
-    if options.max_staleness:
-        raise NotYetError("rollout.max_staleness > 0 (asynchronous training) is not built yet; leave it at 0")
-    sampling = sampling_params(options, chat.stop_token_ids)
-    grammars = chat.call_grammars if options.constrain_tool_calls else None
-    limits = Limits(sampling, options.max_tool_rounds, options.tool_timeout_s, grammars)
-    calm = replace(
-        limits, sampling=replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    )
-    train = Collector(environment, policy, chat, limits, tuple(reward_functions))
-    return train, replace(train, limits=calm, reward_functions=())
+    sampling = sampling_params(options, stop_token_ids)
+    return AttemptLimits(sampling, options.max_tool_rounds, options.tool_timeout_s, options.constrain_tool_calls)
+
+
+def eval_limits(limits: AttemptLimits, config: RunConfig) -> AttemptLimits:
+    """The same for evaluation: at its own temperature, from the whole distribution."""
+    sampling = replace(limits.sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    return replace(limits, sampling=sampling)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,33 @@ from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.messages import as_messages
-from palestra.core.types import Group, Message, Problem, Rollout, Sampled, Turn
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Group, Problem, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
-from palestra.learner.given_optimizer import GivenOptimizer
 from palestra.learner.local import LocalLearner
-from palestra.rollout.collect import seed_of
-from palestra.tracking.open import open_trackers
-from palestra.train.loop import draw, total_steps
-from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import trainable_samples
-from palestra.train.setup import build_policy, sampling_params
-from palestra.train.step_inputs import (
-    Input,
+from palestra.learner.user_optimizer import UserOptimizer
+from palestra.models.loading import LoadedModel
+from palestra.policy.build import build_policy
+from palestra.rollout.collect import Collector, require_one_good
+from palestra.tracking.base import Trackers
+from palestra.train.checkpoint import TrainState
+from palestra.train.group_source import ProblemSource, StepRollouts
+from palestra.train.loop import Training, total_steps
+from palestra.train.prompts import (
     Prompt,
+    PromptEnvironment,
+    PromptTask,
     Reward,
     as_input,
     as_problem,
-    encode_prompt,
+    prompt_collector,
     reward_function,
     stop_token_ids,
 )
-from palestra.train.step_progress import progress_bar
+from palestra.train.run import Run
+from palestra.train.setup import load_for_run, with_adapter
+from palestra.train.step_progress import ProgressBar
 
 log = logging.getLogger("palestra")
 
@@ -49,7 +53,7 @@ class Output:
 
     text: str
     prompt_ids: tuple[int, ...]
-    sampled: Sampled
+    sampled: Turn
 
 
 class StepTrainer:
@@ -73,35 +77,33 @@ class StepTrainer:
         self.model = model.eval()  # dropout is for the learner alone, which switches it on
         self.tokenizer = tokenizer
         self.config = config.to_run_config() if isinstance(config, GRPOTrainingConfig) else config or RunConfig()
-        self.step = 0
         self.epoch = 0.0  # passes over the dataset of `train`
         self.folder = Path(self.config.output_dir) / (
             self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         )
         self.config.rollout.require_free_calls("StepTrainer samples without tools")
         self._reward = reward_function(reward_model_or_fn)
-        self._optimizer = GivenOptimizer(model, self.config.train, master_weights=self.config.model.master_weights)
+        self._optimizer = UserOptimizer(model, self.config.train, master_weights=self.config.model.master_weights)
         self._learner = LocalLearner(model, config=self.config, optimizer=self._optimizer)
         self._policy = build_policy(model, tokenizer, self.config.model.engine, self.config.model.kv_memory_gib)
-        self._sampling = sampling_params(self.config.rollout, stop_token_ids(model, tokenizer))
+        self._state = TrainState()
 
     @classmethod
     def from_yaml(cls, path: Path | str, reward_model_or_fn: Reward) -> StepTrainer:
         """The model and the settings of one YAML file."""
-        from palestra.learner.lora import add_lora
-        from palestra.models.loading import load_model
-        from palestra.train.setup import seed_everything
-
         config = RunConfig.build(read_yaml_config(Path(path)))
-        seed_everything(config.seed)
-        loaded = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
-        model = add_lora(loaded.model, config.lora) if config.lora.r else loaded.model
-        return cls(model, loaded.tokenizer, reward_model_or_fn, config)
+        loaded = load_for_run(config)
+        return cls(with_adapter(loaded.model, config), loaded.tokenizer, reward_model_or_fn, config)
+
+    @property
+    def step(self) -> int:
+        return self._state.step
 
     def generate_group_outputs(self, prompt: Prompt) -> list[Output]:
         """`rollout.group_size` answers to one prompt; the prompt is computed once for all."""
-        [outputs] = self._generate([as_input(prompt)])
-        return outputs
+        problem = Problem(str(self.step), as_input(prompt))
+        [group] = self._sample(self._collector([problem], None), [problem])
+        return [Output(r.messages[-1].text, tuple(r.turns[0].token_ids.tolist()), r.turns[1]) for r in group.rollouts]
 
     def calculate_advantages(self, rewards: Sequence[float], group: Sequence[int] | None = None) -> list[float]:
         """How much better than its siblings each answer was: (r − mean) / std unless the config says otherwise.
@@ -120,50 +122,66 @@ class StepTrainer:
 
     def train_batch(self, problems: Sequence[Problem]) -> dict[str, float]:
         """One optimizer step on several prompts."""
-        groups = [
-            Group(problem.id, tuple(self._score(problem, output) for output in outputs))
-            for problem, outputs in zip(problems, self._generate([p.input for p in problems]), strict=True)
-        ]
-        metrics = self._learn(groups)
-        self.step += 1
-        return {**metrics, "step": float(self.step), "epoch": self.epoch}
+        began = time.perf_counter()
+        collector = self._collector(problems, self._reward)
+        groups = self._sample(collector, problems)
+        require_one_good(groups)
+        drawn = int(self._state.source.get("cursor", 0)) + len(problems)
+        source = ProblemSource(collector, problems, {}, self.config.rollout.group_size, self.config.seed, drawn)
+        training = Training(
+            self.config, source, self._policy, self._learner, Trackers(()), total_steps=None, state=self._state
+        )
+        metrics = training.learn(StepRollouts(groups, 0, time.perf_counter() - began))
+        self._state = training.state
+        return self._told(metrics)
 
     def train(
         self, dataset: Iterable[Any], optimizer: Any | None = None, scheduler: Any | None = None
     ) -> list[dict[str, float]]:
         """Train to `train.max_steps`, or for `train.epochs` passes; gives every step's metrics.
 
-        A row has `prompt` and `expected_answer` (or `answer`), or is a pair of the two. Checkpoints, the
-        `final` model and metrics.jsonl are written to `folder`. Without an optimizer, AdamW by the config.
+        A row has `prompt` and `expected_answer` (or `answer`), or is a pair of the two. The run's files, checkpoints
+        and the `final` model are written to `folder`. Without an optimizer, AdamW by the config.
         """
         problems = [as_problem(i, row) for i, row in enumerate(dataset)]
         if not problems:
             raise PalestraError("the dataset is empty; give it at least one row with a prompt")
         if optimizer is not None or scheduler is not None:
             self._optimizer.use(optimizer, scheduler)
-        batch, every = self.config.train.problems_per_step, self.config.checkpoint.every
-        first, last = self.step, self.step + total_steps(self.config, len(problems))
-        self._learner.total_steps = last
-        self.folder.mkdir(parents=True, exist_ok=True)
+        first = self.step
+        last = first + total_steps(self.config, len(problems))
         history: list[dict[str, float]] = []
-        trackers = open_trackers(self.config, self.folder, {"agent": "step trainer"}, first or None)
-        try:
-            with progress_bar(last - first) as advance:
-                while self.step < last:
-                    start = (self.step - first) * batch
-                    self.epoch = (start + batch) / len(problems)
-                    metrics = self.train_batch(draw(problems, start, batch, self.config.seed))
-                    trackers.metrics(self.step, {k: v for k, v in metrics.items() if k != "step"})
-                    history.append(metrics)
-                    advance(metrics)
-                    if every and self.step % every == 0:
-                        self.save_checkpoint(f"checkpoint-{self.step}")
-        finally:
-            trackers.close()
+
+        def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+            self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
+            history.append(self._told(metrics) | {"step": float(step)})
+            if (every := self.config.checkpoint.every) and step % every == 0:
+                self.save_checkpoint(f"checkpoint-{step}", step)
+            return history[-1]
+
+        def work() -> TrainState:
+            with asyncio.Runner() as runner:
+                run = Run.build(
+                    self.config,
+                    PromptTask(problems, self._reward, self.tokenizer, self._stops),
+                    self._run_folder(),
+                    runner=runner,
+                    watcher=ProgressBar(last - first, on_step),
+                    loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
+                    policy=self._policy,
+                    learner=self._learner,
+                    state=self._state,
+                    steps=last,
+                    keeps_checkpoints=False,
+                )
+                run.train()
+                return run.training.state
+
+        self._state = outside_event_loop(work)
         self.save_checkpoint("final")
         return history
 
-    def save_checkpoint(self, name: str) -> Path:
+    def save_checkpoint(self, name: str, step: int | None = None) -> Path:
         """The model (its adapter, where it has one), the tokenizer and training_config.json."""
         train = self.config.train
         folder = save_hf(self.model, self.tokenizer, self.folder / name)
@@ -173,75 +191,40 @@ class StepTrainer:
             "num_epochs": train.epochs,
             "max_steps": train.max_steps,
             "num_generations": self.config.rollout.group_size,
-            "step": self.step,
+            "step": self.step if step is None else step,
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         write_json(folder / "training_config.json", settings)
         return folder
 
-    def _generate(self, prompts: Sequence[Input]) -> list[list[Output]]:
-        prompt_ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return stop_token_ids(self.model, self.tokenizer)
 
-        async def sample_all() -> list[list[Sampled]]:
-            return await asyncio.gather(*(self._sample_group(i, ids) for i, ids in enumerate(prompt_ids)))
+    def _collector(self, problems: Sequence[Problem], reward: Any) -> Collector:
+        environment = PromptEnvironment(tuple(problems), reward)
+        return prompt_collector(environment, self._policy, self.tokenizer, self.config, self._stops)
 
-        sampled = outside_event_loop(lambda: asyncio.run(sample_all()))
-        return [
-            [Output(self._text(one.token_ids), ids, one) for one in group]
-            for ids, group in zip(prompt_ids, sampled, strict=True)
-        ]
+    def _run_folder(self) -> RunFolder:
+        folder = RunFolder(self.folder)
+        if folder.has_begun:
+            return folder
+        record = {"agent": "step trainer", "tools": []}
+        return RunFolder.create(self.folder.parent, self.folder.name, self.config, record, at=self.folder)
 
-    async def _sample_group(self, index: int, prompt_ids: tuple[int, ...]) -> list[Sampled]:
-        sessions = self._policy.fork(self._policy.open(prompt_ids), self.config.rollout.group_size)
-        try:
-            turns = [
-                self._policy.sample(
-                    session,
-                    replace(self._sampling, seed=seed_of(f"{self.config.seed}/{self.step}/{index}/{sibling}")),
-                )
-                for sibling, session in enumerate(sessions)
-            ]
-            return await asyncio.gather(*turns)
-        finally:
-            for session in sessions:
-                self._policy.close(session)
+    def _sample(self, collector: Collector, problems: Sequence[Problem]) -> list[Group]:
+        drawn = int(self._state.source.get("cursor", 0))
+        keys = [f"{self.config.seed}/{drawn + i}" for i in range(len(problems))]
+        size = self.config.rollout.group_size
+        return outside_event_loop(lambda: asyncio.run(collector.collect(problems, size, keys)))
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _score(self, problem: Problem, output: Output) -> Rollout:
-        reward = self._reward(output.text, problem.expect)
-        sampled = output.sampled
-        return Rollout(
-            problem_id=problem.id,
-            turns=(
-                Turn("template", output.prompt_ids),
-                Turn("model", sampled.token_ids, sampled.logprobs, sampled.policy_version),
-            ),
-            messages=(*as_messages(problem.input), Message("assistant", output.text)),
-            stop="truncated" if sampled.finish == "length" else "answered",
-            reward=reward,
-        )
-
-    def _learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        train, size = self.config.train, self.config.rollout.group_size
-        flat = self.calculate_advantages(
-            [r for group in groups for r in group.rewards], [g for g in range(len(groups)) for _ in range(size)]
-        )
-        advantages = [flat[i : i + size] for i in range(0, len(flat), size)]
-        metrics = {"loss": 0.0, **rollout_metrics(groups, advantages, self._learner.version)}
-        samples = trainable_samples(groups, advantages, train)
-        if any(any(sample.trained) for sample in samples):
-            metrics |= self._learner.step(samples, train)
-            metrics |= self._optimizer.after_step()
-            self._policy.refresh(self._learner.publish())
-            return metrics
-        self._learner.skip()
-        if samples:
+    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step, with what the user's own scheduler says; a step without tokens to train is told."""
+        if metrics.get("truncation_rate") == 1.0 and self.config.train.mask_truncated:
             log.warning(
                 "step %d: every answer was cut off at max_new_tokens=%d, so nothing was learned; "
                 "raise rollout.max_new_tokens or set train.mask_truncated to false",
-                self.step + 1,
+                self.step,
                 self.config.rollout.max_new_tokens,
             )
-        return metrics
+        return {"loss": 0.0, **metrics, **self._optimizer.after_step(), "step": float(self.step), "epoch": self.epoch}

@@ -52,8 +52,8 @@ class Exchange:
     """The state of the trajectory API: in memory to decide quickly, in the journal to survive.
 
     A group that was answered "received" is on disk, and goes into exactly one batch. A batch is kept until the
-    trainer says that it has it (`take(after=N)`), so a lost answer or a killed server costs nothing; the
-    protocol's own `GET /batch` cannot say so, and is then served each batch once.
+    trainer says that it has it in a checkpoint (`take(after=N, saved=M)`), so a lost answer, a killed server or a
+    killed trainer costs nothing; the protocol's own `GET /batch` cannot say so, and is then served each batch once.
     """
 
     def __init__(self, folder: Path, max_waiting: int = 65_536) -> None:
@@ -71,6 +71,7 @@ class Exchange:
         self.started = bool(known.get("started", False))
         self.step = int(known.get("step", 0))
         self.last_batch = int(known.get("last_batch", 0))
+        self._counted = int(known.get("counted", self.last_batch))  # the last batch that `step` has counted
         self.waiting: list[Queued] = self.journal.read(journal.waiting_groups)
         self.waiting_sequences = sum(group.sequences for group in self.waiting)
         self._kept: list[int] = self.journal.read(journal.kept_batches)
@@ -81,8 +82,9 @@ class Exchange:
 
     async def register(self, registration: Registration) -> int:
         """A trainer (again): its settings hold from now on; what waits is kept."""
-        self.registration, self.step = registration, registration.starting_step
-        await self.journal.do(journal.set_facts(registration=registration.model_dump(), step=self.step))
+        self.registration, self.step, self._counted = registration, registration.starting_step, 0
+        settings = registration.model_dump()
+        await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
         return uuid.uuid4().int
 
     async def register_env(self, asked: EnvRegistration) -> Env | None:
@@ -144,11 +146,11 @@ class Exchange:
                 "not split, so it could never be delivered"
             )
 
-    async def take(self, after: int | None = None) -> Delivery | None:
+    async def take(self, after: int | None = None, saved: int | None = None) -> Delivery | None:
         """The next batch, None while there is none.
 
-        `after` is the number of the last batch that the trainer has (0: none yet): a batch that was made
-        but may not have arrived is given again, and those up to it are forgotten.
+        `after` is the number of the last batch that the trainer has (0: none yet): later ones that were made but
+        may not have arrived are given again. Those up to `saved` (`after` unless given) are forgotten.
         """
         async with self._taking:
             if self.registration is None:
@@ -156,15 +158,19 @@ class Exchange:
             if not self.started:
                 self.started = True
                 await self.journal.do(journal.set_facts(started=True))
-            if after is not None and (again := await self._again(after)):
+            if after is not None and (again := await self._again(after, after if saved is None else saved)):
                 return again
             return await self._make(after)
 
-    async def _again(self, after: int) -> Delivery | None:
-        await self._forget(after)
-        if not self._kept:
+    async def _again(self, after: int, saved: int) -> Delivery | None:
+        await self._forget(saved)
+        number = next((number for number in self._kept if number > after), None)
+        if number is None:
             return None
-        return Delivery(self._kept[0], await self.journal.do(journal.batch_bodies(self._kept[0])))
+        if number > self._counted:  # made for an earlier life of this trainer
+            self.step, self._counted = self.step + 1, number
+            await self.journal.do(journal.set_facts(step=self.step, counted=number))
+        return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
 
     async def _forget(self, up_to: int) -> None:
         if any(number <= up_to for number in self._kept):
@@ -182,7 +188,7 @@ class Exchange:
         bodies = await self.journal.do(journal.make_batch(number, sorted(ids), step))
         self.waiting = [group for group in self.waiting if group.id not in ids]
         self.waiting_sequences -= self.registration.batch_size
-        self.last_batch, self.step = number, step
+        self.last_batch, self.step, self._counted = number, step, number
         self._kept.append(number)
         if after is None:  # a trainer that cannot say what it has got what it asked for before
             await self._forget(number - 1)

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Problem
-from palestra.rollout.collect import Collector
-from palestra.train.loop import Watcher, draw
-from palestra.train.samples import has_signal
-from palestra.wire.client import WireClient, WireGone
+from palestra.core.types import Group
+from palestra.envs.base import Environment
+from palestra.rollout.evaluate import CollectsGroups
+from palestra.train.group_source import ProblemSource, gather
+from palestra.train.watcher import Watcher
+from palestra.wire.client import ApiUnreachable, WireClient
 from palestra.wire.groups import write_group
 
 _POLL_S = 0.2
@@ -27,7 +28,7 @@ _FAILURES_IN_A_ROW = 8  # groups without one whole attempt, after which going on
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TrainerStatus:
     """Where the trainer is, and how many more groups of ours it has use for."""
 
     step: int
@@ -44,32 +45,31 @@ class Feed:
     """An environment's side of the wire. `make_collector` is called once the trainer serves its model."""
 
     name: str
-    problems: Sequence[Problem]
-    make_collector: Callable[[], Awaitable[Collector]]
+    environment: Environment
+    make_collector: Callable[[], Awaitable[CollectsGroups]]
     config: RunConfig
     wire: WireClient
     watcher: Watcher
     env_id: int = -1
     posted_groups: int = 0
-    scores: list[float] = field(default_factory=list)
+    recent_scores: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     _num_steps: int = 0
     _failures: int = 0
-    _drawn: Iterator[int] = field(default_factory=itertools.count)
     _key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def run(self) -> None:
         """Feed the trainer to its last step. A trajectory API that goes away for good ends it, too."""
         await self._register()
         try:
-            standing = await self._look()
-            if standing.is_over:  # the API remembers a trainer that has ended
+            status = await self._look()
+            if status.is_over:  # the API remembers a trainer that has ended
                 self.watcher.note("the last training there is over; waiting for the next")
-            while standing.is_over:
+            while status.is_over:
                 await asyncio.sleep(_RETRY_S)
-                standing = await self._look()
-            await self._feed(await self.make_collector())
+                status = await self._look()
+            await self._feed(self._source(await self.make_collector()))
             self.watcher.note("the trainer has all the groups that it asked for")
-        except WireGone as gone:
+        except ApiUnreachable as gone:
             self.watcher.note(f"the trajectory API went away: {gone}")
         finally:
             with contextlib.suppress(PalestraError):
@@ -89,7 +89,7 @@ class Feed:
             await asyncio.sleep(_RETRY_S)
         self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
 
-    async def _look(self) -> Standing:
+    async def _look(self) -> TrainerStatus:
         status = await self.wire.ask("/status-env", {"env_id": self.env_id}, method="GET")
         batch_size = int((await self.wire.ask("/info"))["batch_size"])
         size = self.config.rollout.group_size
@@ -100,18 +100,18 @@ class Feed:
             )
         # one batch beside the one being trained: what waits longer was sampled from older weights
         room = batch_size // size - int(status["self_queue_size"])
-        return Standing(int(status["current_step"]), int(status.get("num_steps", self._num_steps)), room)
+        return TrainerStatus(int(status["current_step"]), int(status.get("num_steps", self._num_steps)), room)
 
-    async def _feed(self, collector: Collector) -> None:
+    async def _feed(self, source: ProblemSource) -> None:
         running: set[asyncio.Task[None]] = set()
         told = -1
         try:
-            while not (standing := await self._look()).is_over:
-                if standing.step != told:
-                    told = standing.step
-                    self._tell(standing)
-                for _ in range(standing.room_groups - len(running)):
-                    running.add(asyncio.create_task(self._one_group(collector)))
+            while not (status := await self._look()).is_over:
+                if status.step != told:
+                    told = status.step
+                    self._tell(status)
+                for _ in range(status.room_groups - len(running)):
+                    running.add(asyncio.create_task(self._one_group(source)))
                 if not running:
                     await asyncio.sleep(_POLL_S)
                     continue
@@ -123,44 +123,43 @@ class Feed:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _tell(self, standing: Standing) -> None:
-        recent = self.scores[-64:]
+    def _tell(self, status: TrainerStatus) -> None:
+        recent = self.recent_scores
         mean = f", mean score of late {sum(recent) / len(recent):.2f}" if recent else ""
-        self.watcher.note(f"step {standing.step}/{standing.num_steps}: {self.posted_groups} groups posted{mean}")
+        self.watcher.note(f"step {status.step}/{status.num_steps}: {self.posted_groups} groups posted{mean}")
 
-    async def _one_group(self, collector: Collector) -> None:
+    def _source(self, collector: CollectsGroups) -> ProblemSource:
+        """The same stream of problems and seeds as in the trainer's own process; another one for each further env."""
+        return ProblemSource(
+            collector,
+            self.environment.problems("train"),
+            self.environment.reward_weights,
+            self.config.rollout.group_size,
+            self.config.seed + self.env_id,
+            max_staleness=None,
+        )
+
+    async def _one_group(self, source: ProblemSource) -> None:
         """Attempt a problem and post the group, unless every attempt failed."""
-        number, group = await self._group(collector)
+        number = source.drawn
+        group = await self._attempt(source)
         if group is None:
             await asyncio.sleep(_RETRY_S)
             return
         body = write_group(group, self.env_id, self.config.train.mask_truncated)
         await self.wire.ask("/scored_data", body, key=f"{self._key}/{number}")
         self.posted_groups += 1
-        self.scores += group.rewards
+        self.recent_scores.extend(group.rewards)
 
-    async def _group(self, collector: Collector) -> tuple[int, Group | None]:
-        """A group with its number; where siblings are all equal, fresh problems are tried as in training."""
-        train = self.config.train
-        refills = train.refill_limit if train.filter_equal_groups else 0
-        while True:
-            number = next(self._drawn)
-            group = await self._attempt(collector, number)
-            if group is None or has_signal(group) or refills == 0:
-                return number, group
-            refills -= 1
-
-    async def _attempt(self, collector: Collector, number: int) -> Group | None:
-        """None where every attempt failed, which is told; many in a row end the program."""
-        seed = self.config.seed + self.env_id  # several of one kind shall not attempt the same problems
-        (problem,) = draw(self.problems, number, 1, seed)
+    async def _attempt(self, source: ProblemSource) -> Group | None:
+        """A group with signal where there is one within the limit; None where every attempt failed, which is told."""
         try:
-            (group,) = await collector.collect([problem], self.config.rollout.group_size, f"feed/{seed}/{number}")
+            groups = (await gather(source, 1, self.config, version=0)).groups
         except PalestraError as error:
             self._failures += 1
             if self._failures >= _FAILURES_IN_A_ROW:
                 raise
-            self.watcher.note(f"{problem.id}: {error}")
+            self.watcher.note(str(error))
             return None
         self._failures = 0
-        return group
+        return groups[-1]

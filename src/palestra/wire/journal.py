@@ -129,7 +129,7 @@ def make_batch(number: int, ids: Sequence[int], step: int) -> Callable[[Any], li
 
     def change(db: sqlite3.Connection) -> list[bytes]:
         db.executemany("UPDATE groups SET batch = ? WHERE id = ?", [(number, i) for i in ids])
-        set_facts(step=step, last_batch=number)(db)
+        set_facts(step=step, last_batch=number, counted=number)(db)
         return batch_bodies(number)(db)
 
     return change

@@ -91,6 +91,13 @@ def _answered(handler: Handler) -> Handler:
     return answer
 
 
+def _batch_number(request: Request, name: str) -> int | None:
+    text = request.query_params.get(name)
+    if text is not None and not (text.isascii() and text.isdigit()):
+        raise refuse(422, f"{name}={text!r}; expected the number of a batch, 0 for none")
+    return None if text is None else int(text)
+
+
 class _Api:
     """One method for each endpoint."""
 
@@ -150,13 +157,11 @@ class _Api:
         return "received" if new else "received before"
 
     async def batch(self, request: Request) -> Response:
-        given = request.query_params.get("after")
-        if given is not None and not (given.isascii() and given.isdigit()):
-            raise refuse(422, f"after={given!r}; expected the number of the last batch that arrived, 0 for none")
+        after, saved = (_batch_number(request, name) for name in ("after", "saved"))
         if self._exchange.registration is None:
             message = "no trainer is registered; call POST /register first"
             return JSONResponse({"batch": None, "status": "error", "message": message})
-        delivery = await self._exchange.take(None if given is None else int(given))
+        delivery = await self._exchange.take(after, saved)
         if delivery is None:
             return JSONResponse({"batch": None})
         body = b'{"number": %d, "batch": [%s]}' % (delivery.number, b", ".join(delivery.groups))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -59,6 +59,13 @@ class ScoredGroup(Body):
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None
+    # what Palestra's own environments add, so that a trainer sees as much as it does of rollouts in its own process
+    turns: list[list[tuple[Literal["model", "environment", "template"], Annotated[int, Field(ge=0)]]]] | None = None
+    versions: list[list[int]] | None = None
+    stops: list[Literal["answered", "truncated", "tool_limit", "failed"]] | None = None
+    errors: list[str | None] | None = None
+    verdicts: list[dict[str, dict[str, Any]]] | None = None
+    tool_results: list[list[dict[str, Any]]] | None = None
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
 
@@ -83,13 +90,14 @@ class ScoredGroup(Body):
         lengths = [len(sequence) for sequence in self.tokens]
         if 0 in lengths:
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
-        for name in ("scores", "overrides", "messages"):
+        for name in ("scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_results"):
             _agree(name, len(self.tokens), getattr(self, name))
         for name in (
             "masks",
             "advantages",
             "ref_logprobs",
             "inference_logprobs",
+            "versions",
             "distill_token_ids",
             "distill_logprobs",
         ):

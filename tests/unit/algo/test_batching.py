@@ -60,11 +60,11 @@ def test_observed_tokens_are_scored_only_when_asked_for() -> None:
         (1, 2, 3, 4), (False, False, True, False), (False, False, False, True), (0.0, 0.0, -1.0, 0.0), 1.0, 0, 2
     )
     [without] = pack([sample], max_tokens=100)
-    [with_observed] = pack([sample], max_tokens=100, observed=True)
+    [with_observed] = pack([sample], max_tokens=100, echo=True)
     assert without.target.tolist() == [3]
     assert with_observed.target.tolist() == [3, 4]
-    assert with_observed.trained.tolist() == [True, False]
-    assert with_observed.observed.tolist() == [False, True]
+    assert with_observed.policy_mask.tolist() == [True, False]
+    assert with_observed.echo_mask.tolist() == [False, True]
 
 
 def test_minibatches_keep_order_and_lose_nothing() -> None:

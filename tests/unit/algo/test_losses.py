@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
-from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
+from palestra.algo.losses import Objective, TokenStats, token_weights
+from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.core.errors import PalestraError
+
+
+def policy_loss(objective, logprobs, old, row, advantages, **more):
+    """With one advantage a row."""
+    return token_policy_loss(objective, logprobs, old, row, advantages[row], rows=len(advantages), **more)
+
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo")
 FULL = {"beta": 0.1, "kl_bias_correction": True, "importance_correction": "token_truncate", "importance_cap": 1.3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
-from palestra.learner.optimizer import learning_rate_at
+from palestra.train.schedule import coefficients_at, learning_rate_at, next_entropy
+from palestra.train.update import update
 
 VOCABULARY = 64
 
@@ -53,9 +55,7 @@ def make_samples(version: int = 0, groups: int = 2, siblings: int = 3, seed: int
             observed = [False] * p + [i in (3, 4) for i in range(n)]
             logprobs = [-4.0 if t else 0.0 for t in trained]
             advantage = float(sibling - 1)
-            samples.append(
-                Sample(tuple(tokens), tuple(trained), tuple(observed), tuple(logprobs), advantage, group, p, version)
-            )
+            samples.append(Sample(tokens, trained, observed, logprobs, advantage, group, p, version))
     return samples
 
 
@@ -67,9 +67,25 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+class Steps:
+    """The learner, stepped as the loop does it."""
+
+    def __init__(self, model: nn.Module, *, config: RunConfig) -> None:
+        self.learner, self.config, self.model = LocalLearner(model, config=config), config, model
+        self.steps = self.version = 0
+        self.entropy = config.train.entropy_coefficient
+
+    def step(self, samples: list[Sample]) -> dict[str, float]:
+        coefficients = coefficients_at(self.steps, self.config, self.config.train.max_steps, self.entropy)
+        metrics = update(self.learner, samples, self.config, coefficients, self.version)
+        self.steps += 1
+        self.entropy = next_entropy(self.entropy, metrics, self.config.train)
+        return metrics
+
+
 def first_step(config: RunConfig, samples: list[Sample] | None = None) -> tuple[dict[str, float], list[torch.Tensor]]:
-    learner = LocalLearner(build(), config=config)
-    metrics = learner.step(samples or make_samples(), config.train)
+    learner = Steps(build(), config=config)
+    metrics = learner.step(samples or make_samples())
     return metrics, weights(learner.model)
 
 
@@ -89,27 +105,26 @@ def test_a_step_reports_what_an_engineer_looks_at() -> None:
         "tokens_trained",
         "train_tokens_per_s",
         "train_seconds",
-        "peak_memory_gib",
     ):
         assert name in metrics, name
     assert metrics["ratio_max"] == 1.0
-    assert metrics["tokens_trained"] == sum(sum(s.trained) for s in make_samples())
+    assert metrics["tokens_trained"] == sum(s.policy_mask.sum() for s in make_samples())
 
 
 def test_learning_raises_the_logprob_of_what_was_rewarded() -> None:
     config = settings(train={"learning_rate": 3e-3})
-    learner = LocalLearner(build(), config=config)
-    good = [s for s in make_samples() if s.advantage >= 0]
+    learner = Steps(build(), config=config)
+    good = [s for s in make_samples() if s.advantages[0] >= 0]
 
     def mean_logprob() -> float:
-        ids = torch.tensor([good[1].token_ids])
+        ids = torch.tensor([good[1].token_ids.tolist()])
         logp = torch.log_softmax(learner.model(ids).logits[0, :-1], -1)
         return logp.gather(-1, ids[0, 1:, None]).mean().item()
 
     before = mean_logprob()
     for _ in range(10):
-        learner.step(make_samples(learner.version), config.train)
-        learner.publish()
+        learner.step(make_samples(learner.version))
+        learner.version += 1
     assert mean_logprob() > before + 0.5
 
 
@@ -142,9 +157,9 @@ def test_the_echo_term_is_the_cross_entropy_on_tool_results() -> None:
     metrics, _ = first_step(settings(echo={"coefficient": 0.05}), samples)
     model, total, count = build(), 0.0, 0
     for sample in samples:
-        ids = torch.tensor([sample.token_ids])
+        ids = torch.tensor([sample.token_ids.tolist()])
         logp = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-        observed = torch.tensor(sample.observed)[1:]
+        observed = torch.tensor(sample.echo_mask.tolist())[1:]
         total -= logp[observed].sum().item()
         count += int(observed.sum())
     assert metrics["echo_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -174,42 +189,38 @@ def test_stale_rows_are_compared_with_the_policy_that_made_them() -> None:
 
 def test_a_reference_is_the_model_as_it_was() -> None:
     config = settings(train={"beta": 0.1})
-    learner = LocalLearner(build(), config=config)
-    first = learner.step(make_samples(), config.train)
+    learner = Steps(build(), config=config)
+    first = learner.step(make_samples())
     assert first["kl_reference"] == pytest.approx(0.0, abs=1e-7)
-    second = learner.step(make_samples(), config.train)
+    second = learner.step(make_samples())
     assert second["kl_reference"] > 1e-6
 
 
 def test_with_adapters_the_reference_is_the_disabled_adapter() -> None:
     config = settings(train={"beta": 0.1, "learning_rate": 1e-2}, lora={"r": 4, "dropout": 0.0})
-    learner = LocalLearner(add_lora(build(), config.lora), config=config)
+    learner = Steps(add_lora(build(), config.lora), config=config)
     base = [p.detach().clone() for p in learner.model.parameters() if not p.requires_grad]
-    assert learner.step(make_samples(), config.train)["kl_reference"] == pytest.approx(0.0, abs=1e-7)
-    assert learner.step(make_samples(), config.train)["kl_reference"] > 1e-6
+    assert learner.step(make_samples())["kl_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert learner.step(make_samples())["kl_reference"] > 1e-6
     assert same(base, [p.detach() for p in learner.model.parameters() if not p.requires_grad])
 
 
-def test_an_infinite_loss_names_step_and_group_and_changes_no_weight() -> None:
-    config = settings()
-    learner = LocalLearner(build(), config=config)
-    learner.step(make_samples(), config.train)
+def test_an_infinite_loss_names_its_group_and_changes_no_weight() -> None:
+    config = settings(train={"loss": "luspo"})
+    learner = Steps(build(), config=config)
+    learner.step(make_samples())
     before = weights(learner.model)
-    samples = make_samples(version=7)
-    broken = samples[4]
-    logprobs = tuple(float("nan") if t else 0.0 for t in broken.trained)
-    samples[4] = Sample(
-        broken.token_ids, broken.trained, broken.observed, logprobs, 1.0, broken.group, broken.prompt_length, 7
-    )
-    with pytest.raises(PalestraError, match=r"step 1, group 1: the loss is nan"):
-        learner.step(samples, config.train)
+    samples = make_samples()
+    samples[4] = replace(samples[4], advantages=3e38)  # finite, but the sum of such losses is not
+    with pytest.raises(PalestraError, match=r"group 1: the loss is -?inf"):
+        learner.step(samples)
     assert same(before, weights(learner.model))
-    learner.step(make_samples(), config.train)  # and the learner can go on
+    learner.step(make_samples())  # and the learner can go on
 
 
 def test_a_nan_advantage_is_refused_by_group() -> None:
     sample = make_samples()[0]
-    bad = Sample(sample.token_ids, sample.trained, sample.observed, sample.logprobs, float("nan"), 3, 5)
+    bad = replace(sample, advantages=float("nan"), group=3)
     with pytest.raises(PalestraError, match="group 3"):
         first_step(settings(), [bad])
 
@@ -225,19 +236,19 @@ def test_rows_without_trained_tokens_train_nothing() -> None:
 
 def test_the_entropy_controller_raises_the_bonus_while_entropy_is_low() -> None:
     config = settings(train={"target_entropy": 100.0})
-    learner = LocalLearner(build(), config=config)
-    learner.step(make_samples(), config.train)
-    assert learner.entropy_coefficient > 0
-    with_bonus = learner.step(make_samples(), config.train)
+    learner = Steps(build(), config=config)
+    learner.step(make_samples())
+    assert learner.entropy > 0
+    with_bonus = learner.step(make_samples())
     assert with_bonus["loss"] < with_bonus["policy_loss"]
 
 
 def test_a_step_with_nothing_to_learn_moves_the_schedules_on() -> None:
     config = settings(train={"learning_rate": 1e-2, "scheduler": "linear", "max_steps": 4})
-    learner = LocalLearner(build(), config=config)
-    rates = [learner.step(make_samples(), config.train)["learning_rate"]]
-    learner.skip()
-    rates.append(learner.step(make_samples(), config.train)["learning_rate"])
+    learner = Steps(build(), config=config)
+    rates = [learner.step(make_samples())["learning_rate"]]
+    learner.steps += 1  # as the loop counts a step without signal
+    rates.append(learner.step(make_samples())["learning_rate"])
     assert rates == [learning_rate_at(0, config.train, 4), learning_rate_at(2, config.train, 4)]
     assert rates[1] < rates[0]
 
@@ -256,29 +267,30 @@ def test_a_saved_learner_goes_on_with_the_same_bits(name: str, tmp_path: Path) -
         train={"learning_rate": 1e-2, "scheduler": "cosine", "max_steps": 6, "target_entropy": 2.0}, **variants()[name]
     )
 
-    def fresh() -> LocalLearner:
+    def fresh() -> Steps:
         model = build(torch.bfloat16 if name == "master" else torch.float32)
-        return LocalLearner(add_lora(model, config.lora) if name == "lora" else model, config=config)
+        return Steps(add_lora(model, config.lora) if name == "lora" else model, config=config)
 
-    def go_on(learner: LocalLearner, steps: int) -> list[dict[str, float]]:
+    def go_on(learner: Steps, steps: int) -> list[dict[str, float]]:
         timed = ("train_seconds", "train_tokens_per_s", "peak_memory_gib")
         found = []
         for _ in range(steps):
-            metrics = learner.step(make_samples(learner.version, seed=learner.steps), config.train)
-            learner.publish()
+            metrics = learner.step(make_samples(learner.version, seed=learner.steps))
+            learner.version += 1
             found.append({k: v for k, v in metrics.items() if k not in timed})
         return found
 
     straight = fresh()
     torch.manual_seed(5)
     go_on(straight, 2)
-    straight.save(tmp_path)
+    straight.learner.save(tmp_path)
+    done = straight.steps, straight.version, straight.entropy  # what the loop keeps in state.json
     expected = go_on(straight, 3)
 
     resumed = fresh()
     torch.manual_seed(99)
-    resumed.load(tmp_path)
-    assert resumed.version == 2
+    resumed.learner.load(tmp_path)
+    resumed.steps, resumed.version, resumed.entropy = done
     assert go_on(resumed, 3) == expected
     assert same(weights(straight.model), weights(resumed.model))
     saved = {p.name for p in tmp_path.iterdir()}
@@ -289,8 +301,8 @@ def test_a_saved_learner_goes_on_with_the_same_bits(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("file", ["learner.pt", "model.safetensors"])
 def test_a_checkpoint_with_a_missing_or_corrupt_file_is_refused_by_name(file: str, tmp_path: Path) -> None:
     config = settings()
-    learner = LocalLearner(build(), config=config)
-    learner.save(tmp_path)
+    learner = Steps(build(), config=config)
+    learner.learner.save(tmp_path)
     (tmp_path / file).write_bytes(b"not a checkpoint at all")
     with pytest.raises(PalestraError, match=file):
         LocalLearner(build(), config=config).load(tmp_path)
@@ -301,12 +313,12 @@ def test_a_checkpoint_with_a_missing_or_corrupt_file_is_refused_by_name(file: st
 
 def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
     config = settings(train={"learning_rate": 1e-6}, model={"master_weights": True})
-    learner = LocalLearner(build(torch.bfloat16), config=config)
-    masters = [m.clone() for m in learner._optimizer.masters]
-    learner.step(make_samples(), config.train)
-    moved = [not torch.equal(a, b) for a, b in zip(masters, learner._optimizer.masters, strict=True)]
+    learner = Steps(build(torch.bfloat16), config=config)
+    masters = [m.clone() for m in learner.learner.optimizer.masters]
+    learner.step(make_samples())
+    moved = [not torch.equal(a, b) for a, b in zip(masters, learner.learner.optimizer.masters, strict=True)]
     assert all(moved)
-    for weight, master in zip(learner._optimizer.weights, learner._optimizer.masters, strict=True):
+    for weight, master in zip(learner.learner.optimizer.weights, learner.learner.optimizer.masters, strict=True):
         assert torch.equal(weight, master.to(torch.bfloat16))
 
 
@@ -318,5 +330,5 @@ def test_lora_without_an_adapter_is_refused() -> None:
 def test_the_learner_leaves_the_callers_model_mode_alone() -> None:
     config = settings()
     model = build().eval()
-    LocalLearner(model, config=config).step(make_samples(), config.train)
+    Steps(model, config=config).step(make_samples())
     assert not model.training

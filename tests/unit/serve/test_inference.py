@@ -12,7 +12,7 @@ import torch
 from palestra.core.types import SamplingParams
 from palestra.serve.completer import TextStream, certain
 from palestra.serve.inference import inference_app
-from palestra.train.serving import load_completer
+from palestra.serve.loading import load_completer
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 

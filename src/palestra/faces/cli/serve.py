@@ -60,7 +60,7 @@ def command(run_or_model: str, host: str, port: int, token: str | None, dtype: s
     socket = open_port(host, port, token)
     load_libraries(Console(stderr=True), model)
     from palestra.serve.inference import inference_app
-    from palestra.train.serving import load_completer
+    from palestra.serve.loading import load_completer
 
     app = inference_app(load_completer(model, dtype=dtype, device=device, engine=engine), token=token)
     run_server(app, socket, f"{model} is served at", "/v1")

@@ -14,9 +14,9 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.envs.load import load_env
 from palestra.policy.openai import OpenAIChat, OpenAISettings
-from palestra.rollout.chat import ChatCollector
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.process import process
-from palestra.rollout.run import Limits
 
 
 async def attempt(asked: Mapping[str, Any], path: Path) -> None:
@@ -26,9 +26,9 @@ async def attempt(asked: Mapping[str, Any], path: Path) -> None:
     rollout = config.rollout
     rollout.require_free_calls("the endpoint samples, and it takes no grammar")
     sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p)
-    limits = Limits(sampling, rollout.max_tool_rounds, rollout.tool_timeout_s)
+    limits = AttemptLimits(sampling, rollout.max_tool_rounds, rollout.tool_timeout_s)
     records = process(
-        ChatCollector(env, OpenAIChat(OpenAISettings.read(asked["openai"])), limits),
+        Collector(env, limits, endpoint_speakers(OpenAIChat(OpenAISettings.read(asked["openai"])))),
         env.problems("train")[: asked["groups"]],
         group_size=rollout.group_size,
         seed=config.seed,

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.learner.optimizer import learning_rate_at
+from palestra.train.schedule import learning_rate_at
 
 
 def test_warmup_rises_to_the_full_rate_and_the_schedule_falls_to_zero() -> None:

@@ -1,4 +1,4 @@
-"""One attempt: the agent loop, tokens in and tokens out."""
+"""One attempt: the agent loop. The same for a policy that samples tokens and for a chat endpoint."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
-import numpy as np
-
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
+from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
-from palestra.policy.base import Policy
 from palestra.tools.run import run_calls
 from palestra.tools.tool import Tool
 
@@ -22,8 +18,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns.
+class AttemptLimits:
+    """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns together.
 
     With `constrain_tool_calls`, they are sampled by a grammar of the episode's tools and their schemas.
     """
@@ -34,11 +30,27 @@ class Limits:
     constrain_tool_calls: bool = False
 
 
+class Speaker(Protocol):
+    """The model's side of one conversation."""
+
+    turns: list[Turn]  # what is trained; empty where there are no token ids
+    sampled_tokens: int
+
+    async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
+        """The next assistant message, and why it ended."""
+        ...
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        """What the message was answered with."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Attempt:
     """What an attempt has gathered so far; `on_message` is told of each new message."""
 
-    turns: list[Turn]
     messages: list[Message]
     tool_results: list[ToolResult] = field(default_factory=list)
     tool_seconds: float = 0.0
@@ -49,45 +61,28 @@ class Attempt:
         for message in messages:
             self.on_message(message)
 
-    @property
-    def sampled(self) -> int:
-        return sum(len(t.token_ids) for t in self.turns if t.maker == "model")
 
-    @property
-    def token_ids(self) -> list[int]:
-        return [i for turn in self.turns for i in turn.token_ids.tolist()]
+async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits) -> Rollout:
+    """Play `episode` to its end and score it; the caller closes it.
 
-
-async def run_rollout(
-    policy: Policy[Any],
-    session: Any,
-    chat: ChatFormat,
-    episode: Episode,
-    problem: Problem,
-    prompt: Turn,
-    limits: Limits,
-) -> Rollout:
-    """Play `episode` to its end from a session that holds `prompt`, and score it.
-
-    What the environment or a tool does wrong is recorded on the rollout, as is a conversation that
-    the policy refuses (too long, say). A broken policy or record is a crash, and raises.
+    What the environment or a tool does wrong is recorded on the rollout, as is a conversation that the policy
+    refuses (too long, say). A broken policy or record is a crash, and raises.
     """
     began = time.perf_counter()
-    attempt = Attempt([prompt], list(episode.prompt))
+    attempt = Attempt(list(episode.prompt))
     stop: StopReason = "failed"
     error = None
     scores = {}
     try:
-        stop = await play(policy, session, chat, episode, attempt, limits)
+        stop = await play(speaker, episode, attempt, limits)
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
     finally:
-        policy.close(session)
-        episode.close()
+        speaker.close()
     return Rollout(
         problem_id=problem.id,
-        turns=tuple(attempt.turns),
+        turns=tuple(speaker.turns),
         messages=tuple(attempt.messages),
         stop=stop,
         tool_results=tuple(attempt.tool_results),
@@ -98,28 +93,24 @@ async def run_rollout(
     )
 
 
-async def play(
-    policy: Policy[Any], session: Any, chat: ChatFormat, episode: Episode, attempt: Attempt, limits: Limits
-) -> StopReason:
-    """Sample, call tools, feed their results and sample again, until the model answers or a limit is met."""
+async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: AttemptLimits) -> StopReason:
+    """Sample, call tools, feed their results and sample again, until the model answers or a limit is met.
+
+    A turn's seed is the attempt's plus the number of the turn.
+    """
     tools = {tool.name: tool for tool in episode.tools}
     sampling = limits.sampling
     if limits.constrain_tool_calls and tools:
         sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()], sort_keys=True))
-    rounds = 0
+    turn = rounds = 0
     while True:
-        left = sampling.max_new_tokens - attempt.sampled
+        left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
-        seed = sampling.seed + len(attempt.turns)
-        sampled = await policy.sample(session, replace(sampling, max_new_tokens=left, seed=seed))
-        if not np.isfinite(sampled.logprobs).all():
-            raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
-        attempt.turns.append(sampled)
-        assert_same_tokens(session.token_ids, attempt.token_ids)
-        message = chat.read(sampled.token_ids.tolist())
+        message, finish = await speaker.say(replace(sampling, max_new_tokens=left, seed=sampling.seed + turn))
+        turn += 1
         attempt.add(message)
-        if sampled.finish != "stop":
+        if finish != "stop":
             return "truncated"
         if message.tool_calls:
             if rounds == limits.max_tool_rounds:
@@ -133,13 +124,11 @@ async def play(
         if not replies:
             return "answered"
         attempt.add(*replies)
-        fed = chat.continuation(replies)
-        attempt.turns += fed
-        policy.append(session, [i for turn in fed for i in turn.token_ids.tolist()])
+        speaker.hear(replies)
 
 
 async def replies_to(
-    messages: Sequence[Message], episode: Episode, tools: Mapping[str, Tool], limits: Limits
+    messages: Sequence[Message], episode: Episode, tools: Mapping[str, Tool], limits: AttemptLimits
 ) -> tuple[Sequence[Message], list[ToolResult]]:
     """What the last message is answered with: the results of its tool calls, or what the environment says."""
     if calls := messages[-1].tool_calls:
@@ -158,15 +147,3 @@ async def from_outside(boundary: str, call: Awaitable[T]) -> T:
 
 def tool_message(result: ToolResult) -> Message:
     return Message("tool", result.content, tool_call_id=result.call.id, name=result.call.name)
-
-
-def assert_same_tokens(held: Sequence[int], recorded: Sequence[int]) -> None:
-    """The policy's session and the record that is trained must be the very same tokens."""
-    if list(held) != list(recorded):
-        at = next(
-            (i for i, (a, b) in enumerate(zip(held, recorded, strict=False)) if a != b), min(len(held), len(recorded))
-        )
-        raise RuntimeError(
-            f"the session holds {len(held)} tokens, the record {len(recorded)}; they part at position {at}: "
-            "tokens must be trained exactly as sampled"
-        )

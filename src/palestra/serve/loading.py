@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from palestra.core.config import RunConfig
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.base import Policy
+from palestra.policy.build import build_policy
 from palestra.serve.completer import Completer
-from palestra.train.setup import build_policy, seed_everything
 
 _UNSTATED_CONTEXT = 1 << 15
 
@@ -17,12 +16,6 @@ def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engi
     """Any accepted model name -> what the inference server answers from."""
     loaded = load_model(name, dtype=dtype, device=device)
     return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine))
-
-
-def load_seeded(config: RunConfig) -> LoadedModel:
-    """The model of a run, with every generator seeded first."""
-    seed_everything(config.seed)
-    return load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
 
 
 def completer_of(loaded: LoadedModel, policy: Policy[Any]) -> Completer:

@@ -10,10 +10,10 @@ from palestra.core.errors import PalestraError
 from palestra.learner.optimizer import Optimizer
 
 
-class GivenOptimizer(Optimizer):
+class UserOptimizer(Optimizer):
     """AdamW by the config until an optimizer is given, then that one."""
 
-    _given: Any = None
+    _user: Any = None
     _scheduler: Any = None
 
     def use(self, optimizer: Any | None, scheduler: Any | None) -> None:
@@ -29,24 +29,24 @@ class GivenOptimizer(Optimizer):
         held = {id(p) for group in chosen.param_groups for p in group["params"]}
         if not any(id(weight) in held for weight in self.weights):
             raise PalestraError("the optimizer holds no trainable weight of this model; build it from this model's")
-        self._given, self._scheduler = chosen, scheduler
+        self._user, self._scheduler = chosen, scheduler
 
     @property
     def can_skip(self) -> bool:
-        return self._given is None and super().can_skip
+        return self._user is None and super().can_skip
 
     def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
-        if self._given is None:
+        if self._user is None:
             super().step(learning_rate, finite)
             return
-        self._given.step()
+        self._user.step()
         self.clear()
 
     def after_step(self) -> dict[str, float]:
         """Move the scheduler on; gives the learning rate that the step had, where it is not the config's."""
-        if self._given is None:
+        if self._user is None:
             return {}
-        learning_rate = float(self._given.param_groups[0]["lr"])
+        learning_rate = float(self._user.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()
         return {"learning_rate": learning_rate}

@@ -1,0 +1,84 @@
+"""A batch as the local learner computes it: packed micro-batches on the device, and what a row's mean divides by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.algo.batching import MicroBatch, pack
+from palestra.core.types import Array, Sample
+from palestra.learner.tree_attention import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch:
+    """One forward and backward pass."""
+
+    batch: MicroBatch
+    policy: Tensor  # indices of the scored tokens that count in the policy loss
+    echo: Tensor  # indices of those that count in the ECHO term
+    layout: Layout
+    row: Array  # [N] on the host, as `place`
+    place: Array  # [N]
+    all_logprobs_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    micro_batches: list[PackedMicroBatch]
+    policy_lengths: Tensor  # [R] policy tokens of each row
+    echo_lengths: Tensor  # [R]
+
+
+def pack_batch(
+    samples: Sequence[Sample], *, max_tokens: int, share_prefix: bool, echo: bool, device: torch.device
+) -> PackedBatch:
+    """Pack on the host, then copy to the device, so that no pass waits for it later."""
+    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo)
+    lengths = [_row_lengths(batches, len(samples), name).to(device) for name in ("policy_mask", "echo_mask")]
+    return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
+
+
+def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
+    """[N] the values of one array a row at the micro-batch's scored tokens."""
+    values = np.concatenate([rows[i][micro.place[micro.row == i]] for i in dict.fromkeys(micro.row.tolist())])
+    return torch.from_numpy(values.astype(np.float32)).to(device)
+
+
+def tokens_to_rows(parts: Sequence[tuple[PackedMicroBatch, Tensor]], samples: Sequence[Sample]) -> list[Array]:
+    """The reverse: [T] an array for each sample, NaN where no token was scored."""
+    rows = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+    for micro, values in parts:
+        found = values.detach().float().cpu().numpy()
+        for i in dict.fromkeys(micro.row.tolist()):
+            mine = micro.row == i
+            rows[i][micro.place[mine]] = found[mine]
+    return rows
+
+
+def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMicroBatch:
+    # Found before the copy: a GPU would have to be waited for.
+    policy = batch.policy_mask.nonzero().squeeze(-1)
+    observed = batch.echo_mask.nonzero().squeeze(-1) if echo else policy[:0]
+    known = not bool(batch.sampler_logprobs[policy].isnan().any())
+    return PackedMicroBatch(
+        batch.to(device),
+        policy.to(device),
+        observed.to(device),
+        Layout(batch.trees, device),
+        batch.row.numpy(),
+        batch.place.numpy(),
+        known,
+    )
+
+
+def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:
+    """[rows] how many scored tokens of each row the mask selects."""
+    total = torch.zeros(rows, dtype=torch.int64)
+    for batch in batches:
+        total += torch.bincount(batch.row[getattr(batch, mask)], minlength=rows)
+    return total

@@ -1,0 +1,93 @@
+"""Who speaks for the model: a policy, token by token, or a chat endpoint, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from palestra.chat.template import ChatFormat
+from palestra.core.errors import RolloutError
+from palestra.core.types import Finish, Message, SamplingParams, Turn
+from palestra.policy.base import Policy
+
+_CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
+
+
+class TokenSpeaker:
+    """A session of a policy. What it says is recorded as the very tokens that were sampled."""
+
+    def __init__(self, policy: Policy[Any], session: Any, chat: ChatFormat, prompt: Turn) -> None:
+        self.turns: list[Turn] = [prompt]
+        self.sampled_tokens = 0
+        self._policy = policy
+        self._session = session
+        self._chat = chat
+        self._tokens = len(prompt.token_ids)
+
+    async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
+        turn = await self._policy.sample(self._session, sampling)
+        if not np.isfinite(turn.logprobs).all():
+            raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
+        self._record(turn)
+        self.sampled_tokens += len(turn.token_ids)
+        return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        turns = self._chat.continuation(messages)
+        self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
+        for turn in turns:
+            self._record(turn)
+
+    def close(self) -> None:
+        self._policy.close(self._session)
+
+    @property
+    def unread_text(self) -> str:
+        """What has been sampled of a message that is still under way."""
+        return self._chat.read(self._session.token_ids[self._tokens :]).text
+
+    def _record(self, turn: Turn) -> None:
+        """The session and the record that is trained must hold the very same tokens."""
+        end = self._tokens + len(turn.token_ids)
+        held = self._session.token_ids
+        if len(held) < end or held[self._tokens : end] != turn.token_ids.tolist():
+            raise RuntimeError(
+                f"the session holds {len(held)} tokens, which differ from the record between {self._tokens} and {end}: "
+                "tokens must be trained exactly as sampled"
+            )
+        self.turns.append(turn)
+        self._tokens = end
+
+
+class ChatEndpoint(Protocol):
+    """Something that gives the next assistant message, why it ended, and how many tokens it took, if known."""
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, object]], sampling: SamplingParams
+    ) -> tuple[Message, Finish, int | None]: ...
+
+
+class EndpointSpeaker:
+    """A chat endpoint. Without token ids its attempts can be scored, not trained."""
+
+    def __init__(self, endpoint: ChatEndpoint, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> None:
+        self.turns: list[Turn] = []
+        self.sampled_tokens = 0
+        self._endpoint = endpoint
+        self._messages = list(messages)
+        self._tools = tools
+
+    async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
+        message, finish, tokens = await self._endpoint.complete(self._messages, self._tools, sampling)
+        self._messages.append(message)
+        written = len(message.text) + sum(len(str(call.arguments)) for call in message.tool_calls)
+        self.sampled_tokens += tokens if tokens is not None else 1 + written // _CHARACTERS_PER_TOKEN
+        return message, finish
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+
+    def close(self) -> None:
+        """Nothing is held for it."""

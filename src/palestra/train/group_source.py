@@ -1,0 +1,126 @@
+"""The GroupSource seam: where scored groups come from, and the one place that refills and drops them.
+
+Our own agent loop, a user's `rollout_func` and the trajectory wire are sources; so will be queues and gateways.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from palestra.core.config import RunConfig
+from palestra.core.types import Group, Problem
+from palestra.rollout.collect import require_one_good
+from palestra.rollout.evaluate import CollectsGroups
+from palestra.train.samples import has_signal
+
+
+class GroupSource(Protocol):
+    """Hands out scored groups. Its state lets a resumed run go on with the groups that would have come next."""
+
+    @property
+    def refills(self) -> bool:
+        """Whether more groups can be asked for where some have no signal."""
+        ...
+
+    @property
+    def max_staleness(self) -> int | None:
+        """How many policy versions a group may lag behind; None: any."""
+        ...
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]: ...
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        """About `count` groups; `version` is that of the policy now. A source that makes batches gives a whole one."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def commit(self) -> None:
+        """All that was handed out so far is in a checkpoint, and need not be kept."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class ProblemSource:
+    """Problems of an environment in an endless shuffled stream, attempted by a collector."""
+
+    collector: CollectsGroups
+    problems: Sequence[Problem]
+    reward_weights: Mapping[str, float]
+    group_size: int
+    seed: int
+    drawn: int = 0  # problems so far; with the seed it fixes what comes next
+    refills: bool = True
+    max_staleness: int | None = 0
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        problems = draw(self.problems, self.drawn, count, self.seed)
+        keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
+        self.drawn += count
+        return await self.collector.collect(problems, self.group_size, keys)
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.drawn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.drawn = int(state.get("cursor", 0))
+
+    def commit(self) -> None:
+        """Nothing is kept: the seed makes it again."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """The groups of one step, how many were left out for their age, and how long they took."""
+
+    groups: Sequence[Group]
+    dropped: int
+    seconds: float
+
+
+async def gather(source: GroupSource, count: int, config: RunConfig, version: int) -> StepRollouts:
+    """Groups for one step: stale ones are dropped, those without signal replaced by fresh ones, within the limit."""
+    train, began, limit = config.train, time.perf_counter(), source.max_staleness
+    refills = train.refill_limit if train.filter_equal_groups and source.refills else 0
+    groups: list[Group] = []
+    dropped = 0
+    for _ in range(1 + refills):
+        missing = count - sum(has_signal(g) for g in groups)
+        if missing <= 0:
+            break
+        found = await source.next(missing, version)
+        fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
+        dropped += len(found) - len(fresh)
+        groups += fresh
+    require_one_good(groups)
+    return StepRollouts(groups, dropped, time.perf_counter() - began)
+
+
+def staleness(group: Group, version: int) -> int:
+    """How many versions the oldest token of a group is behind."""
+    oldest = (int(t.versions.min()) for r in group.rollouts for t in r.turns if len(t.versions))
+    return version - min(oldest, default=version)
+
+
+def draw(problems: Sequence[Problem], start: int, count: int, seed: int) -> list[Problem]:
+    """Problems number `start` to `start + count` of an endless stream, shuffled anew each epoch."""
+    size = len(problems)
+    orders = {epoch: _order(size, seed, epoch) for epoch in range(start // size, (start + count - 1) // size + 1)}
+    return [problems[orders[i // size][i % size]] for i in range(start, start + count)]
+
+
+def _order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,179 @@
+"""Prompts and a reward as something to train on, in the forms that people have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.messages import as_messages
+from palestra.core.types import Message, Problem, Score, ToolResult, Turn
+from palestra.envs.base import Episode, Split
+from palestra.policy.base import Policy
+from palestra.rollout.agent_loop import Speaker
+from palestra.rollout.collect import Collector
+from palestra.rollout.speakers import TokenSpeaker
+from palestra.train.group_source import ProblemSource
+from palestra.train.setup import train_limits
+from palestra.train.tasks import Parts
+
+Prompt = str | Sequence[Message | Mapping[str, Any]]
+Input = str | tuple[Message, ...]
+
+
+class RewardModel(Protocol):
+    def calculate_combined_reward(self, output: str, expected_answer: Any) -> float: ...
+
+
+Reward = RewardModel | Callable[[str, Any], float]
+
+
+def reward_function(reward: Reward) -> Callable[[str, Any], float]:
+    """A function, or an object's calculate_combined_reward, as a function that gives floats."""
+    combined = getattr(reward, "calculate_combined_reward", reward)
+    if not callable(combined):
+        raise PalestraError(
+            f"the reward is a {type(reward).__name__}; expected a function (output, expected_answer) -> float, "
+            "or an object with calculate_combined_reward(output, expected_answer)"
+        )
+
+    def call(output: str, expected_answer: Any) -> float:
+        value = combined(output, expected_answer)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise PalestraError(f"the reward of an answer is {value!r}; expected a number") from None
+
+    return call
+
+
+def as_problem(index: int, row: Any) -> Problem:
+    """A dataset's row: a mapping with `prompt` and `expected_answer` (or `answer`), or a pair of the two."""
+    if isinstance(row, Mapping):
+        answer = next((key for key in ("expected_answer", "answer") if key in row), None)
+        if "prompt" in row:
+            return Problem(str(index), as_input(row["prompt"]), row[answer] if answer else None, dict(row))
+    elif isinstance(row, (tuple, list)) and len(row) == 2:
+        return Problem(str(index), as_input(row[0]), row[1])
+    got = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+    raise PalestraError(f"row {index} of the dataset is {got}; expected `prompt` and `expected_answer`, or a pair")
+
+
+def as_input(prompt: Prompt) -> Input:
+    """Text as it is; messages as Messages, also from {"role": …, "content": …}."""
+    return prompt if isinstance(prompt, str) else as_messages(prompt)
+
+
+def encode_prompt(tokenizer: Any, prompt: Input) -> tuple[int, ...]:
+    """Text as the tokenizer takes it; messages through its chat template."""
+    ids = (
+        tuple(tokenizer(prompt).input_ids)
+        if isinstance(prompt, str)
+        else ChatFormat(tokenizer).prompt(prompt).token_ids
+    )
+    if not ids:
+        raise PalestraError("a prompt has no tokens; give it some text")
+    return ids
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Whatever model, tokenizer and chat template take for the end of an answer."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    found = {end for end in ends if end is not None}
+    if getattr(tokenizer, "chat_template", None):
+        found |= set(ChatFormat(tokenizer).stop_token_ids)
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEpisode:
+    """One answer to one prompt; without a reward it earns nothing."""
+
+    problem: Problem
+    reward: Callable[[str, Any], float] | None
+    tools: tuple[()] = ()
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        return as_messages(self.problem.input)
+
+    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return ()
+
+    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
+        if self.reward is None:
+            return {}
+        value = self.reward(messages[-1].text, self.problem.expect)
+        return {"reward": Score(value, value >= 1.0)}
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEnvironment:
+    """Problems that are answered in one turn."""
+
+    problems_to_train: tuple[Problem, ...]
+    reward: Callable[[str, Any], float] | None = None
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self.problems_to_train if split == "train" else ()
+
+    def open(self, problem: Problem) -> PromptEpisode:
+        return PromptEpisode(problem, self.reward)
+
+
+class _Texts:
+    """What a TokenSpeaker reads answers with: all text, no tool calls."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def read(self, token_ids: Sequence[int]) -> Message:
+        return Message("assistant", str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+
+
+def prompt_collector(
+    environment: PromptEnvironment, policy: Policy[Any], tokenizer: Any, config: RunConfig, stops: tuple[int, ...]
+) -> Collector:
+    """The agent loop over prompts that are text as it is, or messages in the tokenizer's chat template."""
+
+    def start(episodes: Sequence[Episode]) -> list[Speaker]:
+        first: Any = episodes[0]
+        ids = encode_prompt(tokenizer, first.problem.input)
+        prompt, texts = Turn("template", ids), _Texts(tokenizer)  # type: ignore[arg-type]
+        sessions = policy.fork(policy.open(ids), len(episodes))
+        return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
+
+    return Collector(environment, train_limits(config, stops), start)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """A dataset of prompts as a run's task."""
+
+    problems: Sequence[Problem]
+    reward: Callable[[str, Any], float]
+    tokenizer: Any
+    stops: tuple[int, ...]
+
+    @property
+    def problem_count(self) -> int:
+        return len(self.problems)
+
+    def source(self, parts: Parts) -> ProblemSource:
+        environment = PromptEnvironment(tuple(self.problems), self.reward)
+        collector = prompt_collector(environment, parts.policy, self.tokenizer, parts.config, self.stops)
+        size = parts.config.rollout.group_size
+        return ProblemSource(collector, self.problems, {}, size, parts.config.seed, refills=False)
+
+    def evaluator(self, parts: Parts) -> None:
+        """All prompts are trained on, so none are left to score."""

@@ -1,0 +1,146 @@
+"""One run, whichever door it came through: build the parts, score, train, score again, save, report.
+
+>>> run = Run.build(config, EnvironmentTask(environment), folder)      # doctest: +SKIP
+>>> outcome = run.train()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.evals.report import EvalReport
+from palestra.export.hf import save_hf
+from palestra.learner.base import Learner
+from palestra.learner.local import LocalLearner
+from palestra.models.loading import LoadedModel
+from palestra.policy.base import Policy
+from palestra.policy.build import build_policy
+from palestra.report.write import write_report
+from palestra.runs.listing import listed
+from palestra.tracking.open import open_trackers
+from palestra.train.checkpoint import TrainState, read_checkpoint
+from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
+from palestra.train.loop import Training, total_steps
+from palestra.train.setup import load_for_run, with_adapter
+from palestra.train.tasks import Parts, Task
+from palestra.train.watcher import Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a training leaves behind. There is no before and after where nothing could be scored."""
+
+    model: Any
+    tokenizer: Any
+    model_path: Path
+    before: EvalReport | None
+    after: EvalReport | None
+    metrics: list[dict[str, float]]
+    seconds: float
+    report_path: Path
+
+
+@dataclass(slots=True)
+class Run:
+    """A training with all its parts, in one folder."""
+
+    folder: RunFolder
+    model: Any
+    tokenizer: Any
+    training: Training
+    evaluator: Evaluator | None
+    resume_from: tuple[Path, TrainState] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        task: Task,
+        folder: RunFolder,
+        *,
+        runner: asyncio.Runner,
+        watcher: Watcher | None = None,
+        loaded: LoadedModel | None = None,
+        learner: Learner | None = None,
+        policy: Policy[Any] | None = None,
+        resumed: bool = False,
+        state: TrainState | None = None,
+        steps: int | None = None,
+        keeps_checkpoints: bool = True,
+    ) -> Run:
+        """Put the parts together; what is not given is built from the config.
+
+        Learner and policy share one module, unless others are given. `resumed` goes on from the last checkpoint;
+        `state` says where learner and policy stand already.
+        """
+        watcher = watcher or Watcher()
+        start = folder.last_checkpoint() if resumed else None
+        resume_from = None if start is None else (start, read_checkpoint(start))
+        steps = total_steps(config, task.problem_count) if steps is None else steps
+        loaded = loaded or load_for_run(config)
+        model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
+        learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
+        policy = policy or build_policy(model, tokenizer, config.model.engine, config.model.kv_memory_gib)
+        parts = Parts(config, policy, tokenizer, runner, watcher)
+        source, evaluator = task.source(parts), task.evaluator(parts)
+        state = state or TrainState()
+        source.restore(state.source)
+        done = resume_from[1].step if resume_from else state.step
+        tracker = open_trackers(config, folder, folder.record, resume_after=done if resumed or done else None)
+        training = Training(
+            config,
+            source,
+            policy,
+            learner,
+            tracker,
+            steps,
+            folder.checkpoints if keeps_checkpoints else None,
+            runner,
+            watcher,
+            state,
+        )
+        return cls(folder, model, tokenizer, training, evaluator, resume_from)
+
+    def train(self) -> Outcome:
+        """Everything from the first evaluation to the report; the run is listed meanwhile."""
+        began, training = time.perf_counter(), self.training
+        with ExitStack() as stack:
+            training.watcher.started(self.folder.path)
+            stack.enter_context(listed(self.folder.path))
+            stack.callback(training.tracker.close)
+            stack.callback(training.source.close)
+            before = self._evaluate("before")
+            if self.resume_from is not None:
+                training.watcher.note(f"going on from step {self.resume_from[1].step}")
+                training.resume(*self.resume_from)
+            training.run(self._evaluate_between)
+            after = self._evaluate("after", again=True)
+            path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
+            metrics, seconds = self.folder.metrics(), time.perf_counter() - began
+            page = write_report(self.folder, before, after, metrics, seconds)
+        return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page)
+
+    def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
+        """Score the model, or read what an earlier life of this run found."""
+        path = self.folder.eval_file(name)
+        if self.evaluator is None:
+            return None
+        if not again and self.resume_from is not None and (known := read_evaluation(path)) is not None:
+            return known
+        report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
+        write_evaluation(path, report)
+        return report
+
+    def _evaluate_between(self, step: int) -> None:
+        if self.evaluator is None:
+            return
+        report = self.evaluator.run(self.training.runner, self.training.watcher, f"evaluating at step {step}")
+        write_evaluation(self.folder.eval_file(step), report)
+        self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})

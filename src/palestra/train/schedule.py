@@ -1,0 +1,53 @@
+"""What changes from step to step: learning rate, ECHO coefficient, entropy coefficient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from palestra.algo.echo import coefficient_at
+from palestra.algo.entropy import next_entropy_coefficient
+from palestra.core.config import RunConfig, TrainSection
+from palestra.core.errors import PalestraError
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The numbers of one step."""
+
+    learning_rate: float
+    echo: float
+    entropy: float
+
+
+def coefficients_at(step: int, config: RunConfig, total_steps: int | None, entropy: float) -> Coefficients:
+    """The coefficients of a step counted from 0; `entropy` is what the controller has come to."""
+    echo = coefficient_at(
+        step,
+        schedule=config.echo.schedule,
+        initial=config.echo.coefficient,
+        final=config.echo.final_coefficient,
+        steps_total=total_steps,
+        step_every=config.echo.step_every,
+    )
+    return Coefficients(learning_rate_at(step, config.train, total_steps), echo, entropy)
+
+
+def next_entropy(coefficient: float, metrics: dict[str, float], train: TrainSection) -> float:
+    """The controller's next coefficient, where a target is set and the step measured the entropy."""
+    if train.target_entropy is None or "entropy" not in metrics:
+        return coefficient
+    return next_entropy_coefficient(coefficient, metrics["entropy"], train.target_entropy)
+
+
+def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:
+    """The learning rate of a step counted from 0: warm-up, then the schedule, which ends at 0."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    if train.scheduler == "constant":
+        return train.learning_rate
+    if total_steps is None:
+        raise PalestraError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
+    done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
+    factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return train.learning_rate * factor

@@ -1,0 +1,126 @@
+"""What a run trains on: a task gives the source of groups, and how held-out problems are scored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from palestra.chat.callgrammar import grammar_compiler
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.types import Message
+from palestra.envs.base import Environment
+from palestra.policy.base import Policy
+from palestra.rollout.collect import Collector, token_speakers
+from palestra.rollout.custom import FunctionCollector, RolloutFunction
+from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.rewards import RewardFunction
+from palestra.train.evaluation import Evaluator
+from palestra.train.group_source import GroupSource, ProblemSource
+from palestra.train.setup import eval_limits, train_limits
+from palestra.train.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a task may use of the run that it is part of."""
+
+    config: RunConfig
+    policy: Policy[Any]
+    tokenizer: Any
+    runner: asyncio.Runner
+    watcher: Watcher
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer)
+
+
+class Task(Protocol):
+    """Something to train on."""
+
+    @property
+    def problem_count(self) -> int | None:
+        """Problems in one epoch; None where there is no last one."""
+        ...
+
+    def source(self, parts: Parts) -> GroupSource: ...
+
+    def evaluator(self, parts: Parts) -> Evaluator | None:
+        """How to score the model; None where it cannot be scored here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTask:
+    """An environment in this process, attempted by our agent loop, or by a user's `rollout_func`."""
+
+    environment: Environment
+    reward_functions: Sequence[RewardFunction] = ()
+    rollout_func: RolloutFunction | None = None
+    trainer: Any = None  # what rollout_func is given
+
+    @property
+    def problem_count(self) -> int:
+        return len(self.environment.problems("train"))
+
+    def source(self, parts: Parts) -> ProblemSource:
+        config = parts.config
+        if config.rollout.max_staleness:
+            raise NotYetError("rollout.max_staleness > 0 (asynchronous training) is not built yet; leave it at 0")
+        _check_tools(self.environment, parts)
+        return ProblemSource(
+            self._collector(parts, training=True),
+            self.environment.problems("train"),
+            self.environment.reward_weights,
+            config.rollout.group_size,
+            config.seed,
+        )
+
+    def evaluator(self, parts: Parts) -> Evaluator:
+        held_out = self.environment.problems("held_out")
+        if not held_out:
+            parts.watcher.note("no problems are held out: before and after are scored on the training problems")
+        problems = held_out or self.environment.problems("train")
+        return Evaluator(self._collector(parts, training=False), problems, parts.config)
+
+    def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
+        """Reward functions are for training; an evaluation reports the measures alone."""
+        functions = tuple(self.reward_functions) if training else ()
+        if self.rollout_func is not None:
+            if parts.config.rollout.constrain_tool_calls:
+                raise PalestraError("rollout.constrain_tool_calls has no effect on a rollout_func; set it to false")
+            return FunctionCollector(
+                self.environment, self.rollout_func, self.trainer, parts.chat, parts.policy, functions
+            )
+        collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
+        return replace(collector, reward_functions=functions)
+
+
+def agent_collector(
+    environment: Environment, policy: Policy[Any], chat: ChatFormat, config: RunConfig, *, training: bool
+) -> Collector:
+    """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
+    limits = train_limits(config, chat.stop_token_ids)
+    chosen = limits if training else eval_limits(limits, config)
+    return Collector(environment, chosen, token_speakers(policy, chat))
+
+
+def _check_tools(environment: Environment, parts: Parts) -> None:
+    """Find out now, not in every rollout, whether tools can be used as asked."""
+    episode = environment.open(environment.problems("train")[0])
+    tools = list(episode.tools)
+    episode.close()
+    if tools:
+        if parts.config.rollout.constrain_tool_calls:
+            grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
+        parts.chat.continuation([Message("tool", "result", tool_call_id="call_0", name=tools[0].name)])
+    elif parts.config.echo.coefficient > 0:
+        raise PalestraError(
+            "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
+        )

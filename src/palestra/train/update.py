@@ -1,0 +1,128 @@
+"""One training step's update of the policy: minibatches, iterations and losses, by the learner's primitives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from palestra.algo.batching import split_minibatches
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import StepLoss
+from palestra.core.config import RunConfig, TrainSection
+from palestra.core.errors import PalestraError
+from palestra.core.types import Array, Sample
+from palestra.learner.base import Batch, Learner
+from palestra.train.schedule import Coefficients
+
+# These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
+BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+
+
+def update(
+    learner: Learner, samples: Sequence[Sample], config: RunConfig, coefficients: Coefficients, version: int
+) -> dict[str, float]:
+    """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights."""
+    started, train = time.perf_counter(), config.train
+    check_samples(samples)
+    batches = [Batch(part) for part in split_minibatches(samples, train.minibatches)]
+    losses = step_losses(batches, config, coefficients)
+    if train.beta > 0:
+        for batch in batches:
+            batch.ref_logprobs = learner.forward(batch, reference=True)
+    for batch in batches:
+        batch.old_logprobs = behaviour_logprobs(learner, batch, version, several=len(batches) > 1)
+    updates = []
+    for _ in range(train.iterations):
+        for batch, loss in zip(batches, losses, strict=True):
+            if not loss.policy_tokens and not loss.echo_tokens:
+                continue
+            outputs = learner.forward_backward(batch, loss)
+            norm = learner.optim_step(coefficients.learning_rate, max_grad_norm=train.max_grad_norm)
+            updates.append(outputs.metrics() | {"grad_norm": norm})
+            if train.iterations > 1 and len(updates) <= len(batches):
+                batch.old_logprobs = filled(batch.old_logprobs, outputs.logprobs())
+    seconds = time.perf_counter() - started
+    metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
+    if not any_logprobs(samples):  # then these compare the policy with itself
+        metrics = {name: value for name, value in metrics.items() if name not in ("kl_sampler", "sampler_gap_max")}
+    computed = metrics.get("tokens_computed", 0.0)
+    return metrics | {
+        "learning_rate": coefficients.learning_rate,
+        "tokens_trained": float(sum(loss.policy_tokens for loss in losses)),
+        "train_tokens_per_s": computed * train.iterations / seconds,
+        "train_seconds": seconds,
+    }
+
+
+def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients) -> list[StepLoss]:
+    """The loss of each optimizer step."""
+    tokens = [sum(int(s.policy_mask[1:].sum()) for s in batch.samples) for batch in batches]
+    per_batch = config.train.loss in BATCH_TOKEN_LOSSES
+    return [
+        StepLoss.of(
+            batch.samples,
+            objective_of(config.train),
+            max_completion_length=config.rollout.max_new_tokens,
+            tokens_total=sum(tokens) / len(batches) if per_batch else own,
+            entropy_coefficient=coefficients.entropy,
+            echo_coefficient=coefficients.echo,
+            echo_normalization=config.echo.normalization,
+        )
+        for batch, own in zip(batches, tokens, strict=True)
+    ]
+
+
+def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several: bool) -> list[Array] | None:
+    """[T] for each sample: the sampler's where an older policy made the token, else the current policy's own.
+
+    The current policy's are computed only where an update of this step would change them before they are read.
+    """
+    stale = [s.policy_mask & (s.versions != version) & ~np.isnan(s.logprobs) for s in batch.samples]
+    if several:
+        own = learner.forward(batch)
+    elif any(mask.any() for mask in stale):
+        own = [np.full(len(s.token_ids), np.nan, dtype=np.float32) for s in batch.samples]
+    else:
+        return None
+    return [np.where(mask, s.logprobs, row) for mask, s, row in zip(stale, batch.samples, own, strict=True)]
+
+
+def filled(old: Sequence[Array] | None, own: Sequence[Array]) -> list[Array]:
+    """Old logprobs for the next pass: what was not known is what the first pass found."""
+    if old is None:
+        return list(own)
+    return [np.where(np.isnan(a), b, a) for a, b in zip(old, own, strict=True)]
+
+
+def check_samples(samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise PalestraError("there are no samples to learn from; give the learner at least one group")
+    for sample in samples:
+        if not np.isfinite(sample.advantages).all():
+            raise PalestraError(
+                f"group {sample.group}: an advantage is not finite; look for a measure that returns NaN"
+            )
+
+
+def any_logprobs(samples: Sequence[Sample]) -> bool:
+    return any(bool(np.isfinite(s.logprobs[s.policy_mask]).any()) for s in samples)
+
+
+def objective_of(train: TrainSection) -> Objective:
+    return Objective(**{f.name: getattr(train, f.name) for f in fields(Objective)})
+
+
+def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, float]:
+    """Each metric over the optimizer steps that report it: maxima stay maxima, tokens add up, the rest are means."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    values = {name: [update[name] for update in updates if name in update] for name in names}
+
+    def one(name: str, found: list[float]) -> float:
+        if name.endswith("_max") or name == "peak_memory_gib":
+            return max(found)
+        return sum(found) / (iterations if name.startswith("tokens_") else len(found))
+
+    return {name: one(name, found) for name, found in values.items()}

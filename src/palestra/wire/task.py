@@ -1,0 +1,160 @@
+"""Training on what environments in other programs post: they sample from the model that is served here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group
+from palestra.models.loading import LoadedModel
+from palestra.policy.local import LocalPolicy
+from palestra.serve.completer import Completer, SamplingRequest
+from palestra.serve.inference import inference_app
+from palestra.serve.loading import completer_of, context_of
+from palestra.serve.web import Server, open_port, url_of
+from palestra.train.evaluation import Evaluator
+from palestra.train.tasks import EnvironmentTask, Parts
+from palestra.wire.client import WireClient
+from palestra.wire.groups import ModelLimits, read_group
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the model is served to the environments."""
+
+    host: str = "127.0.0.1"
+    port: int = 9001
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WireTask:
+    """Groups come from a trajectory API. `scored_by` is an environment of ours by which the model can be scored here.
+
+    `served` is told the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    """
+
+    client: WireClient
+    address: Address
+    loaded: LoadedModel
+    folder: Path
+    starting_step: int = 0
+    scored_by: EnvironmentTask | None = None
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None
+    check: Callable[[], None] = lambda: None
+
+    @property
+    def problem_count(self) -> None:
+        return None
+
+    def source(self, parts: Parts) -> WireSource:
+        parts.config.rollout.require_free_calls("environments over the wire sample with settings of their own")
+        if not isinstance(parts.policy, LocalPolicy):
+            raise PalestraError("serving a model while it is trained needs the paged engine; model.engine says plain")
+        limits = ModelLimits(parts.policy.engine.vocabulary, context_of(self.loaded))
+        completer = completer_of(self.loaded, parts.policy)
+        completer.on_request = _TemperatureNote(parts.config.rollout.temperature, parts.watcher.note)
+        serving = Serving(completer, self.address, parts.runner)
+        self.served(serving.url, parts.tokenizer)
+        register = self.client.register(parts.config, self.starting_step, limits.context_tokens, self.folder)
+        parts.runner.run(register)
+        keeps = parts.config.checkpoint.every > 0
+        return WireSource(self.client, limits, serving, parts.watcher.note, self.check, keeps)
+
+    def evaluator(self, parts: Parts) -> Evaluator | None:
+        return None if self.scored_by is None else self.scored_by.evaluator(parts)
+
+
+@dataclass(slots=True)
+class WireSource:
+    """Batches of the trajectory API, in the order of their numbers.
+
+    The inference server lives in the runner's event loop, so it answers while groups are waited for and stands
+    still during a step: nobody samples from half-changed weights.
+    """
+
+    client: WireClient
+    limits: ModelLimits
+    serving: Serving
+    note: Callable[[str], None]
+    check: Callable[[], None]
+    keeps_batches: bool  # at the API, until they are in a checkpoint
+    batch: int = 0  # the number of the last one
+    saved: int = 0
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    refills: bool = False  # environments choose what they post
+    max_staleness: int | None = None
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        while True:
+            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None)
+            if delivery is None:
+                self.check()
+                await asyncio.sleep(_POLL_S)
+                continue
+            self.batch, rows = delivery
+            if groups := self._read(rows, version):
+                return groups
+
+    def _read(self, rows: Sequence[Mapping[str, Any]], version: int) -> list[Group]:
+        """The groups that can be trained; a bad one is told of and left out."""
+        groups: list[Group] = []
+        for i, columns in enumerate(rows):
+            name = f"batch-{self.batch}/{i}"
+            try:
+                # where the columns do not say which weights sampled: one version old, so that logprobs are used
+                groups.append(read_group(columns, name, self.limits, version - 1))
+            except (PalestraError, KeyError, TypeError, ValueError, IndexError) as error:
+                self.note(f"{name} from environment {columns.get('env_id')} cannot be trained: {error}")
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.batch}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.batch = self.saved = int(state.get("cursor", 0))
+
+    def commit(self) -> None:
+        self.saved = self.batch
+
+    def close(self) -> None:
+        self.serving.close()
+
+
+class Serving:
+    """The inference server as a task of the runner's loop: it goes on whenever the runner runs something."""
+
+    def __init__(self, completer: Completer, address: Address, runner: asyncio.Runner) -> None:
+        sock = open_port(address.host, address.port, address.token)
+        self.url = url_of(sock)
+        self._runner = runner
+        self._server = Server(inference_app(completer, token=address.token))
+        self._task = runner.get_loop().create_task(self._server.serve(sockets=[sock]))
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._runner.run(asyncio.wait_for(self._task, 20))
+
+
+class _TemperatureNote:
+    """Tells once of requests at another temperature than the learner's: their logprobs would not agree."""
+
+    def __init__(self, temperature: float, note: Callable[[str], None]) -> None:
+        self._temperature = temperature
+        self._note = note
+        self._told = False
+
+    def __call__(self, request: SamplingRequest) -> None:
+        other = request.params.temperature
+        if other != self._temperature and not self._told:
+            self._told = True
+            self._note(
+                f"an environment samples at temperature {other:g}, the learner scores at {self._temperature:g}; "
+                f"if it is for training, set --rollout.temperature {other:g}"
+            )
