@@ -11,6 +11,7 @@ from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.run_folder import RunFolder
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
 from palestra.envs.running import RunningEnv
@@ -19,7 +20,6 @@ from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import RewardFunction
-from palestra.runs.store import RunFolder
 from palestra.train.loop import Watcher
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]

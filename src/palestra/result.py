@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.evals.report import EvalReport
-from palestra.runs.store import RunFolder
 from palestra.tools.tool import Tool, as_tool
 from palestra.train.session import Outcome
 
@@ -136,7 +136,7 @@ class GRPOTrainingResult:
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions)
-        folder = self.run.path / "export" / "ollama"
+        folder = self.run.export / "ollama"
         made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
         if not made.created:
             log.warning("Ollama is not installed here; the files are ready. Where it is, run: %s", made.command)

@@ -1,11 +1,19 @@
-"""Files that are whole or not there."""
+"""Files on disk: written atomically, JSON lines read as a stream, new folders with unique names."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from palestra.core.errors import PalestraError
+
+_TAIL_BYTES = 64 * 1024
+_MAX_SAME_NAME = 1000
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -13,10 +21,95 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write aside, flush, rename: the file is the old one or the new one, never half of each."""
+    """Replace a file atomically: a crash leaves the old content or the new one, never half of each."""
+    _write_lines(path, [text.encode()])
+
+
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(_json_line(row) for row in rows)
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a JSON-lines file atomically, one row at a time."""
+    _write_lines(path, (_json_line(row).encode() for row in rows))
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, one at a time; none where there is no file.
+
+    A line that does not parse is skipped: it is being written, or was when the process was killed.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (row := _parse(line)) is not None:
+                yield row
+
+
+def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the rows that `keep` refuses, and lines that do not parse, without loading the whole file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            rows = ((line, _parse(line)) for line in file)
+            _write_lines(path, (line.rstrip(b"\n") + b"\n" for line, row in rows if row is not None and keep(row)))
+
+
+def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[str]:
+    """The last lines within the last `tail_bytes` of a file; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (tail_bytes or max(_TAIL_BYTES, 400 * count))))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = text.removesuffix("\n").split("\n")  # not splitlines(): JSON text may hold other line separators
+    return lines[-count:] if text and count > 0 else []
+
+
+def new_folder(parent: Path, name: str, remedy: str = "choose another --output_dir") -> Path:
+    """Make an empty folder NAME-TIME in `parent`; a number is added where it exists."""
+    name, stamp = slug(name), time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(_MAX_SAME_NAME):
+        path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise PalestraError(f"cannot make the folder {path} ({error.strerror}); {remedy}") from None
+    raise PalestraError(f"too many folders named {name} in {parent}; {remedy}")
+
+
+def slug(name: str) -> str:
+    """A name that can be a folder's name.
+
+    >>> slug("my env/v2")
+    'my-env-v2'
+    """
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # also a character that was cut in half
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write aside, flush to disk, rename."""
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with aside.open("wb") as file:
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

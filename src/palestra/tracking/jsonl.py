@@ -1,49 +1,46 @@
-"""The tracker that is always on: metrics.jsonl and rollouts.jsonl in the run folder."""
+"""The tracker that is always on: metrics.jsonl, rollouts.jsonl and evals/ in the run folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
-from palestra.core.files import write_text
+from palestra.core.files import append_jsonl, filter_jsonl, write_jsonl
+from palestra.core.run_folder import EvalName, RunFolder
 from palestra.core.types import Group, Message, Rollout
 
 _MESSAGE_FIELDS = tuple(field.name for field in fields(Message))
 
 
 class JsonlTracker:
-    """One line a step in metrics.jsonl, one line a rollout in rollouts.jsonl."""
+    """One line per step in metrics.jsonl, one line per rollout in rollouts.jsonl."""
 
-    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
-        self._metrics = folder / "metrics.jsonl"
-        self._rollouts = folder / "rollouts.jsonl"
-        if resume_after is not None:
-            for path in (self._metrics, self._rollouts):
-                _forget_after(path, resume_after)
+    def __init__(self, folder: RunFolder, resume_after: int | None = None) -> None:
+        self._folder = folder
+        if resume_after is not None:  # the steps after it are repeated
+            for path in (folder.metrics_file, folder.rollouts_file):
+                filter_jsonl(path, lambda row: "step" in row and row["step"] <= resume_after)
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        _append(self._metrics, [{"step": step, **row}])
+        append_jsonl(self._folder.metrics_file, [{"step": step, **row}])
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        _append(self._rollouts, [{"step": step, **rollout_record(r)} for g in groups for r in g.rollouts])
+        rows = ({"step": step, **rollout_record(r)} for group in groups for r in group.rollouts)
+        append_jsonl(self._folder.rollouts_file, rows)
 
     def close(self) -> None:
         pass
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """What has been written to a run folder's metrics.jsonl so far, a row a step."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    # a last line that is being written, or was when the run was killed, is not there yet
-    return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
+def write_eval_rollouts(folder: RunFolder, name: EvalName, rollouts: Sequence[Rollout]) -> None:
+    """Write the rollouts of one evaluation to evals/; running it again replaces them."""
+    folder.evals.mkdir(exist_ok=True)
+    write_jsonl(folder.eval_file(name), (rollout_record(rollout) for rollout in rollouts))
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as plain data: what was said, who made which tokens, and how it was scored."""
+    """A rollout for JSON: its messages, the token ids of each turn with their maker, and its scores."""
     return {
         "problem_id": rollout.problem_id,
         "reward": rollout.reward,
@@ -61,25 +58,6 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def _message_record(message: Message) -> dict[str, Any]:
-    """As `asdict`, without its copies: there are thousands of messages in a step."""
+    """Like `asdict`, without its deep copies: a step has thousands of messages."""
     record = {field: getattr(message, field) for field in _MESSAGE_FIELDS}
     return record | {"tool_calls": [asdict(call) for call in message.tool_calls]}
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run does again, and any half-written last line."""
-    if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        write_text(path, "".join(f"{line}\n" for line in kept))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return float("inf")

@@ -13,6 +13,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.evals.report import EvalReport
@@ -21,7 +22,6 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel
 from palestra.rollout.collect import Collector, RewardFunction
-from palestra.tracking.jsonl import read_metrics
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
@@ -71,7 +71,7 @@ def train_in_folder(
     policy = build_policy(model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
     collector, scorer = map(rollouts_by, build_collectors(environment, policy, chat, config, reward_functions))
     record = json.loads((folder / "run.json").read_text())
-    tracker = open_trackers(config, folder, record, resume_after=state.step if resumed else None)
+    tracker = open_trackers(config, RunFolder(folder), record, resume_after=state.step if resumed else None)
     training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)
     try:
         before = training.evaluate("scoring before")
@@ -83,7 +83,8 @@ def train_in_folder(
     finally:
         tracker.close()
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
-    return Outcome(model, loaded.tokenizer, path, before, after, read_metrics(folder), time.perf_counter() - began)
+    metrics = RunFolder(folder).metrics()
+    return Outcome(model, loaded.tokenizer, path, before, after, metrics, time.perf_counter() - began)
 
 
 def evaluate_only(

@@ -17,6 +17,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Problem, Rollout, Sampled, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
@@ -146,7 +147,7 @@ class StepTrainer:
         self._learner.total_steps = last
         self.folder.mkdir(parents=True, exist_ok=True)
         history: list[dict[str, float]] = []
-        trackers = open_trackers(self.config, self.folder, {"agent": "step trainer"}, first or None)
+        trackers = open_trackers(self.config, RunFolder(self.folder), {"agent": "step trainer"}, first or None)
         try:
             with progress_bar(last - first) as advance:
                 while self.step < last:

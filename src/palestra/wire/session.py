@@ -14,6 +14,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.export.hf import save_hf
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel
@@ -21,7 +22,6 @@ from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Ask, Completer
 from palestra.serve.inference import inference_app
 from palestra.serve.web import Server, open_port, url_of
-from palestra.tracking.jsonl import read_metrics
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.loop import Watcher
@@ -77,7 +77,7 @@ def train_over_wire(
         raise PalestraError("serving a model while it is trained needs the paged engine; this model or engine is plain")
     state = _restore(learner, policy, folder / "checkpoints", watcher) if resumed else TrainState()
     record = json.loads((folder / "run.json").read_text())
-    tracker = open_trackers(config, folder, record, resume_after=state.step if resumed else None)
+    tracker = open_trackers(config, RunFolder(folder), record, resume_after=state.step if resumed else None)
     collector, scorer = build_collectors(Elsewhere(), policy, ChatFormat(loaded.tokenizer), config)
     limits = Limits(policy.engine.vocabulary, context_of(loaded))
     training = WireTraining(
@@ -94,7 +94,7 @@ def train_over_wire(
     finally:
         tracker.close()
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
-    return WireOutcome(path, read_metrics(folder), time.perf_counter() - began)
+    return WireOutcome(path, RunFolder(folder).metrics(), time.perf_counter() - began)
 
 
 def _restore(learner: WireLearner, policy: LocalPolicy, checkpoints: Path, watcher: Watcher) -> TrainState:

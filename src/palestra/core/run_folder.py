@@ -1,0 +1,277 @@
+"""A run is a folder. This is the only module that knows the names of its files.
+
+>>> run = RunFolder(Path("runs/demo-20260131-101500"))
+>>> run.metrics_file.name, run.eval_file(50).name, run.step_folder(50).name
+('metrics.jsonl', 'step-000050.jsonl', 'step-000050')
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.files import new_folder, read_jsonl, slug, write_json
+
+FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
+MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: without it the checkpoint is not finished
+EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run.
+
+    runs/demo-20260131-101500/
+      run.json            format, name, source (the agent's file), when it was made
+      config.yaml         the resolved config
+      metrics.jsonl       one object a step
+      rollouts.jsonl      one object a rollout of training: messages, scores, token ids
+      evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
+      checkpoints/        step-000050, …
+      model/              the trained weights, once training has ended
+      export/             what `palestra export` made of them
+      report.json, report.html
+      request.json, settings.yaml, logs/    runs in the background
+      wire/, env.yaml, tokenizer/           environments in processes of their own
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls, output_dir: Path, name: str, config: RunConfig, record: Mapping[str, Any], at: Path | None = None
+    ) -> RunFolder:
+        """Make a new run folder in `output_dir`, or turn the folder `at`, which must not hold a run, into one."""
+        run = cls(new_folder(output_dir, name) if at is None else at)
+        if run.has_begun:
+            raise PalestraError(f"{run.path} holds a run already; continue it with --resume, or choose another folder")
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PalestraError(f"cannot make the run folder {run.path} ({error.strerror}); choose another") from None
+        config.save(run.config_file)
+        about = {"format": FORMAT, "name": slug(name), "created": time.strftime("%Y%m%d-%H%M%S")}
+        write_json(run.record_file, {**about, **record})  # last: from here on the folder counts as a run
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """A run folder that exists, in a format that this version reads."""
+        run = cls(path)
+        if not run.has_begun:
+            raise PalestraError(
+                f"{path} is not a run folder: it has no run.json. Give a folder that `palestra train` made"
+            )
+        if run.format > FORMAT:
+            raise PalestraError(
+                f"{path} is a run folder of format {run.format}, and this Palestra reads formats up to {FORMAT}; "
+                "update it: pip install -U palestra"
+            )
+        return run
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a training has made the folder its own."""
+        return self.record_file.is_file()
+
+    # files and folders
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts_file(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    def eval_file(self, name: EvalName) -> Path:
+        return self.evals / f"{_step_name(name) if isinstance(name, int) else name}.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def step_folder(self, step: int) -> Path:
+        return step_folder(self.checkpoints, step)
+
+    @property
+    def model(self) -> Path:
+        """Written aside and renamed: where it exists, it is whole."""
+        return self.path / "model"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def report_page(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def request_file(self) -> Path:
+        return self.path / "request.json"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.path / "settings.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_file(self, part: str) -> Path:
+        """The log of one process: trainer, env, api, supervisor."""
+        return self.logs / f"{part}.log"
+
+    @property
+    def wire(self) -> Path:
+        """What environments in other processes have posted; only runs over the wire have it."""
+        return self.path / "wire"
+
+    @property
+    def env_settings_file(self) -> Path:
+        """The settings of an environment in a process of its own."""
+        return self.path / "env.yaml"
+
+    @property
+    def env_checkpoints(self) -> Path:
+        """Where environments in other processes may keep their state."""
+        return self.path / "environments"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The model's tokenizer for an environment in a process of its own."""
+        return self.path / "tokenizer"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb_id_file(self) -> Path:
+        return self.path / "wandb_run_id"
+
+    @property
+    def mlflow_id_file(self) -> Path:
+        return self.path / "mlflow_run_id"
+
+    @property
+    def mlflow_database(self) -> Path:
+        return self.path / "mlflow.db"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.path / "mlflow_artifacts"
+
+    # what they hold
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """run.json: what the run is."""
+        try:
+            return dict(json.loads(self.record_file.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
+
+    @property
+    def format(self) -> int:
+        return int(self.record.get("format", 0))
+
+    @property
+    def config(self) -> RunConfig:
+        import yaml
+
+        return RunConfig.build(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""
+        return list(read_jsonl(self.metrics_file))
+
+    def rollouts(self) -> Iterator[dict[str, Any]]:
+        """The rollouts of training, read one at a time: the file may be larger than memory."""
+        return read_jsonl(self.rollouts_file)
+
+    def eval_names(self) -> list[EvalName]:
+        """The evaluations on disk: "before", steps in ascending order, "after"."""
+        steps = sorted(int(path.stem.removeprefix("step-")) for path in self.evals.glob("step-[0-9]*.jsonl"))
+        names: list[EvalName] = ["before", *steps, "after"]
+        return [name for name in names if self.eval_file(name).is_file()]
+
+    def eval_rollouts(self, name: EvalName) -> Iterator[dict[str, Any]]:
+        return read_jsonl(self.eval_file(name))
+
+    def report(self) -> dict[str, Any] | None:
+        """report.json; None until the run has one."""
+        try:
+            return dict(json.loads(self.report_file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+    def step_checkpoints(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return step_checkpoints(self.checkpoints)
+
+    def last_checkpoint(self) -> Path | None:
+        return last_checkpoint(self.checkpoints)
+
+    def partial_checkpoints(self) -> list[Path]:
+        """Checkpoints that are being written, or were when the trainer was killed."""
+        return sorted(self.checkpoints.glob(".step-*.partial"))
+
+    def lengthen(self, max_steps: int | None) -> None:
+        """Give a run more steps than it was started with, before it is resumed; None changes nothing."""
+        if max_steps is None:
+            return
+        longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
+        last = self.last_checkpoint()
+        steps = max(self.config.train.max_steps or 0, 0 if last is None else step_of(last))
+        if max_steps <= steps:
+            raise PalestraError(
+                f"train.max_steps={max_steps}, but {self.path} has {steps} steps already; a resumed run can be made "
+                "longer, not shorter"
+            )
+        longer.save(self.config_file)
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / _step_name(step)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def step_checkpoints(checkpoints: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted((manifest.parent for manifest in checkpoints.glob(f"step-[0-9]*/{MANIFEST}")), key=step_of)
+
+
+def last_checkpoint(checkpoints: Path) -> Path | None:
+    found = step_checkpoints(checkpoints)
+    return found[-1] if found else None
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}"
