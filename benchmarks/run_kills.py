@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from palestra.core.run_folder import RunFolder, step_of
 from palestra.runs.index import ENDED, Index
 from palestra.runs.manager import Run, RunManager, RunRequest
-from palestra.runs.processes import Process, marked
-from palestra.tracking.jsonl import read_metrics
+from palestra.runs.processes import Process, processes_of_run
 
 VICTIMS = ("supervisor", "trainer", "env", "api")
 MOMENTS = ("start-up", "step", "checkpoint")
@@ -49,7 +49,7 @@ class Victims:
         self.run_id = self.manager.start(
             RunRequest(environment=str(ENVIRONMENT), settings=settings, wire=True, name="kills")
         ).run_id
-        self.folder = Path(self.index.row(self.run_id).folder)
+        self.folder = RunFolder(Path(self.index.row(self.run_id).folder))
 
     def process(self, name: str) -> Process | None:
         if name == "supervisor":
@@ -60,13 +60,11 @@ class Victims:
 
     def kill_at(self, victim: str, moment: str) -> None:
         """Wait for the moment, then kill -9."""
-        done = len(read_metrics(self.folder))
+        done = len(self.folder.metrics())
         wait: dict[str, Callable[[], Any]] = {
             "start-up": lambda: self.process(victim),
-            "step": lambda: len(read_metrics(self.folder)) > done,
-            "checkpoint": lambda: (
-                len(read_metrics(self.folder)) > done + 1 and list(self.folder.glob("checkpoints/.step-*.partial"))
-            ),
+            "step": lambda: len(self.folder.metrics()) > done,
+            "checkpoint": lambda: len(self.folder.metrics()) > done + 1 and self.folder.partial_checkpoints(),
         }
         self._wait(wait[moment], f"{victim} at {moment}")
         process = self.process(victim)
@@ -77,8 +75,8 @@ class Victims:
         """Seconds until the index says why, and until no process lives; asks it and the system, not the manager."""
         began, told = time.monotonic(), 0.0
         supervisor = self.index.row(self.run_id).supervisor
-        while not told or marked(self.run_id) or (supervisor is not None and supervisor.is_alive):
-            assert time.monotonic() - began < 60, f"left behind: {marked(self.run_id)}"
+        while not told or processes_of_run(self.run_id) or (supervisor is not None and supervisor.is_alive):
+            assert time.monotonic() - began < 60, f"left behind: {processes_of_run(self.run_id)}"
             told = told or (time.monotonic() - began if self.index.row(self.run_id).reason else 0.0)
             time.sleep(0.02)
         return told, time.monotonic() - began
@@ -96,15 +94,14 @@ class Victims:
             time.sleep(0.005)
 
 
-def recorded(folder: Path) -> dict[int, Any]:
+def recorded(folder: RunFolder) -> dict[int, Any]:
     """What a run has written down of the steps that its last checkpoint knows of."""
-    last = max((int(path.parent.name[5:]) for path in folder.glob("checkpoints/step-*/manifest.json")), default=0)
-    rollouts: dict[int, list[str]] = {}
-    path = folder / "rollouts.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.endswith("}"):
-            rollouts.setdefault(json.loads(line)["step"], []).append(line)
-    rows = {int(row["step"]): row for row in read_metrics(folder)}
+    checkpoint = folder.last_checkpoint()
+    last = 0 if checkpoint is None else step_of(checkpoint)
+    rollouts: dict[int, list[dict[str, Any]]] = {}
+    for rollout in folder.rollouts():
+        rollouts.setdefault(rollout["step"], []).append(rollout)
+    rows = {int(row["step"]): row for row in folder.metrics()}
     return {step: (rows[step], rollouts[step]) for step in rows if step <= last}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.evals.report import Rate
-from palestra.faces.runs_chart import chart
+from palestra.report.charts import curves_svg
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of results -->")
@@ -97,4 +97,4 @@ def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _chart(members: Sequence[Run], title: str) -> str:
     curves = {f"seed {run['seed']}": [(m["step"], m["pass_rate"]) for m in run["metrics"]] for run in members}
-    return chart(curves, title, percent=True)
+    return curves_svg(curves, title, percent=True)

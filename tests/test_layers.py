@@ -27,13 +27,14 @@ MAY_IMPORT = {
     "export": "core models gguf",
     "agents": "core tools",
     "evals": "core chat",
+    "report": "core evals tracking",
     "envs": "core chat tools agents evals",
     "runs": "core tracking envs",
     "learner": "core algo engine",
     "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
     "serve": "core chat engine policy",
-    "train": "core chat algo engine learner models tracking export evals envs policy serve rollout",
+    "train": "core chat algo engine learner models tracking export evals report envs policy serve rollout",
     "wire": "core chat learner models tracking export envs policy rollout serve train",
     "bench": "core engine learner models policy train",
     "result": "core chat tools agents evals runs export rollout train",
@@ -41,8 +42,8 @@ MAY_IMPORT = {
     "env_api": "core chat agents envs evals models policy rollout train wire result api",
     "__init__": "tools agents evals envs api",
     "demo": "__init__",
-    "faces": "core tools chat gguf models export agents evals envs policy rollout runs serve train wire bench result "
-    "api env_api __init__",
+    "faces": "core tools chat gguf models export agents evals report envs policy rollout runs serve train wire bench "
+    "result api env_api __init__",
     "__main__": "faces",
 }
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
 from palestra.faces.cli import chat
-from palestra.runs.store import RunFolder
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from palestra.faces.cli.display import LiveDisplay, Phase, PlainDisplay, make_display
-from palestra.faces.cli.show import show_seconds, sparkline
+from palestra.faces.cli.common import show_seconds, sparkline
+from palestra.faces.cli.display import LineDisplay, LiveDisplay, Phase, make_display
 
 ROW = {"reward_mean": 0.5, "pass_rate": 0.25, "sample_tokens_per_second": 1234.0}
 
@@ -19,12 +19,12 @@ def console(terminal: bool) -> Console:
 
 def test_terminal_gets_the_live_display_and_a_file_plain_lines():
     assert isinstance(make_display(console(terminal=True), 1), LiveDisplay)
-    assert isinstance(make_display(console(terminal=False), 1), PlainDisplay)
+    assert isinstance(make_display(console(terminal=False), 1), LineDisplay)
 
 
 def test_plain_display_keeps_to_log_every_and_always_says_the_last_step():
     out = console(terminal=False)
-    display = PlainDisplay(out, log_every=3)
+    display = LineDisplay(out, log_every=3)
     display.phase("training", 7)
     for step in range(1, 8):
         display.advance(step, ROW)
@@ -37,7 +37,7 @@ def test_plain_display_keeps_to_log_every_and_always_says_the_last_step():
 
 def test_plain_display_says_start_and_end_of_an_evaluation_only():
     out = console(terminal=False)
-    display = PlainDisplay(out, log_every=1)
+    display = LineDisplay(out, log_every=1)
     display.phase("scoring before", 50)
     for done in range(1, 51):
         display.advance(done, {})

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from palestra.core.config import RunConfig
-from palestra.runs.store import RunFolder
+from palestra.core.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.evals.report import Change, EvalReport, Rate
-from palestra.faces.charts import Marker, curve, smooth
-from palestra.faces.report_page import render
+from palestra.report.charts import Marker, curve, smooth
+from palestra.report.page import render
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

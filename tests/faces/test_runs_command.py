@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
 from palestra.faces.cli.main import COMMANDS
 from palestra.runs.index import Index
 from palestra.runs.processes import this_host
-from palestra.runs.store import RunFolder
 
 AddRun = Callable[..., Path]
 
@@ -172,7 +172,7 @@ def test_a_training_that_was_killed_in_its_terminal_is_found_dead(cli, home, add
     add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
     (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
     assert run["state"] == "failed"
-    assert run["reason"] == "its process has died; palestra runs resume aaaa2222 goes on"
+    assert run["reason"] == "its process has died; continue it with: palestra runs resume aaaa2222"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -194,7 +194,7 @@ def test_run_ids_are_completed(add_run):
 
 
 def test_what_cannot_be_detached_is_refused(cli, home):
-    assert "`palestra runs resume` goes on" in cli("train", "--detach", "--resume", "x").err
+    assert "`palestra runs resume` continues one" in cli("train", "--detach", "--resume", "x").err
     assert "there is no agent file nosuch.py" in cli("train", "nosuch.py", "--detach").err
     assert "Did you mean 'train.max_steps'" in cli("train", "--detach", "--config", _yaml()).err
     assert json.loads(cli("runs", "list", "--json").out)["count"] == 0

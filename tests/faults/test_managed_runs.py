@@ -23,7 +23,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.runs.index import Index
 from palestra.runs.manager import Run, RunManager, RunRequest
-from palestra.runs.processes import Process, end_all, family, marked
+from palestra.runs.processes import Process, descendants, end_all, processes_of_run
 
 PALESTRA = [sys.executable, "-m", "palestra"]
 BEGIN = """
@@ -69,7 +69,7 @@ class Runs:
 
     def all_processes(self, run_id: str) -> list[Process]:
         supervisor = self.index.row(run_id).supervisor
-        return [] if supervisor is None or not supervisor.is_alive else [supervisor, *family(supervisor.pid)]
+        return [] if supervisor is None or not supervisor.is_alive else [supervisor, *descendants(supervisor.pid)]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     made = Runs(tmp_path)
     yield made
     for row in made.index.rows():
-        end_all([*made.all_processes(row.run_id), *marked(row.run_id)], 0.1)
+        end_all([*made.all_processes(row.run_id), *processes_of_run(row.run_id)], 0.1)
 
 
 def parent(process: Process) -> int:
@@ -141,7 +141,7 @@ def test_a_stopped_trainer_may_save_what_it_has_and_goes_on_when_resumed(runs):
     """
     run_id = runs.start(code)
     runs.wait(run_id, "running")
-    with pytest.raises(PalestraError, match="only one that was stopped or has failed"):
+    with pytest.raises(PalestraError, match="only a stopped or failed run can be resumed"):
         runs.manager.resume(run_id)
     with pytest.raises(PalestraError, match="stop it first"):
         runs.manager.remove(run_id)
@@ -171,14 +171,14 @@ def test_stop_during_start_up_starts_nothing_afterwards(runs):
     assert stopped.processes["env"] == "not started"
     time.sleep(1.0)
     assert {part.part for part in runs.index.parts(run_id)} == {"api", "trainer"}
-    assert not marked(run_id)
+    assert not processes_of_run(run_id)
 
 
 def test_a_run_stopped_while_it_waits_never_starts(runs):
     runs.manager.max_runs = 1
     first, second, third = (runs.start(SLEEP) for _ in range(3))
     runs.wait(first, "running")
-    assert eventually(lambda: runs.manager.get(second).reason == "1 of at most 1 runs are at work")
+    assert eventually(lambda: runs.manager.get(second).reason == "1 of at most 1 runs are running")
     assert runs.manager.stop(second).state == "stopped"
     assert runs.manager.get(second).processes == {"trainer": "not started"}
     runs.manager.stop(first)
@@ -203,7 +203,7 @@ def test_five_runs_at_once_have_ports_of_their_own(runs):
     for run_id in ids:
         os.kill(runs.process(run_id, "trainer").pid, signal.SIGKILL)
         assert "SIGKILL" in str(runs.wait(run_id, "failed").reason)
-        assert not marked(run_id)
+        assert not processes_of_run(run_id)
 
 
 STARTER = """
@@ -261,17 +261,26 @@ def test_a_run_whose_supervisor_and_guard_are_both_gone_is_found_dead_by_whoever
     assert run.state == "failed"
     assert "supervisor has died" in str(run.reason)
     assert run_id in str(run.reason)  # how to resume
+    assert runs.index.row(run_id).state == "running"  # reading changes nothing
+    (ended,) = runs.manager.gc()
+    assert (ended.run_id, ended.state, ended.reason) == (run_id, "failed", run.reason)
+    assert runs.index.row(run_id).state == "failed"
+    assert runs.manager.gc() == []
 
 
 def test_a_supervisor_that_hangs_is_found_by_its_silence_and_ended(runs, monkeypatch):
-    monkeypatch.setattr("palestra.runs.recovery.SILENT_S", 1.0)
-    monkeypatch.setattr("palestra.runs.recovery._LOOK_AGAIN_S", 2.0)
+    monkeypatch.setattr("palestra.runs.recovery.HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("palestra.runs.recovery._RECHECK_S", 2.0)
     run_id = runs.start(LEAVE_A_CHILD)
     runs.wait(run_id, "running")
     assert eventually(lambda: len(runs.all_processes(run_id)) == 3)
     everything = runs.all_processes(run_id)
     os.kill(runs.index.row(run_id).pid, signal.SIGSTOP)
-    run = runs.wait(run_id, "failed")
+    assert eventually(lambda: "palestra runs gc" in str(runs.manager.get(run_id).reason))  # reading only notes it
+    assert runs.manager.get(run_id).state == "running"
+    assert all(process.is_alive for process in everything)
+    (run,) = runs.manager.gc()
+    assert run.state == "failed"
     assert "its supervisor hangs" in str(run.reason)
     assert eventually(lambda: not any(process.is_alive for process in everything))
 

@@ -61,7 +61,7 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
         for sample in samples:
             ids = torch.tensor([sample.token_ids.tolist()])
             logp = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-            rows.append(logp[torch.tensor(sample.trained)[1:]])
+            rows.append(logp[torch.tensor(sample.policy_mask.tolist())[1:]])
         expected = torch.cat(rows)
         exact.zero_grad()
         (expected * weights.cpu()).sum().backward()

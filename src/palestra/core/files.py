@@ -65,7 +65,8 @@ def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[st
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    return text.splitlines()[-count:] if count > 0 else []
+    lines = text.removesuffix("\n").split("\n")  # not splitlines(): JSON text may hold other line separators
+    return lines[-count:] if text and count > 0 else []
 
 
 def new_folder(parent: Path, name: str, remedy: str = "choose another --output_dir") -> Path:

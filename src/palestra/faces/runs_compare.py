@@ -1,26 +1,25 @@
-"""Several runs side by side: what was set differently, and what came of it."""
+"""Several runs side by side: the settings that differ, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.yaml_config import flatten, load_yaml
-from palestra.faces.charts import Point
-from palestra.faces.runs_chart import chart
+from palestra.report.charts import Point, curves_svg
 
 if TYPE_CHECKING:
-    from palestra.runs.manager import Run, RunManager
+    from palestra.runs.reader import Run, RunReader
 
-_NOT_A_DIFFERENCE = ("output_dir", "track.run_name")
+_IGNORED = ("output_dir", "track.run_name")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the runs: its settings, its numbers and its curve."""
+    """One of the runs: its settings, results and curves."""
 
     run: Run
     settings: dict[str, Any]
@@ -33,22 +32,22 @@ class Compared:
         return {**head, **self.summary, "settings": self.settings, "rewards": self.rewards}
 
 
-def compare_runs(manager: RunManager, run_id: str) -> Compared:
-    run, rows = manager.get(run_id), manager.metrics(run_id)
+def compare_runs(reader: RunReader, run_id: str) -> Compared:
+    run, folder = reader.get(run_id), reader.folder(run_id)
+    rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
-    report = manager.results(run_id)["report"] or {}
     seconds = None if run.started is None or run.ended is None else run.ended - run.started
     summary: dict[str, float | None] = {
         "steps": trained[-1]["step"] if trained else 0,
         "reward_first": trained[0]["reward_mean"] if trained else None,
         "reward_last": trained[-1]["reward_mean"] if trained else None,
-        "held_out_before": report.get("before", {}).get("pass_rate", {}).get("rate"),
-        "held_out_after": report.get("after", {}).get("pass_rate", {}).get("rate"),
+        "held_out_before": _held_out_rate(report.get("before")),
+        "held_out_after": _held_out_rate(report.get("after")),
         "seconds": seconds,
     }
     return Compared(
         run,
-        _settings(run.folder),
+        _settings(folder),
         summary,
         [(row["step"], row["pass_rate"]) for row in trained if "pass_rate" in row],
         [(row["step"], row["reward_mean"]) for row in trained],
@@ -56,21 +55,24 @@ def compare_runs(manager: RunManager, run_id: str) -> Compared:
 
 
 def differences(compared: Sequence[Compared]) -> list[str]:
-    """The settings in which they are not all alike."""
+    """The settings that are not the same in all runs."""
     keys = dict.fromkeys(key for one in compared for key in one.settings)
     return [key for key in keys if len({repr(one.settings.get(key)) for one in compared}) > 1]
 
 
 def draw(compared: Sequence[Compared]) -> str:
-    """The curves of the reward as SVG."""
+    """The reward curves as SVG."""
     curves = {f"{one.run.run_id} {one.run.name}": one.rewards for one in compared if one.rewards}
     if not curves:
         raise PalestraError("none of these runs has finished a step; there is no curve to draw yet")
     bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
-    return chart(curves, "Mean reward over steps", percent=bounded)
+    return curves_svg(curves, "Mean reward over steps", percent=bounded)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.yaml"
-    flat = flatten(load_yaml(path)) if path.is_file() else {}
-    return {key: value for key, value in flat.items() if key not in _NOT_A_DIFFERENCE}
+def _held_out_rate(evaluation: Mapping[str, Any] | None) -> float | None:
+    return None if evaluation is None else evaluation["pass_rate"]["rate"]
+
+
+def _settings(folder: RunFolder) -> dict[str, Any]:
+    flat = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
+    return {key: value for key, value in flat.items() if key not in _IGNORED}

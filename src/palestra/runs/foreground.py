@@ -1,24 +1,26 @@
-"""A training in a terminal, listed beside those in the background."""
+"""Lists a training in a terminal in the index, beside those in the background."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 import time
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.runs.index import ACTIVE, ENDED, Index, Row, State
-from palestra.runs.manager import new_id, palestra_home
+from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
 from palestra.runs.processes import this_host, this_process
 from palestra.runs.recovery import reconcile
-from palestra.runs.store import RunFolder
+
+log = logging.getLogger("palestra")
 
 
 class ForegroundRun:
-    """The row of a training that this very process does. An index that cannot be written holds up nothing."""
+    """The row of a training that runs in this process. An index that cannot be written does not stop it."""
 
     def __init__(self, home: Path | None = None) -> None:
         self._home = home or palestra_home()
@@ -26,48 +28,55 @@ class ForegroundRun:
         self._run_id = ""
 
     def begin(self, folder: Path) -> None:
-        """List the run; a folder in which another process trains is refused here, too: it may just have begun."""
-        try:
-            index = Index(self._home)
-            reconcile(index)
-            self._list(index, folder.resolve())
-            self._index = index
-        except (sqlite3.Error, OSError):
-            return
+        """List the run. A folder in which another process trains is refused again: it may just have begun."""
+        index = self._open_index()
+        if index is not None:
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self._list(index, folder.resolve())
+                self._index = index
 
     def refuse_busy(self, folder: Path) -> None:
         """Refuse a folder in which another process trains."""
-        try:
-            index = Index(self._home)
-            reconcile(index)
-            row = next((row for row in index.rows() if row.folder == str(folder.resolve())), None)
-        except (sqlite3.Error, OSError):
-            return
+        index = self._open_index()
+        row = None if index is None else _row_of(index, folder.resolve())
         if row is not None and row.state in ACTIVE:
             raise _busy(row)
 
+    def _open_index(self) -> Index | None:
+        try:
+            index = Index(self._home)
+            reconcile(index)
+        except (PalestraError, sqlite3.Error, OSError) as error:
+            log.warning("this run will be missing in `palestra runs list`: %s", error)
+            return None
+        return index
+
     def _list(self, index: Index, folder: Path) -> None:
         now, me = time.time(), this_process()
-        mine = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
-        known = next((row for row in index.rows() if row.folder == str(folder)), None)
-        if known is None:
-            self._run_id = new_id(index)
+        process = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
+        row = _row_of(index, folder)
+        if row is None:
+            self._run_id = index.new_id()
             record = RunFolder.open(folder).record
             index.add(
                 run_id=self._run_id, name=str(record["name"]), environment=_subject(record), folder=str(folder),
-                kind="foreground", state="running", created=now, **mine,
+                kind="foreground", state="running", created=now, **process,
             )  # fmt: skip
             return
-        self._run_id = known.run_id
-        again: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **mine}
-        if not index.move(known.run_id, ENDED, "running", **again):
-            raise _busy(known)
+        self._run_id = row.run_id
+        changes: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **process}
+        if not index.move(row.run_id, ENDED, "running", **changes):
+            raise _busy(row)
 
     def end(self, state: State, reason: str | None = None) -> None:
         if self._index is not None:
             text = None if reason is None else redact(reason)
             with contextlib.suppress(sqlite3.Error, OSError):
                 self._index.move(self._run_id, ACTIVE, state, reason=text, ended=time.time())
+
+
+def _row_of(index: Index, folder: Path) -> Row | None:
+    return next((row for row in index.rows() if row.folder == str(folder)), None)
 
 
 def _busy(row: Row) -> PalestraError:

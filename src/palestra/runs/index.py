@@ -1,9 +1,11 @@
-"""The index of all runs: one SQLite file that any number of processes read and change at once."""
+"""The index of all runs: one SQLite file that many processes read and change concurrently."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import random
+import secrets
 import socket
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -19,10 +21,12 @@ from palestra.runs.processes import Process
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
 ENDED: tuple[State, ...] = ("stopped", "completed", "failed")
+PARTS = ("api", "trainer", "env")  # the processes of a run over the wire, in the order in which they are started
 
-# Below the range from which systems take the ports of outgoing connections.
+# Below the range from which systems choose the ports of outgoing connections.
 _PORTS = range(20_000, 30_000)
 _BUSY_S = 30.0
+_ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # without those that look alike
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -56,7 +60,7 @@ CREATE TABLE IF NOT EXISTS ports (port INTEGER PRIMARY KEY, run_id TEXT NOT NULL
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run in the index. `pid` and `born` name its supervisor, or the command itself where it runs in a terminal."""
+    """A run in the index. `pid` and `born` identify its supervisor or, for a run in a terminal, the command itself."""
 
     number: int
     run_id: str
@@ -69,7 +73,7 @@ class Row:
     created: float
     started: float | None
     ended: float | None
-    launched: float  # when its supervisor was sent off
+    launched: float  # when its supervisor was started
     host: str
     pid: int | None
     born: str | None
@@ -85,7 +89,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """One process of a run: the one that runs, or the last one that did."""
+    """One process of a run, running or ended."""
 
     part: str
     process: Process
@@ -95,37 +99,55 @@ class PartRow:
 _COLUMNS = [f.name for f in fields(Row)]
 
 
-class Index:
-    """`runs.db` in PALESTRA_HOME. Every change is one transaction; one of state names where it may come from."""
+def palestra_home() -> Path:
+    """Where the index of runs is kept: PALESTRA_HOME, or ~/.palestra."""
+    return Path(os.environ.get("PALESTRA_HOME") or Path.home() / ".palestra").expanduser().absolute()
 
-    def __init__(self, home: Path) -> None:
+
+class Index:
+    """`runs.db` in PALESTRA_HOME. Every change is one transaction; a change of state names the states it may come from.
+
+    With `create=False` nothing is written: an index that does not exist is read as empty.
+    """
+
+    def __init__(self, home: Path, *, create: bool = True) -> None:
         self.path = home / "runs.db"
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            # switching to WAL is the one thing that SQLite does not wait for
-            with (home / "runs.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                with self._open() as db:
+        if create:
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+                self._create(home / "runs.lock")
+            except (OSError, sqlite3.Error) as error:
+                raise PalestraError(
+                    f"the index of runs {self.path} cannot be opened ({error}); "
+                    "set PALESTRA_HOME to a folder that you may write to"
+                ) from None
+
+    def _create(self, lock_path: Path) -> None:
+        """Made aside and renamed, so that whoever finds the file finds its tables in it."""
+        with lock_path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for a lock when it switches to WAL
+            if not self.path.exists():
+                aside = self.path.with_suffix(".new")
+                aside.unlink(missing_ok=True)
+                with _connect(aside) as db:
                     db.execute("PRAGMA journal_mode=WAL")
                     db.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise PalestraError(
-                f"the index of runs {self.path} cannot be opened ({error}); set PALESTRA_HOME to a folder of yours"
-            ) from None
+                aside.rename(self.path)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """A connection for one use: none is carried through a fork or into another thread."""
-        db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
-        try:
-            db.execute("PRAGMA synchronous=NORMAL")
-            yield db
-        finally:
-            db.close()
+        if self.path.exists():
+            with _connect(self.path) as db:
+                yield db
+        else:
+            with _connect(":memory:") as db:
+                db.executescript(_SCHEMA)
+                yield db
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._open() as db:
+        with _connect(self.path) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -133,6 +155,13 @@ class Index:
                 db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
+
+    def new_id(self) -> str:
+        """Eight letters and digits that no run has."""
+        taken = {row.run_id for row in self.rows()}
+        while (run_id := "".join(secrets.choice(_ID_LETTERS) for _ in range(8))) in taken:
+            pass
+        return run_id
 
     def add(self, **values: Any) -> None:
         names = ", ".join(values)
@@ -146,28 +175,29 @@ class Index:
 
     def row(self, run_id: str) -> Row:
         with self._open() as db:
-            found = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-            if found is None:
-                ids = [known for (known,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
+            row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+            if row is None:
+                ids = [found for (found,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
                 raise PalestraError(
                     f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`"
                 )
-        return Row(*found)
+        return Row(*row)
 
     def move(
         self, run_id: str, come_from: Sequence[State], to: State, *, of_launch: float | None = None, **values: Any
     ) -> bool:
-        """Change a run's state, and more of its row, if it is in one of the states given.
+        """Change a run's state and other columns, if its state is one of `come_from`. Returns whether it was.
 
-        With `of_launch`, only if it has not been launched anew since: who looks after an earlier life of a run
-        has no say in the next one.
+        With `of_launch`, only if the run was not launched again since then: the supervisor of an earlier launch
+        must not change the run after it was resumed.
         """
         changes = {"state": to, **values}
-        words = ", ".join(f"{name} = ?" for name in changes)
+        assignments = ", ".join(f"{name} = ?" for name in changes)
         states = ", ".join("?" * len(come_from))
         with self._change() as db:
             done = db.execute(
-                f"UPDATE runs SET {words} WHERE run_id = ? AND state IN ({states}) AND launched = ifnull(?, launched)",
+                f"UPDATE runs SET {assignments} "
+                f"WHERE run_id = ? AND state IN ({states}) AND launched = ifnull(?, launched)",
                 [*changes.values(), run_id, *come_from, of_launch],
             )
             if to in ENDED and done.rowcount:
@@ -175,12 +205,12 @@ class Index:
             return done.rowcount == 1
 
     def update(self, run_id: str, **values: Any) -> None:
-        words = ", ".join(f"{name} = ?" for name in values)
+        assignments = ", ".join(f"{name} = ?" for name in values)
         with self._change() as db:
-            db.execute(f"UPDATE runs SET {words} WHERE run_id = ?", [*values.values(), run_id])
+            db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", [*values.values(), run_id])
 
     def remove(self, run_id: str) -> bool:
-        """Forget a run that has ended."""
+        """Remove a run that has ended from the index."""
         with self._change() as db:
             done = db.execute(f"DELETE FROM runs WHERE run_id = ? AND state IN {ENDED}", (run_id,)).rowcount == 1
             if done:
@@ -188,7 +218,7 @@ class Index:
             return done
 
     def admit(self, run_id: str, free_memory_gib: float, machine_gpus: int, default_runs: int) -> str | None:
-        """Let a pending run start if it is its turn and there is room; else what it waits for."""
+        """Let a pending run start if it is next and there is room; else return what it waits for."""
         with self._change() as db:
             me = Row(*db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone())
             if me.state != "pending":
@@ -212,7 +242,7 @@ class Index:
             return wait
 
     def claim_port(self, run_id: str, part: str) -> int:
-        """A loopback port that is free, and that no other run is about to open."""
+        """A free loopback port that no other run has claimed."""
         with self._change() as db:
             taken = {port for (port,) in db.execute("SELECT port FROM ports")}
             for port in random.sample(_PORTS, len(_PORTS)):
@@ -243,6 +273,16 @@ class Index:
     def forget_parts(self, run_id: str) -> None:
         with self._change() as db:
             db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+
+
+@contextmanager
+def _connect(path: Path | str) -> Iterator[sqlite3.Connection]:
+    db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    try:
+        db.execute("PRAGMA synchronous=NORMAL")
+        yield db
+    finally:
+        db.close()
 
 
 def _is_free(port: int) -> bool:

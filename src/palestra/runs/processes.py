@@ -1,4 +1,4 @@
-"""Processes by identity: a number that another process has got meanwhile is never taken for the one it was."""
+"""Processes identified by pid and start time, so that a reused pid is never taken for the old process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-MARK = "PALESTRA_RUN"  # in the environment of all that a run starts: by this what it left behind is found
+RUN_VARIABLE = "PALESTRA_RUN"  # holds the run id in the environment of every process that a run starts
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.05
@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process for ever: its number, and when it was born (which boot, which tick)."""
+    """A process by its pid and when it was started (boot and clock tick)."""
 
     pid: int
     born: str
@@ -33,7 +33,7 @@ class Process:
 
 
 def identify(pid: int) -> Process | None:
-    """The process that has this number now; None where there is none, or only its exit status is left."""
+    """The process that has this pid now; None if there is none or it is a zombie."""
     if not _LINUX:
         return _identify_by_ps(pid)
     fields = _stat(pid)
@@ -48,18 +48,18 @@ def this_process() -> Process:
 
 @lru_cache(1)
 def this_host() -> str:
-    """Where process numbers mean the same: the machine and, in containers, the space of numbers."""
+    """Where a pid means the same process: the machine and, in containers, the pid namespace."""
     try:
-        space = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        space = ""
-    return f"{os.uname().nodename} {space}".strip()
+        namespace = ""
+    return f"{os.uname().nodename} {namespace}".strip()
 
 
 def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> Process:
-    """Start a command in a session of its own; where this process dies, it is asked to end.
+    """Start a command in a session of its own; it gets SIGTERM when this process dies.
 
-    Only for processes of one thread: it forks. Its exit status is for `reap` to fetch.
+    Forks, so the caller must have a single thread. `reap` collects the exit status.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -85,14 +85,14 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) 
     return identify(pid) or Process(pid, "ended at once")
 
 
-def adopt_orphans() -> None:
-    """From now on, what our descendants leave behind becomes our child, not init's."""
+def become_subreaper() -> None:
+    """Orphans among our descendants become our children, not init's."""
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap() -> dict[int, int]:
-    """Exit codes of children that have ended, by number; minus the signal's number for a killed one."""
+    """Exit codes of children that have ended, by pid; negative for a signal."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -105,7 +105,7 @@ def reap() -> dict[int, int]:
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """A signal to a process and its whole group, where it still is the one it was."""
+    """Send a signal to a process, and to its process group if it leads one; nothing if it has ended."""
     if process.is_alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(process.pid) == process.pid:
@@ -114,10 +114,10 @@ def send(process: Process, number: signal.Signals) -> None:
                 os.kill(process.pid, number)
 
 
-def end_all(processes: Iterable[Process], patience_s: float) -> None:
-    """Ask all to end, wait, then make them."""
+def end_all(processes: Iterable[Process], terminate_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to those that are alive after `terminate_s`."""
     left = list(processes)
-    for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
+    for number, wait_s in ((signal.SIGTERM, terminate_s), (signal.SIGKILL, 5.0)):
         for process in left:
             send(process, number)
         until = time.monotonic() + wait_s
@@ -125,31 +125,31 @@ def end_all(processes: Iterable[Process], patience_s: float) -> None:
             time.sleep(_POLL_S)
 
 
-def family(pid: int) -> list[Process]:
+def descendants(pid: int) -> list[Process]:
     """All descendants of a process."""
     children: dict[int, list[int]] = {}
     for each in _all_pids():
         if fields := _stat(each):
             children.setdefault(int(fields[1]), []).append(each)
-    found, look = [], [pid]
-    while look:
-        below = children.get(look.pop(), [])
-        look += below
-        found += below
-    return [process for each in found if (process := identify(each))]
+    pids, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        queue += below
+        pids += below
+    return [process for each in pids if (process := identify(each))]
 
 
-def marked(run_id: str) -> list[Process]:
-    """All processes that a run started, directly or not, wherever they hang in the tree by now."""
-    mark = f"{MARK}={run_id}".encode()
+def processes_of_run(run_id: str) -> list[Process]:
+    """All processes that a run has started, directly or not, also those whose parent has died."""
+    variable = f"{RUN_VARIABLE}={run_id}".encode()
     found: dict[int, Process] = {}
     for pid in _all_pids():
         try:
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if mark in words and pid != os.getpid() and (process := identify(pid)):
-            found |= {p.pid: p for p in (process, *family(pid))}
+        if variable in environ and pid != os.getpid() and (process := identify(pid)):
+            found |= {p.pid: p for p in (process, *descendants(pid))}
     return list(found.values())
 
 
@@ -158,7 +158,7 @@ def _all_pids() -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the third field on: state, parent, …; the name before it may hold anything."""
+    """/proc/PID/stat from the third field on: state, parent, …; the name before them may hold spaces and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -175,6 +175,6 @@ def _boot() -> str:
 
 
 def _identify_by_ps(pid: int) -> Process | None:
-    words = ["ps", "-o", "state=,lstart=", "-p", str(pid)]
-    state, _, born = subprocess.run(words, capture_output=True, text=True).stdout.strip().partition(" ")
+    command = ["ps", "-o", "state=,lstart=", "-p", str(pid)]
+    state, _, born = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")
     return Process(pid, born.strip()) if state and not state.startswith("Z") else None

@@ -1,4 +1,4 @@
-"""Runs whose supervisor has died: what they left is ended, and the run says so."""
+"""Finds runs that have died; ends the processes they left behind, and marks them in the index."""
 
 from __future__ import annotations
 
@@ -6,66 +6,104 @@ import signal
 import time
 from pathlib import Path
 
-from palestra.runs.explain import redact_logs
-from palestra.runs.index import ACTIVE, Index, Row, State
-from palestra.runs.processes import end_all, marked, send, this_host
+from palestra.core.files import write_text
+from palestra.core.run_folder import RunFolder
+from palestra.core.secrets import redact
+from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
+from palestra.runs.processes import end_all, processes_of_run, send, this_host
 
-LAUNCH_S = 20.0  # a supervisor has told of itself by then
-SILENT_S = 30.0  # one that lives beats every second; a longer silence is looked into
-_LOOK_AGAIN_S = 4.0
-_PATIENCE_S = 6.0  # for a checkpoint of the last whole step; with what follows, all are gone within 10 s
-
-
-def reconcile(index: Index) -> None:
-    """Find the runs that have died, end what is left of them, and mark them failed."""
-    for row in index.rows():
-        if row.state in ACTIVE and (reason := death_of(index, row)):
-            recover(index, row, reason)
+LAUNCH_TIMEOUT_S = 20.0  # a supervisor has registered itself by then
+HEARTBEAT_TIMEOUT_S = 30.0  # supervisors write a heartbeat every second
+_OTHER_HOST_TIMEOUT_S = 10 * HEARTBEAT_TIMEOUT_S  # clocks differ, and its processes cannot be looked at
+_RECHECK_S = 4.0
+_TERMINATE_S = 6.0  # for a checkpoint of the last step; together with SIGKILL, all processes are gone within 10 s
 
 
-def death_of(index: Index, row: Row) -> str | None:
-    """Why nobody looks after a run any more; None while somebody does."""
+def death_of(row: Row) -> str | None:
+    """Why a run has died although the index calls it active; None if it lives. Only looks, and returns at once."""
+    if row.state not in ACTIVE:
+        return None
     silent_s = time.time() - (row.heartbeat or row.launched)
     if row.host != this_host():
-        gone = row.kind == "managed" and silent_s > 10 * SILENT_S
-        return f"nothing was heard of it on {row.host.split()[0]} for {silent_s:.0f} s" if gone else None
-    supervisor = row.supervisor
-    if supervisor is None:
-        return "its supervisor did not start" if time.time() - row.launched > LAUNCH_S else None
-    if not supervisor.is_alive:
+        is_dead = row.kind == "managed" and silent_s > _OTHER_HOST_TIMEOUT_S
+        return f"nothing was heard of it on {row.host.split()[0]} for {silent_s:.0f} s" if is_dead else None
+    if row.supervisor is None:
+        return "its supervisor did not start" if time.time() - row.launched > LAUNCH_TIMEOUT_S else None
+    if not row.supervisor.is_alive:
         return "its process has died" if row.kind == "foreground" else "its supervisor has died"
-    if row.kind == "managed" and silent_s > SILENT_S and _is_silent(index, row):
-        return f"its supervisor hangs: it was silent for {silent_s:.0f} s"
     return None
 
 
-def _is_silent(index: Index, row: Row) -> bool:
-    """Whether the heart stands still, and not only the clock or the whole machine has slept."""
-    until = time.monotonic() + _LOOK_AGAIN_S
-    while time.monotonic() < until:
-        time.sleep(0.2)
-        now = index.row(row.run_id)
-        if now.heartbeat != row.heartbeat or now.state != row.state:
-            return False
-    return True
+def seconds_without_heartbeat(row: Row) -> float | None:
+    """For how long the supervisor, although alive, has been overdue with its heartbeat; None if it is not."""
+    if row.state not in ACTIVE or row.kind != "managed" or row.host != this_host():
+        return None
+    silent_s = time.time() - (row.heartbeat or row.launched)
+    return silent_s if silent_s > HEARTBEAT_TIMEOUT_S else None
+
+
+def outcome_of(row: Row, reason: str) -> tuple[State, str]:
+    """The state in which a dead run ends, and the whole reason."""
+    if _is_being_stopped(row):
+        return "stopped", f"{reason}; it was being stopped"
+    return "failed", f"{_with_earlier(row, reason)}; continue it with: palestra runs resume {row.run_id}"
+
+
+def reconcile(index: Index) -> list[str]:
+    """Find the runs that have died or hang, end what is left of them, and mark them. Returns their ids."""
+    ended: list[str] = []
+    for row in index.rows():
+        if reason := death_of(row) or _hang_of(index, row):
+            recover(index, row, reason)
+            ended.append(row.run_id)
+    return ended
 
 
 def recover(index: Index, row: Row, reason: str) -> None:
-    """Say why, end all processes of a run that nobody looks after, and mark it. Who comes second finds it done."""
-    if index.row(row.run_id).launched != row.launched:  # resumed meanwhile
+    """End all processes of a run whose supervisor is gone, and mark it. Safe to call from several processes."""
+    if index.row(row.run_id).launched != row.launched:  # it was resumed in the meantime
         return
-    wanted = row.state == "stopping" and row.reason is None  # somebody was stopping it, and nothing had gone wrong
-    if row.state == "stopping" and row.reason:
-        reason = f"{row.reason}; then {reason}"
-    if not wanted:
-        index.move(row.run_id, [row.state], "stopping", of_launch=row.launched, reason=reason)
+    state, text = outcome_of(row, reason)
+    if not _is_being_stopped(row):  # so that the reason can be read while the processes are being ended
+        earlier = _with_earlier(row, reason)
+        index.move(row.run_id, [row.state], "stopping", of_launch=row.launched, reason=earlier)
     if row.host == this_host():
         if row.kind == "managed" and row.supervisor is not None:
             send(row.supervisor, signal.SIGKILL)
         left = {part.process.pid: part.process for part in index.parts(row.run_id) if part.exit_code is None}
-        left |= {process.pid: process for process in marked(row.run_id)}
-        end_all(left.values(), _PATIENCE_S)
-        redact_logs(Path(row.folder))
-    end: State = "stopped" if wanted else "failed"
-    hint = "it was being stopped" if wanted else f"palestra runs resume {row.run_id} goes on"
-    index.move(row.run_id, ["stopping"], end, of_launch=row.launched, reason=f"{reason}; {hint}", ended=time.time())
+        left |= {process.pid: process for process in processes_of_run(row.run_id)}
+        end_all(left.values(), _TERMINATE_S)
+        redact_logs(RunFolder(Path(row.folder)))
+    index.move(row.run_id, ["stopping"], state, of_launch=row.launched, reason=text, ended=time.time())
+
+
+def redact_logs(folder: RunFolder) -> None:
+    """Replace secrets that processes have printed, once they have ended."""
+    for path in map(folder.log_file, PARTS):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if (clean := redact(text)) != text:
+            write_text(path, clean)
+
+
+def _is_being_stopped(row: Row) -> bool:
+    """Somebody asked for it, and nothing had gone wrong before."""
+    return row.state == "stopping" and row.reason is None
+
+
+def _with_earlier(row: Row, reason: str) -> str:
+    """What had gone wrong before comes first."""
+    return f"{row.reason}; then {reason}" if row.state == "stopping" and row.reason else reason
+
+
+def _hang_of(index: Index, row: Row) -> str | None:
+    """That a supervisor hangs. Watches it for some seconds: after a machine's sleep all heartbeats are overdue."""
+    silent_s = seconds_without_heartbeat(row)
+    if silent_s is None:
+        return None
+    until = time.monotonic() + _RECHECK_S
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        now = index.row(row.run_id)
+        if now.heartbeat != row.heartbeat or now.state != row.state:
+            return None
+    return f"its supervisor hangs: it gave no sign of life for {silent_s:.0f} s"

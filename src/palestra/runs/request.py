@@ -1,10 +1,14 @@
-"""What is asked of the run manager, and how it is kept in the run folder. Secrets are not taken."""
+"""What the run manager was asked to run: kept in the run folder, and turned into the commands of its processes."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import re
-from collections.abc import Mapping
+import sys
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,17 @@ from typing import Any
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
+from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
+from palestra.core.yaml_config import load_yaml
+from palestra.runs.processes import RUN_VARIABLE
 
-FILE = "request.json"
-SETTINGS = "settings.yaml"
+PALESTRA = [sys.executable, "-P", "-m", "palestra"]
 _SECRET = re.compile(r"(api_?key|secret|passw(or)?d|credentials?|(access|auth|api|hf)_token|^token)$", re.IGNORECASE)
-_HARMLESS = ("", "none", "x", "empty")
+_PLACEHOLDERS = ("", "none", "x", "empty")  # values of an api_key that are no secret
+_TRAINER_ONLY = ("WANDB_API_KEY", "TINKER_API_KEY")
+_HTTP_TIMEOUT_S = 2.0
+_READY_S = 3600.0  # a model may have to be downloaded first; a process that dies is noticed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +34,9 @@ class RunRequest:
     """What to train on, and how.
 
     `settings` are dotted keys of RunConfig, `env_settings` fields of the environment's own config, and
-    `server_settings` what an Atropos environment is told of its inference server. `wire` says whether the
-    environment runs as a process of its own; None: only where it must (Atropos). Neither environment nor
-    agent file: the demo.
+    `server_settings` what an Atropos environment is told about its inference server. `wire` says whether the
+    environment runs in a process of its own; None: only if it must (Atropos). Without environment and agent
+    file, the demo is trained.
     """
 
     environment: str | None = None
@@ -41,45 +50,155 @@ class RunRequest:
 
     @property
     def subject(self) -> str:
-        """What is trained on, in a word: the environment, the agent's file, or the demo."""
+        """The environment, the name of the agent file, or "demo"."""
         if self.environment is not None:
             return self.environment
         return Path(self.agent_file).stem if self.agent_file else "demo"
 
     def check(self) -> None:
-        """Refuse what can be seen to be wrong without running anybody's code."""
+        """Refuse whatever can be seen to be wrong without running user code."""
         if self.environment is not None and self.agent_file is not None:
             raise PalestraError("train on an environment or on an agent file, not on both")
         if self.backend != "local":
             raise PalestraError(f"backend={self.backend!r} cannot run here yet; use 'local'")
         if self.wire and self.environment is None:
-            raise PalestraError("only an environment can run as a process of its own (wire); give one")
+            raise PalestraError("only an environment can run in a process of its own (wire); give one")
         RunConfig.build(self.settings)
         for kind in ("settings", "env_settings", "server_settings"):
             refuse_secrets(getattr(self, kind), kind)
 
-    def save(self, folder: Path, cwd: Path) -> None:
-        """request.json says all of it; settings.yaml is the part that `--config` reads."""
+    def needs_wire(self) -> bool:
+        """Whether the environment runs in a process of its own. Reads source files, runs none of them."""
+        if self.environment is None:
+            return False
+        return _dialect(self.environment) != "palestra" or bool(self.wire)
+
+    def save(self, folder: RunFolder, cwd: Path) -> None:
+        """request.json holds all of it; settings.yaml is the part that `--config` reads."""
         import yaml
 
-        write_json(folder / FILE, {**asdict(self), "cwd": str(cwd)})
+        write_json(folder.request_file, {**asdict(self), "cwd": str(cwd)})
         sections = {"env": dict(self.env_settings), "openai": dict(self.server_settings)}
         content = dict(self.settings) | {name: section for name, section in sections.items() if section}
-        write_text(folder / SETTINGS, yaml.safe_dump(content, sort_keys=False))
+        write_text(folder.settings_file, yaml.safe_dump(content, sort_keys=False))
 
     @classmethod
-    def load(cls, folder: Path) -> tuple[RunRequest, Path]:
-        """The request, and the folder from which it was made."""
-        data = json.loads((folder / FILE).read_text())
+    def load(cls, folder: RunFolder) -> tuple[RunRequest, Path]:
+        """The request, and the working directory in which it was made."""
+        data = json.loads(folder.request_file.read_text())
         cwd = Path(data.pop("cwd"))
-        return cls(**data), cwd if cwd.is_dir() else folder
+        return cls(**data), cwd if cwd.is_dir() else folder.path
 
 
 def refuse_secrets(settings: Mapping[str, Any], kind: str) -> None:
-    """Keys and passwords belong into the environment of the process: settings are written to disk and shown."""
+    """Settings are written to disk and shown; keys and passwords belong in environment variables."""
     for name, value in settings.items():
-        named_so = _SECRET.search(name) and isinstance(value, str) and value.lower() not in _HARMLESS
-        if named_so or redact(str(value)) != str(value):
+        has_secret_name = _SECRET.search(name) and isinstance(value, str) and value.lower() not in _PLACEHOLDERS
+        if has_secret_name or redact(str(value)) != str(value):
             raise PalestraError(
                 f"{kind}: {name} holds a secret, and settings are written to disk; set it as an environment variable"
             )
+
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """A process to start. `command` is called once all steps before it are ready, `is_ready` until it returns True."""
+
+    part: str
+    command: Callable[[], list[str]]
+    is_ready: Callable[[], bool]
+    ready_within_s: float = _READY_S
+
+
+def launch_steps(request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int]) -> list[LaunchStep]:
+    """One command for runs in one process; over the wire: trajectory API, trainer with its server, environment."""
+    return _over_the_wire(request, folder, claim_port) if folder.wire.is_dir() else [_in_one_process(request, folder)]
+
+
+def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
+    def command() -> list[str]:
+        if folder.has_begun:
+            return [*PALESTRA, "train", "--resume", str(folder.path)]
+        subject = [request.agent_file] if request.agent_file else []
+        subject = ["--env", request.environment] if request.environment else subject
+        return [*PALESTRA, "train", *subject, *_first_start(folder)]
+
+    return LaunchStep("trainer", command, lambda: folder.has_begun)
+
+
+def _over_the_wire(request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int]) -> list[LaunchStep]:
+    assert request.environment is not None
+    name, ports = request.environment, {part: claim_port(part) for part in ("api", "trainer")}
+    urls = {part: f"http://127.0.0.1:{port}" for part, port in ports.items()}
+
+    def trainer() -> list[str]:
+        words = [*PALESTRA, "train", "--env-url", urls["api"], "--serve-port", str(ports["trainer"])]
+        if folder.has_begun:
+            return [*words, "--resume", str(folder.path)]
+        return [*words, "--env", name, *_first_start(folder)]
+
+    def env() -> list[str]:
+        where = ["--api-url", urls["api"], "--openai.base_url", f"{urls['trainer']}/v1"]
+        return [*PALESTRA, "env", "serve", name, *where, "--config", str(write_env_settings(request, folder))]
+
+    def model_is_served() -> bool:
+        return answers(f"{urls['trainer']}/health")
+
+    api = [*PALESTRA, "trajectory", "--port", str(ports["api"]), "--folder", str(folder.wire)]
+    # our environments wait for the model by themselves, so both may load their libraries at once; others may not wait
+    waits = _dialect(name) == "palestra"
+    return [
+        LaunchStep("api", lambda: api, lambda: answers(f"{urls['api']}/")),
+        LaunchStep("trainer", trainer, (lambda: folder.has_begun) if waits else model_is_served),
+        LaunchStep("env", env, model_is_served),
+    ]
+
+
+def _first_start(folder: RunFolder) -> list[str]:
+    return ["--config", str(folder.settings_file), "--folder", str(folder.path)]
+
+
+def write_env_settings(request: RunRequest, folder: RunFolder) -> Path:
+    """The trainer's settings (group size, temperature, model, …), which sampling must follow, and the environment's."""
+    import yaml
+
+    config = load_yaml(folder.config_file)
+    if "train.filter_equal_groups" not in request.settings:
+        del config["train"]["filter_equal_groups"]  # over the wire it is the environment that filters
+    config |= {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
+    if "total_steps" in config["env"]:  # the run may have been lengthened since
+        config["env"]["total_steps"] = config["train"]["max_steps"]
+    write_text(folder.env_settings_file, yaml.safe_dump(config, sort_keys=False))
+    return folder.env_settings_file
+
+
+def has_all_batches(folder: RunFolder, api_port: int) -> bool:
+    """Whether the trainer has taken its last batch: from then on it needs no environment."""
+    try:
+        steps = folder.config.train.max_steps
+        with urllib.request.urlopen(f"http://127.0.0.1:{api_port}/status", timeout=_HTTP_TIMEOUT_S) as response:
+            return steps is not None and int(json.loads(response.read())["current_step"]) >= steps
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+
+
+def process_environment(part: str, run_id: str) -> dict[str, str]:
+    """The environment variables of a run's process. Its servers listen on loopback and need no token."""
+    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
+    if part == "env":
+        environ = {name: value for name, value in environ.items() if name not in _TRAINER_ONLY}
+    return environ | {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+
+
+def _dialect(environment: str) -> str:
+    from palestra.envs.load import find_env
+
+    return find_env(environment).dialect

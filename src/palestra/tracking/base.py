@@ -1,4 +1,4 @@
-"""Where the numbers of a run go."""
+"""The Tracker protocol: where the metrics and rollouts of a run are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from palestra.core.types import Group
 
 
 class Tracker(Protocol):
-    """A place that metrics are written to, once a step, by the loop."""
+    """Takes metrics and rollouts, once a step, from the training loop."""
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A tracking service may fail; the run goes on."""
+"""A tracking service that fails does not stop the run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from palestra.core.types import Group
 
 log = logging.getLogger("palestra")
 
-# A service that is down may take minutes to say so, each time.
-FAILURES_IN_A_ROW = 3
+# Each call to a service that is down may take minutes to time out.
+MAX_CONSECUTIVE_FAILURES = 3
 
 
 class MetricsService(Protocol):
-    """A service that takes numbers. Whole rollouts stay in rollouts.jsonl."""
+    """A service that takes metrics only; rollouts stay in rollouts.jsonl."""
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Guarded:
-    """A service as a Tracker: its first failure is a warning, and after three in a row it is left alone."""
+class GuardedTracker:
+    """A service as a Tracker: its first failure is logged; after three in a row it is not called again."""
 
     def __init__(self, name: str, service: MetricsService) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class Guarded:
         self._failures = 0
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        if self._failures < FAILURES_IN_A_ROW:
+        if self._failures < MAX_CONSECUTIVE_FAILURES:
             self._try(lambda: self._service.metrics(step, row))
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:

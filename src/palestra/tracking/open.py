@@ -1,29 +1,31 @@
-"""From a config to the trackers of a run, in the open."""
+"""Builds the trackers of a run from its config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig, TrackSection
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.tracking.base import Tracker, Trackers
-from palestra.tracking.guard import Guarded, MetricsService
+from palestra.tracking.guard import GuardedTracker, MetricsService
 from palestra.tracking.jsonl import JsonlTracker
 
 
-def open_trackers(config: RunConfig, folder: Path, record: Mapping[str, Any], resume_after: int | None) -> Trackers:
-    """metrics.jsonl, and every service in `track.report_to`.
+def open_trackers(
+    config: RunConfig, folder: RunFolder, record: Mapping[str, Any], resume_after: int | None
+) -> Trackers:
+    """The files of the run folder, and every service in `track.report_to`.
 
-    `record` says what the run is (agent, tools, instructions). With `resume_after`, the same run goes
-    on after that step. A service that cannot start raises here, before any training.
+    `record` describes the run (agent, tools, instructions). With `resume_after`, the run continues after that
+    step. A service that cannot start raises here, before any training.
     """
     settings = {**config.model_dump(mode="json"), "run": dict(record)}
     opened: list[Tracker] = [JsonlTracker(folder, resume_after)]
     try:
         for name in dict.fromkeys(config.track.report_to):
-            opened.append(Guarded(name, _start(name, folder, config.track, settings, resume_after)))
+            opened.append(GuardedTracker(name, _start(name, folder, config.track, settings, resume_after)))
     except BaseException:
         Trackers(opened).close()
         raise
@@ -31,7 +33,7 @@ def open_trackers(config: RunConfig, folder: Path, record: Mapping[str, Any], re
 
 
 def _start(
-    name: str, folder: Path, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
 ) -> MetricsService:
     try:
         return _service(name, folder, track, settings, resume_after)
@@ -43,14 +45,14 @@ def _start(
         raise
     except Exception as error:
         raise PalestraError(
-            f"{name} could not be started ({type(error).__name__}: {error}); mend that, or leave it out of report_to"
+            f"{name} could not be started ({type(error).__name__}: {error}); fix that, or leave it out of report_to"
         ) from error
 
 
 def _service(
-    name: str, folder: Path, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
 ) -> MetricsService:
-    run_name = track.run_name or folder.name
+    run_name = track.run_name or folder.path.name
     resumed = resume_after is not None
     match name:
         case "wandb":

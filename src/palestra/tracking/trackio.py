@@ -9,7 +9,7 @@ import trackio
 
 
 class TrackioService:
-    """One Trackio run; a resumed training goes on with the one of its name."""
+    """One Trackio run; a resumed training continues the run of the same name."""
 
     def __init__(self, project: str, name: str, settings: Mapping[str, Any], resumed: bool) -> None:
         self._run = trackio.init(

@@ -6,7 +6,6 @@ import netrc
 import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,36 +13,35 @@ import wandb
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
+from palestra.core.run_folder import RunFolder
 
-RUN_ID_FILE = "wandb_run_id"
-WITHOUT_KEY = ("offline", "dryrun", "disabled")
+_MODES_WITHOUT_KEY = ("offline", "dryrun", "disabled")
 
 
 class WandbService:
-    """One W&B run; a resumed training goes on with the same one."""
+    """One W&B run; a resumed training continues it."""
 
     def __init__(
-        self, folder: Path, project: str, name: str, entity: str | None, settings: Mapping[str, Any], resumed: bool
+        self, folder: RunFolder, project: str, name: str, entity: str | None, settings: Mapping[str, Any], resumed: bool
     ) -> None:
-        if os.environ.get("WANDB_MODE", "online") not in WITHOUT_KEY and not _has_key():
+        if os.environ.get("WANDB_MODE", "online") not in _MODES_WITHOUT_KEY and not _has_key():
             raise PalestraError(
                 "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
                 "or set WANDB_MODE=offline to keep the run on this machine"
             )
-        stored = folder / RUN_ID_FILE
-        if not (resumed and stored.exists()):
-            write_text(stored, uuid.uuid4().hex[:12])
+        if not (resumed and folder.wandb_id_file.exists()):
+            write_text(folder.wandb_id_file, uuid.uuid4().hex[:12])
         self._run = wandb.init(
             project=project,
             entity=entity,
             name=name,
-            dir=folder,
-            id=stored.read_text(),
+            dir=folder.path,
+            id=folder.wandb_id_file.read_text(),
             resume="allow",
             config=dict(settings),
-            settings=wandb.Settings(console="off"),  # its capture of stdout would break the progress bar
+            settings=wandb.Settings(console="off"),  # capturing stdout would break the progress bar
         )
-        # Our own step as the axis: W&B's only counts up, but a resumed run does some steps again.
+        # Our own step is the x axis: W&B's step only increases, but a resumed run may repeat steps.
         self._run.define_metric("*", step_metric="step")
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
@@ -54,7 +52,7 @@ class WandbService:
 
 
 def _has_key() -> bool:
-    """Whether W&B will find a key without asking: the variable, or what `wandb login` stored."""
+    """Whether W&B finds a key without a prompt: in the variable, or stored by `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

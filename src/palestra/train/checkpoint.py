@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import MANIFEST, last_checkpoint, step_checkpoints, step_folder  # noqa: F401
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
 
@@ -98,20 +98,6 @@ def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:
     for old in step_checkpoints(folder)[:-keep_last]:
         if keep is None or old != keep:
             shutil.rmtree(old)
-
-
-def step_checkpoints(folder: Path) -> list[Path]:
-    """Finished step checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if (p / MANIFEST).is_file())
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    found = step_checkpoints(folder)
-    return found[-1] if found else None
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}"
 
 
 def _replace(aside: Path, folder: Path) -> None:

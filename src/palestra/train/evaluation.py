@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.core.config import RunConfig
+from palestra.core.files import read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Problem
 from palestra.evals.report import EvalReport
@@ -43,20 +43,13 @@ class Evaluator:
 
 
 def write_evaluation(path: Path, report: EvalReport) -> None:
-    """One line a rollout, behind a line with the evaluation's own numbers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"seconds": report.seconds, "rollouts": len(report.rollouts)}) + "\n")
-        for rollout in report.rollouts:
-            file.write(json.dumps(rollout_to_dict(rollout), ensure_ascii=False, default=str) + "\n")
-    aside.rename(path)
+    """One line a rollout, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    write_jsonl(path, (rollout_to_dict(rollout) for rollout in report.rollouts))
 
 
 def read_evaluation(path: Path) -> EvalReport | None:
     """What `write_evaluation` wrote; None where there is none."""
-    if not path.is_file():
-        return None
-    with path.open(encoding="utf-8") as file:
-        seconds = json.loads(file.readline())["seconds"]
-        return EvalReport.of([rollout_from_dict(json.loads(line)) for line in file], seconds=seconds)
+    rollouts = [rollout_from_dict(row) for row in read_jsonl(path)] if path.is_file() else []
+    seconds = max((rollout.seconds for rollout in rollouts), default=0.0)
+    return EvalReport.of(rollouts, seconds=seconds) if rollouts else None

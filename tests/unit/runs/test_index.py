@@ -86,7 +86,7 @@ def test_runs_wait_for_room_in_the_order_of_their_coming(index):
     assert "run a is before it" in str(admit("b"))
     assert admit("a") is None
     assert index.row("a").state == "starting"
-    assert admit("b") == index.row("b").reason == "1 of at most 1 runs are at work"
+    assert admit("b") == index.row("b").reason == "1 of at most 1 runs are running"
     index.move("a", ["starting"], "completed")
     assert "run b is before it" in str(admit("c"))
     assert admit("b") is None

@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from palestra.runs.processes import MARK, Process, end_all, family, identify, marked, send, this_process
+from palestra.runs.processes import (
+    RUN_VARIABLE,
+    Process,
+    descendants,
+    end_all,
+    identify,
+    processes_of_run,
+    send,
+    this_process,
+)
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
@@ -63,8 +72,8 @@ def test_a_number_that_another_process_has_got_is_not_signalled(start):
 def test_who_does_not_heed_the_request_is_made_to_end_with_its_whole_group(start):
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]); {STUBBORN}"
     process = start(code)
-    assert eventually(lambda: len(family(process.pid)) == 1)
-    (child,) = family(process.pid)
+    assert eventually(lambda: len(descendants(process.pid)) == 1)
+    (child,) = descendants(process.pid)
     end_all([process], 0.2)
     assert not process.is_alive
     assert eventually(lambda: not child.is_alive)
@@ -72,13 +81,13 @@ def test_who_does_not_heed_the_request_is_made_to_end_with_its_whole_group(start
 
 def test_what_a_run_started_is_found_in_other_sessions_and_without_its_parent(start):
     inner = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
-    parent = start(f"{inner}; print(flush=True); import time; time.sleep(60)", **{MARK: "run-of-test"})
-    assert eventually(lambda: len(marked("run-of-test")) == 2)
+    parent = start(f"{inner}; print(flush=True); import time; time.sleep(60)", **{RUN_VARIABLE: "run-of-test"})
+    assert eventually(lambda: len(processes_of_run("run-of-test")) == 2)
     os.kill(parent.pid, signal.SIGKILL)
-    assert eventually(lambda: len(marked("run-of-test")) == 1)
-    end_all(marked("run-of-test"), 0.1)
-    assert eventually(lambda: not marked("run-of-test"))
-    assert not marked("another")
+    assert eventually(lambda: len(processes_of_run("run-of-test")) == 1)
+    end_all(processes_of_run("run-of-test"), 0.1)
+    assert eventually(lambda: not processes_of_run("run-of-test"))
+    assert not processes_of_run("another")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a child to its parent's life")

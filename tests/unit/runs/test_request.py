@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.yaml_config import load_yaml
-from palestra.runs.request import RunRequest
+from palestra.runs.request import RunRequest, write_env_settings
 
 
 def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
     request = RunRequest(environment="calculator", settings={"train.max_steps": 3}, env_settings={"seed": 1}, wire=True)
-    request.save(tmp_path, tmp_path)
-    assert RunRequest.load(tmp_path) == (request, tmp_path)
+    folder = RunFolder(tmp_path)
+    request.save(folder, tmp_path)
+    assert RunRequest.load(folder) == (request, tmp_path)
     assert load_yaml(tmp_path / "settings.yaml") == {"train.max_steps": 3, "env": {"seed": 1}}
 
 
@@ -48,5 +52,13 @@ def test_the_subject_is_the_environment_the_file_or_the_demo():
 
 
 def test_the_kept_request_is_plain_json(tmp_path):
-    RunRequest(name="x").save(tmp_path, tmp_path)
+    RunRequest(name="x").save(RunFolder(tmp_path), tmp_path)
     assert json.loads((tmp_path / "request.json").read_text())["name"] == "x"
+
+
+def test_an_environment_that_counts_steps_counts_those_of_a_run_that_was_made_longer(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "run", RunConfig.build({"train": {"max_steps": 100}}), {})
+    request = RunRequest(environment="their_env.py", env_settings={"total_steps": 100, "level": 2})
+    assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 100, "level": 2}
+    run.lengthen(200)
+    assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 200, "level": 2}

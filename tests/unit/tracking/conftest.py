@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
 from palestra.tracking.base import Trackers
 from palestra.tracking.open import open_trackers
 
@@ -34,7 +35,7 @@ def track() -> Track:
     def write(folder: Path, report_to: list[str], steps: range, resume_after: int | None) -> Trackers:
         folder.mkdir(exist_ok=True)
         config = RunConfig.build({"track": {"report_to": report_to, "project": "gym"}})
-        trackers = open_trackers(config, folder, {"agent": "calculator"}, resume_after)
+        trackers = open_trackers(config, RunFolder(folder), {"agent": "calculator"}, resume_after)
         for step in steps:
             trackers.metrics(step, {"loss": step / 2, "reward_mean": 0.25, "pass_rate/is exact?": 1.0})
         trackers.close()

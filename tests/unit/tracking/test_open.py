@@ -13,8 +13,9 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.tracking.base import Trackers
-from palestra.tracking.guard import FAILURES_IN_A_ROW, Guarded
+from palestra.tracking.guard import MAX_CONSECUTIVE_FAILURES, GuardedTracker
 from palestra.tracking.jsonl import JsonlTracker
 from palestra.tracking.open import open_trackers
 
@@ -36,7 +37,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.delitem(sys.modules, f"palestra.tracking.{name}", raising=False)
     config = RunConfig.build({"track": {"report_to": [name]}})
     with pytest.raises(PalestraError, match=rf"pip install 'palestra\[{name}\]'"):
-        open_trackers(config, tmp_path, {}, None)
+        open_trackers(config, RunFolder(tmp_path), {}, None)
 
 
 class Flaky:
@@ -57,7 +58,7 @@ class Flaky:
 
 def test_a_tracker_that_fails_warns_once_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     service = Flaky(range(2, 4))
-    trackers = Trackers([Guarded("flaky", service), JsonlTracker(tmp_path)])
+    trackers = Trackers([GuardedTracker("flaky", service), JsonlTracker(RunFolder(tmp_path))])
     with caplog.at_level(logging.WARNING, logger="palestra"):
         for step in range(1, 6):
             trackers.metrics(step, {"loss": 1.0})
@@ -71,7 +72,7 @@ def test_a_tracker_that_fails_warns_once_and_the_others_go_on(tmp_path: Path, ca
 
 def test_a_tracker_that_stays_down_is_left_alone() -> None:
     service = Flaky(range(1, 100))
-    guarded = Guarded("flaky", service)
+    guarded = GuardedTracker("flaky", service)
     for step in range(1, 20):
         guarded.metrics(step, {"loss": 1.0})
-    assert len(service.calls) == FAILURES_IN_A_ROW
+    assert len(service.calls) == MAX_CONSECUTIVE_FAILURES

@@ -15,11 +15,12 @@ pytest.importorskip("trackio")
 SCRIPT = """
 from pathlib import Path
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
 from palestra.tracking.open import open_trackers
 
 config = RunConfig.build({"track": {"report_to": ["trackio"], "project": "gym", "run_name": "first"}})
 for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
-    trackers = open_trackers(config, Path("."), {"agent": "calculator"}, resume_after)
+    trackers = open_trackers(config, RunFolder(Path(".")), {"agent": "calculator"}, resume_after)
     for step in steps:
         trackers.metrics(step, {"loss": step / 2})
     trackers.close()

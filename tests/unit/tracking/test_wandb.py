@@ -17,6 +17,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.tracking.open import open_trackers
 
 pytest.importorskip("wandb")
@@ -115,7 +116,7 @@ def test_wandb_sync_reads_an_offline_run_and_its_resumption_as_one_run(
 def test_online_without_a_key_is_refused_before_training(tmp_path: Path) -> None:
     config = RunConfig.build({"track": {"report_to": ["wandb"]}})
     with pytest.raises(PalestraError, match="WANDB_API_KEY"):
-        open_trackers(config, tmp_path, {}, None)
+        open_trackers(config, RunFolder(tmp_path), {}, None)
 
 
 def test_a_stored_login_counts_as_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

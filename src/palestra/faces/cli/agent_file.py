@@ -19,12 +19,12 @@ from palestra.evals.suite import EvalSuite
 
 DEMO = "palestra.demo"
 HELD_OUT_SHARE = 0.2
-_WANTED = "An agent file defines `agent = Agent(…)` and `suite = EvalSuite.from_records(…)`"
+_EXPECTED = "An agent file defines `agent = Agent(…)` and `suite = EvalSuite.from_records(…)`"
 
 
 @dataclass(frozen=True)
 class AgentFile:
-    """What an agent file says; `source` is how a later `--resume` finds it again."""
+    """What an agent file defines; `source` is its path, by which `--resume` finds it again."""
 
     source: str
     agent: Agent
@@ -36,7 +36,7 @@ class AgentFile:
 
 
 def load_agent_file(path: str | None) -> AgentFile:
-    """Import an agent file (none: the demo) and check what it defines."""
+    """Import an agent file (None: the demo) and check what it defines."""
     source = DEMO if path in (None, DEMO) else str(Path(str(path)).resolve())
     module = importlib.import_module(DEMO) if source == DEMO else _import_file(Path(source), str(path))
     suite = _required(module, "suite", source)
@@ -57,25 +57,25 @@ def load_agent_file(path: str | None) -> AgentFile:
 
 
 def configure(file: AgentFile, *layers: Mapping[str, Any]) -> tuple[Agent, RunConfig]:
-    """The agent and the whole config: defaults, then the file's config, then each layer of dotted settings.
+    """The agent and the whole config: the defaults, the file's config, then each layer of dotted settings.
 
-    A model named in a layer takes the place of the agent's own.
+    A model name in a layer replaces the agent's own.
     """
     named = next((layer["model.name"] for layer in reversed(layers) if "model.name" in layer), file.agent.model)
     own = {} if named is None else {"model.name": named}
     return replace(file.agent, model=named), RunConfig.build(file.config, *layers, own)
 
 
-def _import_file(path: Path, given: str) -> ModuleType:
+def _import_file(path: Path, shown: str) -> ModuleType:
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
-        raise PalestraError(f"there is no agent file {given}.{near} Without one, `palestra train` trains the demo")
-    return import_file(path, given, _WANTED)
+        raise PalestraError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")
+    return import_file(path, shown, _EXPECTED)
 
 
 def _required(module: ModuleType, name: str, source: str) -> Any:
     if not hasattr(module, name):
-        raise PalestraError(f"{source} defines no `{name}`. {_WANTED}, and may define held_out, measures and config")
+        raise PalestraError(f"{source} defines no `{name}`. {_EXPECTED}, and may define held_out, measures and config")
     return getattr(module, name)
 
 

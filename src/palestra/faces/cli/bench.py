@@ -1,4 +1,4 @@
-"""`palestra bench`: the engine beside plain batched sampling and `generate`, on this machine and model."""
+"""`palestra bench`: the engine against naive batched sampling and `generate`, on this machine and model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 
 @click.command("bench", context_settings={"max_content_width": 100})
 @click.option("--model", default="palestra/tiny", show_default=True, metavar="NAME", help="A hub id or local folder.")
-@click.option("--prompts", default=_DEFAULT.prompts, show_default=True, help="Different prompts.")
+@click.option("--prompts", default=_DEFAULT.prompts, show_default=True, help="Number of different prompts.")
 @click.option("--group-size", default=_DEFAULT.group_size, show_default=True, help="Rollouts of each prompt.")
 @click.option("--prompt-tokens", default=_DEFAULT.prompt_tokens, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", default=_DEFAULT.new_tokens, show_default=True, help="Tokens sampled in each turn.")
@@ -36,7 +36,7 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write a bar chart.")
 @settings.debug_option
 def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
-    """Measure how fast a model samples here: the engine, plain batched sampling and transformers' generate.
+    """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
 
     All three sample the same number of tokens from the same prompts: in a single turn, and in a
     conversation with tool results in between.
@@ -61,9 +61,7 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
         console.print(_table(results))
     _print_ratios(console, results)
     if plot is not None:
-        from palestra.faces.bench_chart import chart
-
-        plot.write_text(chart(results, f"{model}: {_describe(work)}, on {bench.device}"), encoding="utf-8")
+        plot.write_text(_chart(results, f"{model}: {_describe(work)}, on {bench.device}"), encoding="utf-8")
         console.print(f"chart {plot}", highlight=False, soft_wrap=True)
     if as_json:
         where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
@@ -71,7 +69,7 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
 
 
 def _check_plot(plot: Path) -> None:
-    """Told before the measuring, not after it."""
+    """Refuse a bad path before the measurement, not after it."""
     if plot.suffix.lower() != ".svg":
         raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example bench.svg")
     if not plot.parent.is_dir():
@@ -79,7 +77,7 @@ def _check_plot(plot: Path) -> None:
 
 
 def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
-    from palestra.faces.cli.libraries import load_libraries
+    from palestra.faces.cli.common import load_libraries
 
     load_libraries(console, model)
     from palestra.bench.measure import Bench
@@ -99,7 +97,7 @@ def _describe(work: Workload) -> str:
 
 
 def _measure(console: Console, bench: Bench, work: Workload) -> Results:
-    """Every side of every scenario: a line for each when it is done, or a spinner on a terminal."""
+    """Measure every side of every scenario, with a spinner on a terminal and a line for each elsewhere."""
     results: Results = {name: {} for name in work.scenarios}
     total, done = len(work.scenarios) * len(SIDES), 0
     for name, rounds in work.scenarios.items():
@@ -147,6 +145,19 @@ def _table(results: Results) -> Table:
                 end_section=side == SIDES[-1],
             )
     return table
+
+
+def _chart(results: Results, title: str) -> str:
+    from palestra.report.charts import bar_panels_svg
+
+    groups = {
+        name: {
+            "tokens/s (longer is better)": {side: m.tokens_per_s for side, m in sides.items()},
+            "tokens computed (shorter is better)": {side: float(m.computed_tokens) for side, m in sides.items()},
+        }
+        for name, sides in results.items()
+    }
+    return bar_panels_svg(groups, title, highlight="engine")
 
 
 def _print_ratios(console: Console, results: Results) -> None:

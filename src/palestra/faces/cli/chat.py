@@ -1,4 +1,4 @@
-"""`palestra chat RUN_OR_MODEL`: talk with a model that has its agent's tools."""
+"""`palestra chat RUN_OR_MODEL`: chat with a model that has its agent's tools."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from palestra.faces.cli.chat_partner import Partner
     from palestra.rollout.converse import Talk
 
-_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+_HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
 
 
 @click.command("chat")
 @click.argument("run_or_model")
-@click.option("--agent", "agent_file", metavar="FILE", help="Whose tools and instructions. [default: the run's own]")
-@click.option("--instructions", metavar="TEXT", help="Others than the agent's.")
+@click.option("--agent", "agent_file", metavar="FILE", help="Agent file with its tools. [default: the run's own]")
+@click.option("--instructions", metavar="TEXT", help="Replace the agent's instructions.")
 @click.option("--once", metavar="QUESTION", help="Answer one question and end.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each answer; all else goes to stderr.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: the likeliest words.")
-@click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of one answer.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy decoding.")
+@click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="For one answer.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
@@ -39,7 +39,9 @@ _HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops
 def command(
     run_or_model: str, agent_file: str | None, instructions: str | None, once: str | None, as_json: bool, **options: Any
 ) -> None:
-    """Talk with a run's trained model, or any other; its tools are called, and each call is shown.
+    """Chat with a run's trained model, or any other; its tools are called, and each call is shown.
+
+    RUN is a run's id, name or folder.
 
     \b
     palestra chat runs/shop-assistant-20260131-101500
@@ -50,7 +52,7 @@ def command(
     from rich.console import Console
 
     from palestra.faces.cli.chat_partner import find_partner
-    from palestra.faces.cli.libraries import load_libraries
+    from palestra.faces.cli.common import load_libraries
 
     console = Console(stderr=as_json)
     partner = find_partner(run_or_model, agent_file, instructions)
@@ -112,7 +114,7 @@ def _loop(console: Console, runner: asyncio.Runner, talk: Talk, show: Show) -> N
                 except KeyboardInterrupt:
                     console.print("(stopped)", style="yellow")
                 except PalestraError as error:
-                    console.print(f"{error}  (/reset begins anew)", style="red", highlight=False)
+                    console.print(f"{error}  (/reset starts a new conversation)", style="red", highlight=False)
 
 
 def _ask(console: Console) -> str:
@@ -123,7 +125,7 @@ def _ask(console: Console) -> str:
     return input("\n› ")
 
 
-# Told of each message as it comes, and of the end of an answer by None and why it ended.
+# Called with each message, and at the end of an answer with None and the reason why it ended.
 Show = Callable[["Message | None", str], None]
 
 
@@ -140,7 +142,7 @@ def _answer(console: Console, runner: asyncio.Runner, talk: Talk, text: str, sho
 
 
 async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) -> None:
-    """Do the work, and look at it ten times a second."""
+    """Run a coroutine, and call `look` ten times a second."""
 
     async def looking() -> None:
         while True:

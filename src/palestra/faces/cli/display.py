@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a live display on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live display on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from palestra.faces.cli.show import show_path, show_seconds, sparkline
+from palestra.faces.cli.common import show_path, show_seconds, sparkline
 from palestra.train.loop import Watcher
-
-__all__ = ["Display", "make_display", "show_path", "show_seconds"]
 
 _SPARKLINE_WIDTH = 60
 
 
 @dataclass
 class Phase:
-    """A stretch of work in progress."""
+    """A part of the work that is in progress."""
 
     name: str
     total: int
     began: float = field(default_factory=time.perf_counter)
     done: int = 0
-    first: int | None = None  # `done` when the phase began: a resumed run does not begin at 0
+    first: int | None = None  # `done` at the start of the phase: a resumed run does not start at 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
@@ -49,14 +47,14 @@ class Phase:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far; unknown before anything is done."""
+        """Extrapolated from the time so far; None before the first step."""
         if self.first is None or self.done <= self.first:
             return None
         return self.seconds / (self.done - self.first) * (self.total - self.done)
 
     @property
     def numbers(self) -> list[str]:
-        """The few numbers worth watching."""
+        """The main metrics, as text."""
         row = self.metrics
         out = [f"reward {row['reward_mean']:.2f}"] if "reward_mean" in row else []
         out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
@@ -65,7 +63,7 @@ class Phase:
 
 
 class Display(Watcher):
-    """A watcher that remembers the run folder and can be left by `with`."""
+    """A watcher that keeps the run folder and is a context manager."""
 
     def __init__(self, console: Console, log_every: int) -> None:
         self.console = console
@@ -87,31 +85,31 @@ class Display(Watcher):
     def __exit__(self, *_: object) -> None: ...
 
 
-class PlainDisplay(Display):
-    """Lines for a log file: every `log_every` steps, and the start and end of an evaluation."""
+class LineDisplay(Display):
+    """Lines for a log file: one every `log_every` steps, and at the start and end of an evaluation."""
 
     _phase: Phase
 
     def phase(self, name: str, total: int) -> None:
         self._phase = Phase(name, total)
-        self._say(f"{name}: {total} {'steps' if self._phase.is_training else 'rollouts'}")
+        self._print(f"{name}: {total} {'steps' if self._phase.is_training else 'rollouts'}")
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         phase = self._phase
         phase.advance(done, metrics)
         if not phase.is_training:
             if done == phase.total:
-                self._say(f"{phase.name}: done in {show_seconds(phase.seconds)}")
+                self._print(f"{phase.name}: done in {show_seconds(phase.seconds)}")
         elif done % self.log_every == 0 or done == phase.total:
             left = f"{show_seconds(phase.seconds_left or 0)} left"
-            self._say(f"step {done}/{phase.total}  " + "  ".join([*phase.numbers, left]))
+            self._print(f"step {done}/{phase.total}  " + "  ".join([*phase.numbers, left]))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
 class LiveDisplay(Display):
-    """A progress bar, the numbers of the last step and the pass rate so far as a line of little bars."""
+    """A progress bar, the metrics of the last step, and a sparkline of the pass rate."""
 
     def __init__(self, console: Console, log_every: int) -> None:
         super().__init__(console, log_every)
@@ -138,7 +136,7 @@ class LiveDisplay(Display):
                 self._pass_rates.append(metrics["pass_rate"])
 
     def _close_phase(self) -> None:
-        """Leave one line behind for a phase that has ended."""
+        """Print one line about a phase that has ended."""
         phase, self._phase = self._phase, None
         if phase is not None and phase.done:
             unit = "steps" if phase.is_training else "rollouts"
@@ -150,7 +148,7 @@ class LiveDisplay(Display):
     def _render(self) -> RenderableType:
         phase = self._phase
         if phase is None:
-            return Text("getting ready …", style="dim")
+            return Text("starting …", style="dim")
         left = phase.seconds_left
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
@@ -170,5 +168,5 @@ class LiveDisplay(Display):
 
 
 def make_display(console: Console, log_every: int) -> Display:
-    """The live display on a terminal, plain lines elsewhere."""
-    return LiveDisplay(console, log_every) if console.is_terminal else PlainDisplay(console, log_every)
+    """The live display on a terminal, lines of text elsewhere."""
+    return LiveDisplay(console, log_every) if console.is_terminal else LineDisplay(console, log_every)

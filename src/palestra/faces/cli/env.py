@@ -1,4 +1,4 @@
-"""`palestra env`: an environment as a program of its own."""
+"""`palestra env`: run one environment by itself."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @click.group("env")
 def command() -> None:
-    """One environment: `process` shows what it gives, `evaluate` scores a model on it, `serve` feeds a trainer."""
+    """One environment: `process` writes scored rollouts, `evaluate` scores a model, `serve` posts to a trainer."""
 
 
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What all of them take."""
+    """The options that all commands of the group share."""
     for option in (
         settings.debug_option,
         click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON."),
-        click.option("--model", metavar="NAME", help="The model to sample from; short for --model.name."),
+        click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
         click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="YAML settings."),
         click.argument("name_or_file"),
     ):
@@ -39,25 +39,25 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_TRAINERS_MODEL = {
+_TRAINER_SERVER = {
     "base_url": "http://127.0.0.1:9001/v1",
     "api_key_env": "PALESTRA_TOKEN",
-    "timeout_s": 600,  # a trainer answers nobody during a step
+    "timeout_s": 600,  # a trainer does not answer during a step
     "max_concurrent": 128,
 }
-_API_GONE_S = 60.0
+_API_UNREACHABLE_S = 60.0
 
-_FORM = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
+_OPTIONS_METAVAR = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 
 
-@command.command("process", cls=EnvCommand, options_metavar=_FORM)
+@command.command("process", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
-@click.option("--out", type=click.Path(path_type=Path), help="The JSONL file to write; the page goes beside it.")
+@click.option("--out", type=click.Path(path_type=Path), help="The JSONL file; the page is written beside it.")
 @_options
 def process(
     name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
 ) -> None:
-    """Attempt some problems; write one scored group a line, and a page to read.
+    """Attempt some problems; write one scored group per line, and an HTML page of them.
 
     \b
     palestra env process calculator
@@ -65,12 +65,13 @@ def process(
     palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
     """
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    from palestra.core.files import slug
     from palestra.env_api import process_env
-    from palestra.faces.cli.display import make_display, show_path
+    from palestra.faces.cli.common import show_path
+    from palestra.faces.cli.display import make_display
     from palestra.faces.process_page import write_page
-    from palestra.runs.store import plain_name
 
-    path = out or Path(f"{plain_name(env.name)}.jsonl")
+    path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
         process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
@@ -87,7 +88,7 @@ def process(
         click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
 
 
-@command.command("evaluate", cls=EnvCommand, options_metavar=_FORM)
+@command.command("evaluate", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
 @_options
 def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
     """Score a model on the held-out problems of an environment.
@@ -110,11 +111,11 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
         click.echo(json.dumps({**report.to_dict(), "more": more}))
 
 
-@command.command("serve", cls=EnvCommand, options_metavar=_FORM)
+@command.command("serve", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
 @click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
 @_options
 def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
-    """Feed a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
+    """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
 
     In three terminals, in any order; several environments may serve one trainer:
 
@@ -123,32 +124,32 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 100
     palestra env serve my_env.py
 
-    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is looked for
-    at --openai.base_url (http://127.0.0.1:9001/v1), and its tokenizer by the name that it is served under, or
-    by --model. Where servers ask for a token, it is in PALESTRA_TOKEN. A file written for atroposlib is started
+    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is expected
+    at --openai.base_url (http://127.0.0.1:9001/v1); its tokenizer is loaded by the name it is served under, or
+    by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
     in a venv of its own.
     """
     from rich.console import Console
 
     from palestra.envs.load import find_env
 
-    given = settings.given(parameters) | ({"model.name": model} if model else {})
+    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
     console = Console(stderr=parameters["as_json"])
-    if (found := find_env(name_or_file)).dialect == "atropos":
-        run_atropos.serve(found.file_path, read_settings(config_file, given), api_url, console)
-    env, config, apart = open_env(name_or_file, config_file, given)
-    from palestra.faces.cli.libraries import load_libraries
+    if (source := find_env(name_or_file)).dialect == "atropos":
+        run_atropos.serve(source.file_path, read_settings(config_file, options), api_url, console)
+    env, config, read = open_env(name_or_file, config_file, options)
+    from palestra.faces.cli.common import load_libraries
     from palestra.policy.openai import OpenAISettings
 
-    served_as = apart.openai.get("model_name") or apart.run.get("model.name")
-    server = OpenAISettings.read({**_TRAINERS_MODEL, **apart.openai, "model_name": served_as or ""})
+    served_as = read.openai.get("model_name") or read.run.get("model.name")
+    server = OpenAISettings.read({**_TRAINER_SERVER, **read.openai, "model_name": served_as or ""})
     load_libraries(console, config.model.name)
     from palestra.env_api import serve_env
     from palestra.faces.cli.display import make_display
     from palestra.policy.remote import RemotePolicy
     from palestra.wire.client import WireClient
 
-    wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_GONE_S)
+    wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
     policy = RemotePolicy(
         server.base_url,
         token=os.environ.get(server.api_key_env),
@@ -166,32 +167,34 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
 def _prepare(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
-    """The environment and all settings, checked before anything heavy is loaded."""
+    """The environment and all settings, checked before torch is loaded."""
     from rich.console import Console
 
-    given = settings.given(parameters) | ({"model.name": model} if model else {})
-    env, config, apart = open_env(name_or_file, config_file, given)
+    from palestra.faces.cli.find_run import with_model_of_run
+
+    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    env, config, read = open_env(name_or_file, config_file, with_model_of_run(options))
     console = Console(stderr=parameters["as_json"])
     openai = None
-    if apart.openai:
+    if read.openai:
         from palestra.policy.openai import OpenAISettings
 
-        openai = OpenAISettings.read(apart.openai)
+        openai = OpenAISettings.read(read.openai)
     else:
-        from palestra.faces.cli.libraries import load_libraries
+        from palestra.faces.cli.common import load_libraries
 
         load_libraries(console, config.model.name)
     return env, config, openai, console
 
 
 def open_env(
-    name_or_file: str, config_file: Path | None, given: dict[str, Any]
+    name_or_file: str, config_file: Path | None, options: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, EnvSettings]:
-    """An environment with its settings, and the run's: its own, then the YAML file's, then the command line's."""
+    """An environment, and the run's settings: its recommended ones, the YAML file's, then the command line's."""
     from palestra.core.config import RunConfig
     from palestra.envs.load import load_env
 
-    read = read_settings(config_file, given)
+    read = read_settings(config_file, options)
     env = load_env(name_or_file, read.env)
     return env, RunConfig.build(env.env.run_settings, read.run), read
 

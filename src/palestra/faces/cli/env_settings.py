@@ -1,4 +1,4 @@
-"""Settings that only an environment knows, on the command line (`--env.size 5`) and in YAML (`env: {size: 5}`)."""
+"""Settings of an environment, on the command line (`--env.size 5`) and in YAML (`env: {size: 5}`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EnvSettings:
 
 
 class EnvCommand(click.Command):
-    """A command that takes any `--env.x v` and `--openai.x v`; what they may be is the environment's to say."""
+    """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_META], rest = split_prefixed(args)
@@ -35,7 +35,7 @@ def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list
     >>> split_prefixed(["a.py", "--env.size", "5", "--openai.model=m", "--json"])
     ({'env': {'size': '5'}, 'openai': {'model': 'm'}}, ['a.py', '--json'])
     """
-    taken: dict[str, dict[str, str]] = {prefix: {} for prefix in PREFIXES}
+    prefixed: dict[str, dict[str, str]] = {prefix: {} for prefix in PREFIXES}
     rest: list[str] = []
     words = iter(args)
     for word in words:
@@ -45,24 +45,24 @@ def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list
             continue
         name, equals, value = name.partition("=")
         if not equals:
-            given = next(words, None)
-            if given is None:
+            following = next(words, None)
+            if following is None:
                 raise click.UsageError(f"Option '--{prefix}.{name}' requires an argument.")
-            value = given
-        taken[prefix][name] = value
-    return taken, rest
+            value = following
+        prefixed[prefix][name] = value
+    return prefixed, rest
 
 
-def read_settings(config_file: Path | None, given: dict[str, Any]) -> EnvSettings:
-    """The YAML file's settings, overlaid by the command line's; `given` are those of the run."""
+def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
+    """The settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
     from palestra.core.errors import PalestraError
     from palestra.core.yaml_config import flatten, load_yaml, translate
 
     sections = load_yaml(config_file) if config_file else {}
-    apart = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
-    for prefix, section in apart.items():
+    prefixed = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
+    for prefix, section in prefixed.items():
         if not isinstance(section, dict):
             raise PalestraError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
     typed = click.get_current_context().meta[_META]
-    run = {**translate(flatten(sections), str(config_file)), **given}
-    return EnvSettings({**apart["env"], **typed["env"]}, {**apart["openai"], **typed["openai"]}, run)
+    run = {**translate(flatten(sections), str(config_file)), **options}
+    return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)

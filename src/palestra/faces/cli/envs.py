@@ -1,4 +1,4 @@
-"""`palestra envs`: which environments there are."""
+"""`palestra envs`: the available environments."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ if TYPE_CHECKING:
 
 
 @click.command("envs")
-@click.option(
-    "--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Look in this folder or file too."
-)
+@click.option("--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Search this folder or file too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
 def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
-    """List the environments that there are: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
+    """List the available environments: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
 
     Their files are read, not run. `palestra train --env NAME` trains on one.
     """
     from palestra.envs.discover import discover
 
-    found = discover(paths)
+    discovery = discover(paths)
     if as_json:
-        rows = [{**asdict(env), "preset": dict(env.preset)} for env in found.environments]
-        errors = {str(path): reason for path, reason in found.errors.items()}
+        rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
+        errors = {str(path): reason for path, reason in discovery.errors.items()}
         click.echo(json.dumps({"environments": rows, "count": len(rows), "errors": errors}, default=str))
         return
     formatter = click.HelpFormatter(width=100)
-    for origin, members in groupby(found.environments, lambda env: env.origin):
+    for origin, members in groupby(discovery.environments, lambda env: env.origin):
         with formatter.section(origin):
             formatter.write_dl(_rows(list(members), show_all), col_max=44)
     click.echo(formatter.getvalue().rstrip())
-    for path, reason in found.errors.items():
+    for path, reason in discovery.errors.items():
         click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
 
 
-def _rows(found: list[Found], show_all: bool) -> list[tuple[str, str]]:
-    """Name and description of each; a family that differs only in its preset is one row."""
-    rows = [(e.name, e.description or e.class_name) for e in found if show_all or not e.preset]
+def _rows(environments: list[Found], show_all: bool) -> list[tuple[str, str]]:
+    """Name and description of each; environments that differ only in their preset are one row."""
+    rows = [(e.name, e.description or e.class_name) for e in environments if show_all or not e.preset]
     if not show_all:
-        families = Counter(e.name.partition("/")[0] for e in found if e.preset)
+        families = Counter(e.name.partition("/")[0] for e in environments if e.preset)
         rows += [(f"{name}/…", f"{count} environments; --all lists them.") for name, count in families.items()]
     return rows

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
 @settings.debug_option
 def command(agent_file: str | None, config_file: Path | None, as_json: bool, **parameters: Any) -> None:
-    """Score an agent on its held-out cases (the whole suite where its file holds none out), without training.
+    """Score an agent on its held-out cases (the whole suite if its file has none), without training.
 
     \b
     Examples:
       palestra eval
       palestra eval my_agent.py
-      palestra eval my_agent.py --model.name runs/my-agent-20260131-101500/model
+      palestra eval my_agent.py --model.name k3f9      the model of a run: its id, name or folder
       palestra eval my_agent.py --eval.samples_per_case 4 --eval.temperature 0.8
 
     `palestra config --keys` lists every setting.
@@ -42,10 +42,11 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
     from palestra.core.yaml_config import read_yaml_config
     from palestra.evals.suite import EvalSuite
     from palestra.faces.cli.agent_file import configure, load_agent_file
+    from palestra.faces.cli.find_run import with_model_of_run
 
     layer = read_yaml_config(config_file) if config_file else {}
     file = load_agent_file(agent_file)
-    agent, config = configure(file, layer, settings.given(parameters))
+    agent, config = configure(file, layer, with_model_of_run(settings.from_options(parameters)))
     suite = file.held_out if isinstance(file.held_out, EvalSuite) else file.suite
     report = _score(agent, suite, file.measures, config, Console(stderr=as_json))
     if as_json:
@@ -62,7 +63,7 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
 def _score(
     agent: Agent, suite: EvalSuite, measures: Sequence[Any] | None, config: RunConfig, console: Console
 ) -> EvalReport:
-    from palestra.faces.cli.libraries import load_libraries
+    from palestra.faces.cli.common import load_libraries
 
     load_libraries(console, config.model.name)
     from palestra.api import evaluate

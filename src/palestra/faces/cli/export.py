@@ -1,4 +1,4 @@
-"""`palestra export`: a trained model as something that people run every day."""
+"""`palestra export`: a trained model as a Hugging Face folder, a GGUF file or an Ollama model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("run_or_model")
-@click.option("--to", "kind", required=True, type=click.Choice(["hf", "gguf", "ollama"]), help="What to make of it.")
+@click.option("--to", "kind", required=True, type=click.Choice(["hf", "gguf", "ollama"]), help="The format.")
 @click.option("--type", "type_", default="q8_0", show_default=True, help="f32, f16, bf16, q8_0; others by llama.cpp.")
 @click.option("--out", type=click.Path(path_type=Path), help="A folder, or the .gguf file. [default: in the run]")
 @click.option("--name", help="Its name in Ollama, and in the GGUF file. [default: the run's]")
@@ -38,25 +38,27 @@ def command(
 ) -> None:
     """Export a run's model, or any other, as a Hugging Face folder, a GGUF file or an Ollama model.
 
+    RUN is a run's id, name or folder.
+
     \b
-    palestra export runs/my-agent-20260131-101500 --to gguf
+    palestra export k3f9 --to gguf
     palestra export runs/my-agent-20260131-101500 --to ollama --name my-agent
     palestra export palestra/tiny --to gguf --type f16 --out tiny.gguf
 
-    An adapter is merged into the model that it was trained on.
+    An adapter is merged into its base model.
     """
     from rich.console import Console
 
+    from palestra.faces.cli.common import load_libraries
     from palestra.faces.cli.find_run import model_of
-    from palestra.faces.cli.libraries import load_libraries
 
     console = Console(stderr=as_json)
-    model, home = model_of(run_or_model)
+    model, folder = model_of(run_or_model)
     load_libraries(console, model)
     if kind == "hf":
-        made = _hf(console, model, out or home / "hf")
+        made = _hf(console, model, out or folder / "hf")
     else:
-        made = _gguf_or_ollama(console, kind, model, home, type_, out, name, llama_cpp)
+        made = _gguf_or_ollama(console, kind, model, folder, type_, out, name, llama_cpp)
     if as_json:
         click.echo(json.dumps(made))
 
@@ -74,7 +76,7 @@ def _gguf_or_ollama(
     console: Console,
     kind: str,
     model: str,
-    home: Path,
+    folder: Path,
     type_: str,
     out: Path | None,
     name: str | None,
@@ -87,28 +89,28 @@ def _gguf_or_ollama(
     with console.status("opening the model …"):
         source = open_source(model, name)
     if kind == "gguf":
-        path = out or home / f"{source.name}-{type_.lower()}.gguf"
+        path = out or folder / f"{source.name}-{type_.lower()}.gguf"
         with _bar(console, path.name) as progress:
             to_gguf(source, path, type=type_, llama_cpp=llama_cpp, progress=progress)
         console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
         return {"to": "gguf", "path": str(path), "type": type_.lower()}
     with _bar(console, source.name) as progress:
         made = to_ollama(
-            source, source.name, out or home / "ollama", type=type_, llama_cpp=llama_cpp, progress=progress
+            source, source.name, out or folder / "ollama", type=type_, llama_cpp=llama_cpp, progress=progress
         )
     console.print(f"{made.gguf}\n{made.modelfile}", soft_wrap=True)
-    how = f"ollama run {made.name}" if made.created else made.command
-    console.print(f"Talk to it with:  {how}" if made.created else f"Where Ollama is, run:  {how}", soft_wrap=True)
+    next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
+    console.print(next_step, soft_wrap=True)
     files = {"path": str(made.gguf), "modelfile": str(made.modelfile)}
     return {"to": "ollama", "name": made.name, **files, "created": made.created, "command": made.command}
 
 
 @contextmanager
-def _bar(console: Console, words: str) -> Iterator[Progress]:
-    """A bar for the bytes that are written."""
+def _bar(console: Console, label: str) -> Iterator[Progress]:
+    """A progress bar for the bytes written."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    with Bar(TextColumn(words), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(words, total=None)
+    with Bar(TextColumn(label), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

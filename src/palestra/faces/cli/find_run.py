@@ -1,44 +1,133 @@
-"""The run that a person means by a folder or a name."""
+"""The run or model that is meant by a word on the command line: a run id, a run's name, a folder, a model's name."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
 
 from palestra.core.errors import PalestraError
-from palestra.runs.store import RunFolder
+from palestra.core.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from palestra.runs.index import Row
 
 RUNS = Path("runs")
-LISTED = 5
+_MAX_LISTED = 5
 
 
-def find_run(name: str) -> RunFolder:
-    """A run by its folder, or by its name in ./runs."""
-    for path in (Path(name), RUNS / name):
-        if path.is_dir():
-            return RunFolder.open(path)
+@dataclass(frozen=True)
+class FoundRun:
+    """A run on disk; `run_id` is None if the index does not list it."""
+
+    folder: RunFolder
+    run_id: str | None
+
+
+def find_run(word: str) -> FoundRun | None:
+    """The run that is meant by its folder (or the model in it), the folder's name in ./runs or in the index,
+    its id or an unambiguous beginning of it, or its name. None if there is none; several matches are refused."""
+    rows = _index_rows()
+    for path in _folders(word):
+        row = next((row for row in rows if Path(row.folder).resolve() == path.resolve()), None)
+        if row is not None or RunFolder(path).has_begun:
+            folder = RunFolder.open(path) if RunFolder(path).has_begun else RunFolder(path)
+            return FoundRun(folder, None if row is None else row.run_id)
+    matches = (
+        [row for row in rows if row.run_id == word]
+        or [row for row in rows if word and row.run_id.startswith(word)]
+        or [row for row in rows if Path(row.folder).name == word]
+        or [row for row in rows if row.name == word]
+    )
+    if len(matches) > 1:
+        ids = ", ".join(row.run_id for row in matches[:_MAX_LISTED])
+        raise PalestraError(f"{len(matches)} runs match {word!r}; give one id: {ids}")
+    return FoundRun(RunFolder(Path(matches[0].folder)), matches[0].run_id) if matches else None
+
+
+def require_run(word: str) -> RunFolder:
+    """The folder of a run that has begun; an error lists the most recent runs of ./runs."""
+    run = find_run(word)
+    if run is not None:
+        return RunFolder.open(run.folder.path)
+    if Path(word).is_dir():
+        return RunFolder.open(Path(word))
     recent = recent_runs()
     if not recent:
-        raise PalestraError(f"there is no run {name}, and ./{RUNS} has none; `palestra train` starts one")
+        raise PalestraError(f"there is no run {word}, and ./{RUNS} has none; `palestra train` starts one")
     listing = "".join(f"\n  {path}" for path in recent)
-    raise PalestraError(f"there is no run {name}. The most recent ones in ./{RUNS} are:{listing}")
+    raise PalestraError(f"there is no run {word}. The most recent ones in ./{RUNS} are:{listing}")
 
 
-def model_of(name: str) -> tuple[str, Path]:
-    """The model that is meant by a run or by a model's own name, and the folder for what is made of it."""
-    for path in (Path(name).expanduser(), RUNS / name):
-        if (path / "run.json").is_file():
-            run = RunFolder.open(path)
-            if not run.model.is_dir():
-                raise PalestraError(
-                    f"the run {path} has no trained model yet; `palestra train --resume {path}` goes on"
-                )
-            return str(run.model), run.path / "export"
-    folder = Path(name).expanduser()
-    is_of_run = folder.name == "model" and (folder.parent / "run.json").is_file()
-    return name, folder.parent / "export" if is_of_run else Path("export")
+def require_run_id(word: str) -> str:
+    """The id of a run in the index; a word that matches none is returned as it is, for the index to refuse."""
+    run = find_run(word)
+    if run is None:
+        return word
+    if run.run_id is None:
+        raise PalestraError(
+            f"{run.folder.path} is not in the index of runs; `palestra train --resume {run.folder.path}` continues it"
+        )
+    return run.run_id
+
+
+def model_of(word: str) -> tuple[str, Path]:
+    """The model of a run, or the model of this name; and the folder for what is exported from it."""
+    run = find_run(word)
+    if run is None:
+        return word, Path("export")
+    if not run.folder.model.is_dir():
+        raise PalestraError(
+            f"the run {run.folder.path} has no trained model yet; continue it with: "
+            f"palestra train --resume {run.folder.path}"
+        )
+    return str(run.folder.model), run.folder.export
+
+
+def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a command line in which model.name may be a run."""
+    return options | {"model.name": model_of(options["model.name"])[0]} if "model.name" in options else options
 
 
 def recent_runs() -> list[Path]:
     """The newest run folders of ./runs, newest first."""
-    records = sorted(RUNS.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [record.parent for record in records[:LISTED]]
+    folders = [run for run in map(RunFolder, RUNS.glob("*")) if run.has_begun]
+    folders.sort(key=lambda run: run.record_file.stat().st_mtime, reverse=True)
+    return [run.path for run in folders[:_MAX_LISTED]]
+
+
+def run_argument(many: bool = False) -> Any:
+    """The argument RUN, or RUN…, of a command; the shell completes run ids."""
+    if many:
+        return click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_Run())
+    return click.argument("run", metavar="RUN", type=_Run())
+
+
+class _Run(click.ParamType):
+    name = "run"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        rows = [row for row in _index_rows() if row.run_id.startswith(incomplete)]
+        return [CompletionItem(row.run_id, help=f"{row.name} {row.state}") for row in rows]
+
+
+def _folders(word: str) -> Iterator[Path]:
+    path = Path(word).expanduser()
+    yield from (path, RUNS / word)
+    if path == RunFolder(path.parent).model:
+        yield path.parent
+
+
+def _index_rows() -> list[Row]:
+    """The rows of the index; none if it cannot be read, or on Windows, which has no fcntl."""
+    try:
+        from palestra.runs.index import Index, palestra_home
+
+        return Index(palestra_home(), create=False).rows()
+    except (ImportError, sqlite3.Error, OSError):
+        return []

@@ -1,4 +1,4 @@
-"""`palestra locks`: what agents may not change here, and how much they may ask for."""
+"""`palestra locks`: the settings that agents may not change here, and the limits of their requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.faces.cli.settings import show
 @click.option("--site", type=click.Path(path_type=Path), help="A site file; else PALESTRA_SITE or ./palestra.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(site: Path | None, as_json: bool) -> None:
-    """Show the settings that agents may not change here, and the limits of what they may ask for.
+    """Show the settings that agents may not change here, and the limits of their requests.
 
     \b
     A site file changes them:
@@ -30,26 +30,26 @@ def command(site: Path | None, as_json: bool) -> None:
     """
     from palestra.runs.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
 
-    found = load_site(site)
+    settings = load_site(site)
     file = site or Path(os.environ.get(SITE_VARIABLE) or SITE_FILE)
-    locks = locks_of(found)
+    locks = locks_of(settings)
     if as_json:
-        told = [{**asdict(lock), "name": lock.full_name} for lock in locks]
-        rest = found.model_dump(include={"profile", "maximum", "limits", "inference"})
-        click.echo(json.dumps({"site": str(file) if file.is_file() else None, "locks": told, **rest}))
+        rows = [{**asdict(lock), "name": lock.full_name} for lock in locks]
+        rest = settings.model_dump(include={"profile", "maximum", "limits", "inference"})
+        click.echo(json.dumps({"site": str(file) if file.is_file() else None, "locks": rows, **rest}))
         return
-    click.echo(f"profile {found.profile}; {f'site file {file}' if file.is_file() else 'no site file'}")
+    click.echo(f"profile {settings.profile}; {f'site file {file}' if file.is_file() else 'no site file'}")
     formatter = click.HelpFormatter(width=100)
     for section, members in groupby(locks, lambda lock: lock.section):
         with formatter.section(f"{section}, locked"):
             formatter.write_dl(
                 [(f"{lock.name} = {show(lock.value)}", lock.description) for lock in members], col_max=44
             )
-    if found.maximum:
+    if settings.maximum:
         with formatter.section("largest values"):
-            formatter.write_dl([(f"{key} = {show(value)}", "") for key, value in found.maximum.items()])
+            formatter.write_dl([(f"{key} = {show(value)}", "") for key, value in settings.maximum.items()])
     with formatter.section("limits"):
-        limits = type(found.limits).model_fields
-        rows = [(f"{n} = {show(getattr(found.limits, n))}", i.description or "") for n, i in limits.items()]
-        formatter.write_dl(rows, col_max=44)
+        fields = type(settings.limits).model_fields
+        limits = [(f"{n} = {show(getattr(settings.limits, n))}", i.description or "") for n, i in fields.items()]
+        formatter.write_dl(limits, col_max=44)
     click.echo(formatter.getvalue().rstrip())

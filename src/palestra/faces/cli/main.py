@@ -1,4 +1,4 @@
-"""`palestra`: the command line. Each command's code is loaded when it is called, so that help comes at once."""
+"""`palestra`: the command line. A command's module is imported when it is called, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import click
 
 from palestra.core.errors import PalestraError, did_you_mean
 
-# name -> (the module that holds `command`, its line in `palestra --help`)
+# name -> (module, or module:attribute where the attribute is not `command`; its line in `palestra --help`)
 COMMANDS = {
     "train": ("palestra.faces.cli.train", "Train an agent and show that it got better."),
     "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
-    "envs": ("palestra.faces.cli.envs", "List the environments that there are."),
-    "env": ("palestra.faces.cli.env", "Run one environment: look at what it gives, score a model on it."),
-    "chat": ("palestra.faces.cli.chat", "Talk with a trained model that has its tools."),
+    "envs": ("palestra.faces.cli.envs", "List the available environments."),
+    "env": ("palestra.faces.cli.env", "Run one environment: look at its rollouts, score a model on it."),
+    "chat": ("palestra.faces.cli.chat", "Chat with a trained model that has its tools."),
     "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
-    "trajectory": ("palestra.faces.cli.trajectory", "Serve the API between environments and a trainer."),
+    "trajectory": ("palestra.faces.cli.serve:trajectory", "Serve the API between environments and a trainer."),
     "mcp": ("palestra.faces.cli.mcp", "Let an agent train models, over the Model Context Protocol."),
     "http": ("palestra.faces.cli.http", "Let an agent train models, over HTTP."),
     "tools": ("palestra.faces.cli.tools", "Print the schemas of the tools by which an agent trains models."),
     "locks": ("palestra.faces.cli.locks", "Show what an agent may not change here."),
-    "runs": ("palestra.faces.cli.runs", "List, watch, stop, resume and compare runs."),
+    "runs": ("palestra.faces.cli.runs", "List, watch, stop, resume, compare and clean up runs."),
     "export": ("palestra.faces.cli.export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
-    "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples here, beside the usual ways."),
-    "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all there are."),
-    "doctor": ("palestra.faces.cli.doctor", "Say what this machine can do, and what it lacks."),
-    "completion": ("palestra.faces.cli.completion", "Print the completion script of your shell."),
-    "version": ("palestra.faces.cli.version", "Print the versions that matter in a bug report."),
+    "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples on this machine."),
+    "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all settings."),
+    "doctor": ("palestra.faces.cli.about:doctor", "Check what this machine has, and what it lacks."),
+    "completion": ("palestra.faces.cli.about:completion", "Print the completion script of your shell."),
+    "version": ("palestra.faces.cli.about:version", "Print the versions that matter in a bug report."),
 }
 
 
@@ -43,7 +43,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(COMMANDS[cmd_name][0]).command
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -84,7 +85,7 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; the exit status: 0 well, 2 bad input (with the remedy on stderr), 130 Ctrl-C."""
+    """Run one command line. Exit status: 0 success, 2 bad input (with the remedy on stderr), 130 Ctrl-C."""
     try:
         return int(cli.main(args=list(arguments), prog_name="palestra", standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from palestra.core.config import RunConfig
-    from palestra.runs.store import RunFolder
+    from palestra.core.run_folder import RunFolder
 
 _PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 
@@ -47,31 +47,32 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS, new_run, present
 
     require_serve_extra()
-    read = read_settings(config_file, settings.given(parameters))
-    config = RunConfig.build(WIRE_DEFAULTS, read.run)
+    env_settings = read_settings(config_file, settings.from_options(parameters))
+    config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
     if config.train.max_steps is None:
-        raise PalestraError("such an environment has no last problem; say when to stop: --train.max_steps 100")
+        raise PalestraError("such an environment has no last problem; set an end: --train.max_steps 100")
     console = Console(stderr=as_json)
     python = _python(packages, console)
     run = new_run(config, "")
     with trajectory_process(run) as url:
-        outcome = _train(run, config, file, python, url, read, console)
+        outcome = _train(run, config, file, python, url, env_settings, console)
     present(run, outcome, console, as_json)
 
 
 def _train(
-    run: RunFolder, config: RunConfig, file: Path, python: Path, url: str, read: EnvSettings, console: Any
+    run: RunFolder, config: RunConfig, file: Path, python: Path, url: str, env_settings: EnvSettings, console: Any
 ) -> Any:
-    """The environment starts when the model is served, and ends with the training."""
+    """Start the environment once the model is served, and stop it after the training."""
     from palestra.faces.cli.train_wire import run_on_wire
     from palestra.wire.atropos import EnvProcess, write_tokenizer
 
     started: list[EnvProcess] = []
+    run.logs.mkdir(exist_ok=True)
 
     def start(inference: str, tokenizer: Any) -> None:
-        folder = write_tokenizer(tokenizer, run.path / "tokenizer").resolve()
-        words = _serve_words(python, file, read, config, url, f"{inference}/v1", folder)
-        started.append(EnvProcess(words, run.path / "environment.log"))
+        folder = write_tokenizer(tokenizer, run.tokenizer).resolve()
+        command = _serve_command(python, file, env_settings, config, url, f"{inference}/v1", folder)
+        started.append(EnvProcess(command, run.log_file("env")))
 
     def check() -> None:
         for process in started:
@@ -84,25 +85,25 @@ def _train(
             process.stop()
 
 
-def serve(file: Path, read: EnvSettings, url: str, console: Console) -> NoReturn:
-    """Become the environment's program, feeding a trainer elsewhere; the model's tokenizer lies in the cache."""
+def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> NoReturn:
+    """Replace this process by the environment, which posts to the API; the model's tokenizer is in the cache."""
     from palestra.core.config import RunConfig
-    from palestra.faces.cli.libraries import load_libraries
+    from palestra.core.files import slug
+    from palestra.faces.cli.common import load_libraries
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS
-    from palestra.runs.store import plain_name
     from palestra.wire.atropos import cache_folder, write_tokenizer
 
-    config = RunConfig.build(WIRE_DEFAULTS, read.run)
+    config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
     python = _python((), console)
     load_libraries(console, config.model.name)
     from palestra.models.loading import load_tokenizer
 
-    where = cache_folder() / "tokenizers" / plain_name(config.model.name)
-    folder = write_tokenizer(load_tokenizer(config.model.name), where)
-    inference = str(read.openai.get("base_url", "http://127.0.0.1:9001/v1"))
-    words = _serve_words(python, file, read, config, url, inference, folder)
-    quiet = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
-    os.execve(words[0], words, quiet | {"PYTHONUNBUFFERED": "1"})
+    cached = cache_folder() / "tokenizers" / slug(config.model.name)
+    folder = write_tokenizer(load_tokenizer(config.model.name), cached)
+    inference = str(env_settings.openai.get("base_url", "http://127.0.0.1:9001/v1"))
+    command = _serve_command(python, file, env_settings, config, url, inference, folder)
+    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
+    os.execve(command[0], command, environ | {"PYTHONUNBUFFERED": "1"})
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:
@@ -112,8 +113,8 @@ def _python(packages: Sequence[str], console: Console) -> Path:
     return ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))
 
 
-def _serve_words(
-    python: Path, file: Path, read: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
+def _serve_command(
+    python: Path, file: Path, env_settings: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
 ) -> list[str]:
     from palestra.wire.atropos import serve_command
 
@@ -125,22 +126,23 @@ def _serve_words(
         "use_wandb": False,
     }
     openai = {"base_url": inference, "model_name": tokenizer, "api_key": "none"}
-    return serve_command(python, file, env | read.env, openai | read.openai)
+    return serve_command(python, file, env | env_settings.env, openai | env_settings.openai)
 
 
 @contextlib.contextmanager
 def trajectory_process(run: RunFolder) -> Iterator[str]:
-    """The trajectory API as a process of its own: it takes groups also while the trainer computes."""
+    """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
     from palestra.wire.atropos import stop
 
-    words = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.path / "wire")]
-    with (run.path / "trajectory.log").open("w") as log:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
+    command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
+    run.logs.mkdir(exist_ok=True)
+    with run.log_file("api").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise PalestraError(f"the trajectory API did not start; see {run.path / 'trajectory.log'}")
+            raise PalestraError(f"the trajectory API did not start; see {run.log_file('api')}")
         yield line.split()[-1]
     finally:
         stop(process)

@@ -1,4 +1,4 @@
-"""`palestra runs`: what trains here, in the background or in other terminals."""
+"""`palestra runs`: the runs of this machine, in the background and in other terminals."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from palestra.core.errors import PalestraError
-from palestra.faces.cli import run_ids, settings
+from palestra.faces.cli import settings
+from palestra.faces.cli.find_run import require_run_id, run_argument
 
 if TYPE_CHECKING:
-    from palestra.runs.manager import Run, RunManager
+    from palestra.runs.manager import RunManager
+    from palestra.runs.reader import Run, RunReader
 
 _PARTS = ("trainer", "env", "api", "supervisor")
-_LISTED = 20
+_MAX_LISTED = 20
 _json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 
 
 @click.group("runs")
 def command() -> None:
-    """Look after runs: list, watch, stop, resume, compare.
+    """List, watch, stop, resume and compare runs.
+
+    RUN is a run's id or an unambiguous beginning of it, its name, or its folder.
 
     \b
-    palestra train my_agent.py --detach      starts one in the background
-    palestra runs watch k3f9                 any unambiguous beginning of an id will do
+    palestra train my_agent.py --detach      start one in the background
+    palestra runs watch k3f9                 follow it
     """
 
 
 @command.command("list")
-@click.option("--all", "show_all", is_flag=True, help=f"All, not only the newest {_LISTED}.")
+@click.option("--all", "show_all", is_flag=True, help=f"All, not only the newest {_MAX_LISTED}.")
 @_json
 @settings.debug_option
 def list_command(show_all: bool, as_json: bool) -> None:
@@ -42,8 +46,8 @@ def list_command(show_all: bool, as_json: bool) -> None:
 
     from palestra.faces.cli.runs_tables import runs_table
 
-    runs = _manager().list()
-    shown = runs if show_all else runs[:_LISTED]
+    runs = _reader().list()
+    shown = runs if show_all else runs[:_MAX_LISTED]
     if as_json:
         click.echo(json.dumps({"runs": [run.to_dict() for run in shown], "count": len(runs)}))
     elif not runs:
@@ -55,113 +59,119 @@ def list_command(show_all: bool, as_json: bool) -> None:
 
 
 @command.command("show")
-@run_ids.argument()
+@run_argument()
 @_json
 @settings.debug_option
-def show(run_id: str, as_json: bool) -> None:
-    """Show one run: its state and why, its processes, its numbers, its files."""
+def show(run: str, as_json: bool) -> None:
+    """Show one run: its state and why, its processes, metrics and files."""
     from rich.console import Console
 
     from palestra.faces.cli.runs_tables import print_run
+    from palestra.runs.reader import results
 
-    manager = _manager()
-    run = manager.get(run_ids.find(manager, run_id))
-    results = manager.results(run.run_id)
+    found = _reader().get(require_run_id(run))
     if as_json:
-        click.echo(json.dumps({**run.to_dict(), "results": results}))
+        click.echo(json.dumps({**found.to_dict(), "results": results(found)}))
     else:
-        print_run(Console(), run, results)
+        print_run(Console(), found, results(found))
 
 
 @command.command("watch")
-@run_ids.argument()
+@run_argument()
 @_json
 @settings.debug_option
-def watch(run_id: str, as_json: bool) -> None:
-    """Follow a run to its end; Ctrl-C leaves it running. Exit status 1 where it has failed.
+def watch(run: str, as_json: bool) -> None:
+    """Follow a run to its end; Ctrl-C leaves it running. The exit status is 1 if it has failed.
 
-    With --json, one object a line, whenever something has changed.
+    With --json, one object per line, whenever the run has changed.
     """
-    manager = _manager()
-    run: Run | None = None
-    with _shown(as_json) as tell:
-        for run in manager.watch(run_ids.find(manager, run_id)):
-            tell(run)
-    if run is not None and run.state == "failed":
+    now: Run | None = None
+    with _printer(as_json) as print_run:
+        for now in _reader().watch(require_run_id(run)):
+            print_run(now)
+    if now is not None and now.state == "failed":
         raise click.exceptions.Exit(1)
 
 
 @command.command("logs")
-@run_ids.argument()
+@run_argument()
 @click.argument("part", type=click.Choice(_PARTS), default="trainer")
-@click.option(
-    "--lines", "-n", default=50, show_default=True, type=click.IntRange(1), help="How many of the last lines."
-)
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended.")
+@click.option("--lines", "-n", default=50, show_default=True, type=click.IntRange(1), help="Number of last lines.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the log until the run has ended.")
 @_json
 @settings.debug_option
-def logs(run_id: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
-    """Print what a process of a run has said: trainer, env, api or supervisor."""
-    manager = _manager()
-    run_id = run_ids.find(manager, run_id)
-    said = manager.logs(run_id, part, lines)
+def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
+    """Print the log of a process of a run: trainer, env, api or supervisor."""
+    reader, run_id = _reader(), require_run_id(run)
+    last = reader.logs(run_id, part, lines)
     if as_json:
-        click.echo(json.dumps({"run_id": run_id, "part": part, "lines": said}))
+        click.echo(json.dumps({"run_id": run_id, "part": part, "lines": last}))
         return
-    for line in said:
+    for line in last:
         click.echo(line)
     if follow:
-        _follow(manager, run_id, part)
+        _follow(reader, run_id, part)
 
 
 @command.command("stop")
-@run_ids.argument(many=True)
+@run_argument(many=True)
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the end.")
 @_json
 @settings.debug_option
-def stop(run_ids_given: Sequence[str], wait_s: float, as_json: bool) -> None:
-    """Stop runs. Each saves a checkpoint first, from which `palestra runs resume` goes on."""
+def stop(runs: Sequence[str], wait_s: float, as_json: bool) -> None:
+    """Stop runs. Each saves a checkpoint first, from which `palestra runs resume` continues."""
     manager = _manager()
-    _each(manager, run_ids_given, as_json, lambda run_id: manager.stop(run_id, wait_s))
+    _for_each(runs, as_json, lambda run_id: manager.stop(run_id, wait_s))
 
 
 @command.command("resume")
-@run_ids.argument(many=True)
-@click.option("--max-steps", type=click.IntRange(1), help="Make them longer: so many steps in all. Also complete runs.")
+@run_argument(many=True)
+@click.option("--max-steps", type=click.IntRange(1), help="Make them longer: steps in total. Also complete runs.")
 @_json
 @settings.debug_option
-def resume(run_ids_given: Sequence[str], max_steps: int | None, as_json: bool) -> None:
-    """Go on with runs that were stopped or have failed, in the background, each from its last checkpoint."""
+def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
+    """Continue stopped or failed runs in the background, each from its last checkpoint."""
     manager = _manager()
-    _each(manager, run_ids_given, as_json, lambda run_id: manager.resume(run_id, max_steps=max_steps))
+    _for_each(runs, as_json, lambda run_id: manager.resume(run_id, max_steps=max_steps))
 
 
 @command.command("rm")
-@run_ids.argument(many=True)
-@click.option("--keep-folder", is_flag=True, help="Only forget it; leave its files.")
+@run_argument(many=True)
+@click.option("--keep-folder", is_flag=True, help="Only remove it from the list; keep its files.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @_json
 @settings.debug_option
-def remove(run_ids_given: Sequence[str], keep_folder: bool, yes: bool, as_json: bool) -> None:
-    """Forget runs that have ended, and delete their folders, with all models and checkpoints in them."""
+def remove(runs: Sequence[str], keep_folder: bool, yes: bool, as_json: bool) -> None:
+    """Remove runs that have ended, and delete their folders with all models and checkpoints in them."""
     manager = _manager()
-    runs = [manager.get(run_ids.find(manager, word)) for word in run_ids_given]
+    found = [manager.get(require_run_id(word)) for word in runs]
     if not yes and not keep_folder:
-        listing = "".join(f"\n  {run.folder}" for run in runs)
+        listing = "".join(f"\n  {run.folder}" for run in found)
         click.confirm(f"Delete{listing}\n?", abort=True, err=True)
-    for run in runs:
+    for run in found:
         manager.remove(run.run_id, keep_folder=keep_folder)
     if as_json:
-        click.echo(json.dumps({"removed": [run.run_id for run in runs]}))
+        click.echo(json.dumps({"removed": [run.run_id for run in found]}))
+
+
+@command.command("gc")
+@_json
+@settings.debug_option
+def gc(as_json: bool) -> None:
+    """Clean up after runs that have died: end the processes they left behind, and mark them as failed.
+
+    Starting, stopping or resuming a run does the same. Other commands only show that a run has died.
+    """
+    _print_changed(_manager().gc(), [], as_json)
 
 
 @command.command("compare")
-@run_ids.argument(many=True)
+@run_argument(many=True)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write the curves as a chart.")
 @_json
 @settings.debug_option
-def compare(run_ids_given: Sequence[str], plot: Path | None, as_json: bool) -> None:
-    """Compare two or more runs: where their settings differ, and what came of it.
+def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
+    """Compare two or more runs: the settings that differ, and the results.
 
     \b
     palestra runs compare k3f9 p2x7 --plot curves.svg
@@ -171,12 +181,12 @@ def compare(run_ids_given: Sequence[str], plot: Path | None, as_json: bool) -> N
     from palestra.faces.cli.runs_tables import compare_table, print_curves
     from palestra.faces.runs_compare import compare_runs, draw
 
-    if len(set(run_ids_given)) < 2:
+    if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example curves.svg")
-    manager = _manager()
-    compared = [compare_runs(manager, run_ids.find(manager, word)) for word in run_ids_given]
+    reader = _reader()
+    compared = [compare_runs(reader, require_run_id(word)) for word in runs]
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
     if as_json:
@@ -189,33 +199,43 @@ def compare(run_ids_given: Sequence[str], plot: Path | None, as_json: bool) -> N
         console.print(f"chart {plot}", highlight=False)
 
 
+def _reader() -> RunReader:
+    from palestra.runs.reader import RunReader
+
+    return RunReader()
+
+
 def _manager() -> RunManager:
     from palestra.runs.manager import RunManager
 
     return RunManager()
 
 
-def _each(manager: RunManager, words: Sequence[str], as_json: bool, act: Any) -> None:
-    """Do it to each; where it does not work for one, the others still have their turn."""
-    done: list[Run] = []
+def _for_each(words: Sequence[str], as_json: bool, change: Any) -> None:
+    """Change each run; an error with one does not keep the others from being changed."""
+    changed: list[Run] = []
     errors: list[str] = []
     for word in words:
         try:
-            done.append(act(run_ids.find(manager, word)))
+            changed.append(change(require_run_id(word)))
         except PalestraError as error:
             errors.append(str(error))
+    _print_changed(changed, errors, as_json)
+
+
+def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({"runs": [run.to_dict() for run in done], "errors": errors}))
+        click.echo(json.dumps({"runs": [run.to_dict() for run in runs], "errors": errors}))
     else:
-        for run in done:
+        for run in runs:
             click.echo(f"{run.run_id} {run.name}: {run.state}")
     if errors:
         raise PalestraError("\n".join(errors))
 
 
 @contextmanager
-def _shown(as_json: bool) -> Iterator[Any]:
-    """How a run is shown while it changes: JSON lines, a live table on a terminal, plain lines elsewhere."""
+def _printer(as_json: bool) -> Iterator[Any]:
+    """A function that shows a changing run: JSON lines, a live table on a terminal, or lines of text."""
     from rich.console import Console
 
     from palestra.faces.cli.runs_tables import run_line, run_panel
@@ -232,15 +252,15 @@ def _shown(as_json: bool) -> Iterator[Any]:
         yield lambda run: click.echo(run_line(run))
 
 
-def _follow(manager: RunManager, run_id: str, part: str) -> None:
-    """Print what is added to a log until the run has ended."""
+def _follow(reader: RunReader, run_id: str, part: str) -> None:
+    """Print what is appended to a log until the run has ended."""
     from palestra.core.secrets import redact
 
-    path = manager.get(run_id).logs[part]
+    path = reader.get(run_id).logs[part]
     with path.open(encoding="utf-8", errors="replace") as file:
         file.seek(0, 2)
         while True:
-            active = manager.get(run_id).is_active
+            active = reader.get(run_id).is_active
             while line := file.readline():
                 click.echo(redact(line), nl=False)
             if not active:

@@ -10,12 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from palestra.faces.cli.common import show_path, show_seconds, sparkline
 from palestra.faces.cli.settings import show as show_setting
-from palestra.faces.cli.show import show_path, show_seconds, sparkline
 from palestra.faces.runs_compare import Compared, differences
 
 if TYPE_CHECKING:
-    from palestra.runs.manager import Run
+    from palestra.runs.reader import Run
 
 _COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
 _WIDTH = 60
@@ -24,7 +24,7 @@ _WIDTH = 60
 def runs_table(runs: Sequence[Run]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", no_wrap=True)
-    table.add_column("name", overflow="fold")  # what gives way on a narrow terminal
+    table.add_column("name", overflow="fold")  # wraps on a narrow terminal
     table.add_column("state", no_wrap=True)
     for heading in ("step", "reward", "correct", "held-out", "age", "took"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -46,7 +46,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
-    """All that a person may want to know of one run."""
+    """One run in detail, with its files."""
     console.print(run_panel(run))
     rows = {"folder": run.folder, "report": results["report_path"], "model": results["model_path"]}
     rows |= {f"{part} log": path for part, path in run.logs.items() if path.exists()}
@@ -55,11 +55,11 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
         if value is not None:
             console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
     if run.state in ("stopped", "failed"):
-        console.print(Text.assemble(("go on with     ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
+        console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
 
 
 def run_panel(run: Run) -> RenderableType:
-    """A run in a few lines."""
+    """One run in a few lines."""
     head = Text.assemble(
         (run.run_id, "bold"), "  ", run.name, "  ", (run.state, _COLOURS.get(run.state, "")), "  ", (_took(run), "dim")
     )
@@ -73,13 +73,13 @@ def run_panel(run: Run) -> RenderableType:
 
 
 def run_line(run: Run) -> str:
-    """A run in one line, for a log."""
+    """One run in one line, for a log."""
     reason = f": {run.reason.splitlines()[0]}" if run.reason else ""
     return f"{run.run_id} {run.state}{reason}  {_numbers(run)}".rstrip()
 
 
 def compare_table(compared: Sequence[Compared]) -> Table:
-    """A column a run: results above, settings that differ below."""
+    """One column per run: results above, settings that differ below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
     for one in compared:
@@ -93,7 +93,7 @@ def compare_table(compared: Sequence[Compared]) -> Table:
 
 
 def print_curves(console: Console, compared: Sequence[Compared]) -> None:
-    """Each run's pass rate, step by step, as a line of little bars."""
+    """A sparkline of each run's pass rate over its steps."""
     for one in compared:
         if one.pass_rates:
             bars = sparkline([rate for _, rate in one.pass_rates], _WIDTH)
@@ -109,10 +109,10 @@ def _summary(name: str, value: float | None) -> str:
 
 
 def _numbers(run: Run) -> str:
-    known = run.progress
-    words = [f"step {known['step']:g}"] if "step" in known else []
-    words += [f"{label} {known[key]:{form}}" for key, label, form in _FORMS if key in known]
-    return "  ".join(words)
+    values = run.progress
+    texts = [f"step {values['step']:g}"] if "step" in values else []
+    texts += [f"{label} {values[key]:{form}}" for key, label, form in _FORMS if key in values]
+    return "  ".join(texts)
 
 
 _FORMS = (
@@ -139,5 +139,5 @@ def _about(seconds: float) -> str:
 
 
 def _took(run: Run) -> str:
-    """How long it has been at work."""
+    """How long it has run."""
     return "" if run.started is None else show_seconds(max(0.0, (run.ended or time.time()) - run.started))

@@ -1,4 +1,4 @@
-"""`palestra serve RUN_OR_MODEL`: any OpenAI client can talk to the model."""
+"""`palestra serve RUN_OR_MODEL`: a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def address_options(port: int) -> Any:
-    """Where a server listens, and who may ask it."""
+    """The options --host, --port and --token of a server."""
 
     def add(function: Any) -> Any:
         for option in (
-            click.option("--token", envvar="PALESTRA_TOKEN", help="Asked of every client. [env: PALESTRA_TOKEN]"),
+            click.option("--token", envvar="PALESTRA_TOKEN", help="Required of every client. [env: PALESTRA_TOKEN]"),
             click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free."),
             click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
         ):
@@ -38,11 +38,13 @@ def address_options(port: int) -> Any:
 @click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
 @settings.debug_option
 def command(run_or_model: str, host: str, port: int, token: str | None, dtype: str, device: str, engine: str) -> None:
-    """Serve a run's trained model, or any other, over HTTP, in the forms of OpenAI, vLLM and SGLang.
+    """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, vLLM and SGLang.
+
+    RUN is a run's id, name or folder.
 
     \b
     palestra serve palestra/tiny
-    palestra serve my-agent-20260131-101500 --port 9000
+    palestra serve k3f9 --port 9000
 
     \b
     from openai import OpenAI
@@ -52,8 +54,8 @@ def command(run_or_model: str, host: str, port: int, token: str | None, dtype: s
     from rich.console import Console
 
     require_serve_extra()
+    from palestra.faces.cli.common import load_libraries
     from palestra.faces.cli.find_run import model_of
-    from palestra.faces.cli.libraries import load_libraries
     from palestra.serve.web import open_port
 
     model, _ = model_of(run_or_model)
@@ -68,18 +70,24 @@ def command(run_or_model: str, host: str, port: int, token: str | None, dtype: s
 
 @click.command("trajectory")
 @address_options(8001)
-@click.option("--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="Its file.")
-@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may wait for the trainer.")
-@click.option("--max-body-mib", default=128, show_default=True, help="The largest post, unpacked.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default="trajectories",
+    show_default=True,
+    help="For groups.",
+)
+@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
+@click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
 @settings.debug_option
 def trajectory(host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_body_mib: int) -> None:
-    """Serve the trajectory API: environments post scored groups, a trainer takes batches.
+    """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
     \b
     palestra trajectory
     palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 10
 
-    What was accepted is on disk before it is answered, and is there after a restart.
+    Accepted groups are on disk before the answer is sent, and survive a restart.
     """
     require_serve_extra()
     from palestra.serve.web import open_port
@@ -90,11 +98,11 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, max_waitin
     run_server(app, socket, "the trajectory API is at")
 
 
-def run_server(app: ASGIApp, socket: Any, words: str, path: str = "") -> None:
+def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from palestra.serve.web import Server, url_of
 
-    click.echo(f"{words} {url_of(socket)}{path}")
+    click.echo(f"{message} {url_of(socket)}{path}")
     asyncio.run(Server(app, heed_signals=True).serve(sockets=[socket]))
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a run as a command-line option, made from the one config: `--train.learning_rate 2e-5`."""
+"""Every setting of RunConfig as a command-line option: `--train.learning_rate 2e-5`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HELP = {"seed": "The same seed and settings give the same run.", "output_dir": 
 
 
 def options(command: click.Command) -> click.Command:
-    """Add an option for every setting. Those of the sections are hidden from --help, which would drown in them."""
+    """Add an option for every setting. Those in sections are hidden from --help: there are too many."""
     for key in RunConfig.settings():
         names = [f"--{key}", _parameter(key)]
         command.params.append(click.Option(names, metavar="VALUE", hidden="." in key, help=_HELP.get(key)))
     return command
 
 
-def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a command's parameters, the settings that were given, by their dotted names."""
+def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings on the command line, by their dotted names, from all parameters of a command."""
     return {
         key: read(info, text)
         for key, info in RunConfig.settings().items()
@@ -35,21 +35,21 @@ def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def only_longer(given: Mapping[str, Any], config_file: Path | None) -> int | None:
-    """How long a resumed run shall be, the one setting of it that may change; None: as long as it was to be."""
-    others = [f"--{key}" for key in given if key != "train.max_steps"] + (["--config"] if config_file else [])
+def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -> int | None:
+    """train.max_steps, the only setting of a resumed run that may change; None leaves it as it is."""
+    others = [f"--{key}" for key in options if key != "train.max_steps"] + (["--config"] if config_file else [])
     if others:
         raise PalestraError(
-            f"{', '.join(others)}: a resumed run keeps its own settings, but for a larger --train.max_steps. "
+            f"{', '.join(others)}: a resumed run keeps its own settings, except for a larger --train.max_steps. "
             "Leave this out, or start a new run without --resume"
         )
-    if "train.max_steps" in given and given["train.max_steps"] is None:
-        raise PalestraError("--train.max_steps none: say how many steps the resumed run shall have, or leave it out")
-    return given.get("train.max_steps")
+    if "train.max_steps" in options and options["train.max_steps"] is None:
+        raise PalestraError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
+    return options.get("train.max_steps")
 
 
 def read(info: FieldInfo, text: str) -> Any:
-    """A setting's text as the config takes it: `none` for what may be absent, commas between the parts of a list."""
+    """Convert an option's text for RunConfig: `none` becomes None, commas separate the items of a list."""
     parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
     is_list = any(typing.get_origin(part) is list for part in parts)
     if text.lower() in ("none", "null"):
@@ -63,7 +63,7 @@ def read(info: FieldInfo, text: str) -> Any:
 
 
 def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`: a traceback instead of a one-line error."""
+    """`--debug`: show a traceback instead of a one-line error."""
 
     def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value:
@@ -75,7 +75,7 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe(key: str, info: FieldInfo) -> tuple[str, str, str]:
-    """(name, default, what it is) of one setting, for a listing."""
+    """(name, default, description) of one setting, for a listing."""
     default = info.get_default(call_default_factory=True)
     values = [v for part in _parts(info.annotation) for v in typing.get_args(part) if isinstance(v, str)]
     choices = " | ".join(values)
@@ -84,7 +84,7 @@ def describe(key: str, info: FieldInfo) -> tuple[str, str, str]:
 
 
 def show(value: Any) -> str:
-    """A setting's value as one would type it."""
+    """A setting's value as it is typed on the command line."""
     match value:
         case None | []:
             return "none"
@@ -107,7 +107,7 @@ def _is_union(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """The kinds that a union or a list is made of, or the kind itself."""
+    """The member types of a union or a list, or the type itself."""
     if _is_union(kind) or typing.get_origin(kind) is list:
         return [part for inner in typing.get_args(kind) for part in _parts(inner)]
     return [kind]

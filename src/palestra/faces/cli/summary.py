@@ -1,4 +1,4 @@
-"""What a run has come to, on the terminal: the before/after table, transcripts, and what to do next."""
+"""The results of a run on the terminal: transcripts, the before/after table, and the next commands."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.text import Text
 
 from palestra.core.types import Message, Rollout, ToolCall
 from palestra.evals.report import Change, EvalReport, Rate, compare, pick_transcripts
-from palestra.faces.cli.display import show_path, show_seconds
+from palestra.faces.cli.common import show_path, show_seconds
 from palestra.result import GRPOTrainingResult
 
-_LONGEST_TEXT = 600
+_MAX_TEXT_CHARS = 600
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
 def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> None:
-    """The whole summary of a training."""
+    """All results of a training."""
     _print_transcripts(console, result)
     console.print()
     console.print(change_table(compare(result.before, result.after)))
@@ -29,10 +29,10 @@ def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> 
 
 
 def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
-    """The table of an evaluation, and one attempt that failed."""
+    """The table of an evaluation, and one rollout that failed."""
     failed = next((r for r in report.rollouts if not r.passed), None)
     if failed is not None:
-        console.print(Text("\nOne that failed", style="bold"))
+        console.print(Text("\nOne rollout that failed", style="bold"))
         _print_rollout(console, failed, 2)
     table = Table(
         title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left"
@@ -49,8 +49,8 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
 
 
 def change_table(changes: list[Change]) -> Table:
-    """Before against after, a row a measure; a change that may be chance is marked."""
-    shown = changes if len(changes) > 2 else changes[:1]  # one measure: "all measures" says nothing new
+    """Before against after, one row per measure; a change that may be chance is marked."""
+    shown = changes if len(changes) > 2 else changes[:1]  # with one measure, "all measures" is the same again
     table = Table(title="Held-out cases, before and after (95 % intervals)", title_justify="left")
     if not all(change.clear for change in shown):
         table.caption, table.caption_justify = "≈ within chance: the intervals overlap", "left"
@@ -92,7 +92,7 @@ def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
 
 
 def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
-    """What the model and its tools said, then each measure's reason."""
+    """The messages of the model and its tools, then each measure's reason."""
     for message in rollout.messages:
         if message.role not in ("system", "user"):
             _print_message(console, message, indent)
@@ -121,22 +121,22 @@ def show_call(call: ToolCall) -> str:
     'add(a=1, b=2)'
     """
     if call.error:
-        return f"{call.name or 'a tool'}, in a form that cannot be read"
+        return f"{call.name or 'a tool'}, in a form that cannot be parsed"
     arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
     return f"{call.name}({arguments})"
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} … ({len(text)} characters)"
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} … ({len(text)} characters)"
 
 
 def _print_warnings(console: Console, report: EvalReport) -> None:
-    """What a good-looking table would hide."""
+    """Errors and truncation, which the table does not show."""
     lines = [
         f"Measure {m.name} raised in {m.errors} rollouts; they count as failed." for m in report.measures if m.errors
     ]
     if report.failure_rate:
-        lines.append(f"{report.failure_rate:.1%} of the rollouts failed with an error; rollouts.jsonl has the reasons.")
+        lines.append(f"{report.failure_rate:.1%} of the rollouts failed with an error; the run folder has the reasons.")
     if report.truncation_rate > 0.1:
         lines.append(
             f"{report.truncation_rate:.0%} of the rollouts were cut off; try a larger --rollout.max_new_tokens."
@@ -160,5 +160,5 @@ def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> Non
     console.print(
         Text(f"Done in {show_seconds(result.outcome.seconds)}. Open the report in a browser.", style="bold green")
     )
-    for label, text in rows:  # on lines of their own, whole, to be copied
+    for label, text in rows:  # on one line each, so that they can be copied
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)

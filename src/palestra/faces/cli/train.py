@@ -1,4 +1,4 @@
-"""`palestra train`: train an agent, and show that it got better."""
+"""`palestra train`: train an agent, and compare before and after."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a run is set, and what trains it once there is someone to watch."""
+class PreparedRun:
+    """The config of a run, and the function that trains it."""
 
     config: RunConfig
     train: Callable[[Watcher], GRPOTrainingResult]
@@ -41,13 +41,13 @@ class Plan:
 )
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
-@click.option("--env-url", metavar="URL", help="Train on what environments post to a trajectory API at this URL.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Make this the run folder, instead of a new one.")
-@click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows how it goes.")
-@click.option("--wire", is_flag=True, help="With --detach: the environment runs as a process of its own.")
+@click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
+@click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
+@click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
-@click.option("--resume", metavar="RUN", help="Go on with a run that was stopped: its folder, or its name in ./runs.")
+@click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
 @settings.debug_option
 def command(
@@ -89,12 +89,15 @@ def command(
     console = Console(stderr=as_json)
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    options = settings.from_options(parameters)
     if detach:
         from palestra.faces.cli.detach import detach as start
 
         if resume or env_url or folder:
-            raise PalestraError("--detach starts new runs, in folders of their own; `palestra runs resume` goes on")
-        start(agent_file, env, config_file, settings.given(parameters), wire or None, console, as_json)
+            raise PalestraError(
+                "--detach starts a new run in a folder of its own; `palestra runs resume` continues one"
+            )
+        start(agent_file, env, config_file, options, wire or None, console, as_json)
         return
     if env_url is not None:
         from palestra.faces.cli.train_wire import Wire, train_on_url
@@ -102,31 +105,31 @@ def command(
         if agent_file is not None:
             raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
         wired = Wire(env_url, serve_port, env, folder)
-        train_on_url(wired, config_file, settings.given(parameters), resume, console, as_json)
+        train_on_url(wired, config_file, options, resume, console, as_json)
         return
     if resume is None and env is not None:
-        plan = _on_environment(env, config_file, settings.given(parameters), folder)
+        prepared = _on_environment(env, config_file, options, folder)
     elif resume is None:
-        plan = _new(agent_file, config_file, settings.given(parameters), folder)
+        prepared = _new(agent_file, config_file, options, folder)
     else:
-        plan = _resumed(agent_file, resume, settings.only_longer(settings.given(parameters), config_file))
-    result = _train(plan, console)
+        prepared = _resumed(agent_file, resume, settings.max_steps_of_resumed(options, config_file))
+    result = _train(prepared, console)
     _present(result, console, as_json)
 
 
-def _new(agent_file: str | None, config_file: Path | None, given: dict[str, Any], folder: Path | None) -> Plan:
+def _new(agent_file: str | None, config_file: Path | None, options: dict[str, Any], folder: Path | None) -> PreparedRun:
     from palestra.core.yaml_config import read_yaml_config
     from palestra.faces.cli.agent_file import configure, load_agent_file
 
     layer = read_yaml_config(config_file) if config_file else {}
     file = load_agent_file(agent_file)
-    agent, config = configure(file, layer, given)
+    agent, config = configure(file, layer, options)
     return _on_file(file, agent, config, folder=folder)
 
 
 def _on_file(
     file: AgentFile, agent: Agent, config: RunConfig, *, folder: Path | None = None, resume: Path | None = None
-) -> Plan:
+) -> PreparedRun:
     def train(watcher: Watcher) -> GRPOTrainingResult:
         from palestra.api import train_grpo
 
@@ -143,13 +146,13 @@ def _on_file(
             resume=resume,
         )
 
-    return Plan(config, train)
+    return PreparedRun(config, train)
 
 
-def _on_environment(name: str, config_file: Path | None, given: dict[str, Any], folder: Path | None) -> Plan:
+def _on_environment(name: str, config_file: Path | None, options: dict[str, Any], folder: Path | None) -> PreparedRun:
     from palestra.faces.cli.env import open_env
 
-    env, config, read = open_env(name, config_file, given)
+    env, config, read = open_env(name, config_file, options)
     where = str(Path(name).resolve()) if name.endswith(".py") else name
     return _train_env(env, config, {"environment": {"name": where, "settings": read.env}}, folder=folder)
 
@@ -161,21 +164,21 @@ def _train_env(
     *,
     folder: Path | None = None,
     resume: Path | None = None,
-) -> Plan:
+) -> PreparedRun:
     def train(watcher: Watcher) -> GRPOTrainingResult:
         from palestra.env_api import train_env
 
         return train_env(env, config, watcher=watcher, record=record, folder=folder, resume=resume)
 
-    return Plan(config, train)
+    return PreparedRun(config, train)
 
 
-def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
+def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> PreparedRun:
     from palestra.faces.cli.agent_file import load_agent_file
-    from palestra.faces.cli.find_run import find_run
-    from palestra.faces.cli.listed import refuse_busy
+    from palestra.faces.cli.common import refuse_busy
+    from palestra.faces.cli.find_run import require_run
 
-    run = find_run(name)
+    run = require_run(name)
     refuse_busy(run.path)
     if "environment" in run.record:
         from palestra.envs.load import load_env
@@ -187,8 +190,8 @@ def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(
-            f"{run.path} was started from Python. Go on there with train_grpo(…, resume={str(run.path)!r}), "
-            f"or name the agent's file: palestra train my_agent.py --resume {name}"
+            f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
+            f"or give the agent's file: palestra train my_agent.py --resume {name}"
         )
     file = load_agent_file(source)
     run.lengthen(max_steps)
@@ -196,30 +199,33 @@ def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Plan:
     return _on_file(file, replace(file.agent, model=config.model.name), config, resume=run.path)
 
 
-def _train(plan: Plan, console: Console) -> GRPOTrainingResult:
-    from palestra.faces.cli.libraries import load_libraries
+def _train(prepared: PreparedRun, console: Console) -> GRPOTrainingResult:
+    from palestra.faces.cli.common import load_libraries
 
-    load_libraries(console, plan.config.model.name)
-    from palestra.faces.cli.display import make_display, show_path
-    from palestra.faces.cli.listed import listed
+    load_libraries(console, prepared.config.model.name)
+    from palestra.faces.cli.common import listed, show_path
+    from palestra.faces.cli.display import make_display
 
-    display = make_display(console, plan.config.track.log_every)
+    display = make_display(console, prepared.config.track.log_every)
     try:
         with listed(display), display:
-            return plan.train(display)
+            return prepared.train(display)
     except KeyboardInterrupt:
         if display.run_dir is None:
             raise
-        click.secho("\nStopped; every finished step is saved. Go on with:", fg="yellow", err=True)
+        click.secho("\nStopped; every finished step is saved. Continue with:", fg="yellow", err=True)
         click.echo(f"  palestra train --resume {show_path(display.run_dir)}", err=True)
         raise click.exceptions.Exit(130) from None
 
 
 def _present(result: GRPOTrainingResult, console: Console, as_json: bool) -> None:
+    from palestra.faces.cli.common import gpu_name
     from palestra.faces.cli.summary import print_training
-    from palestra.faces.report import write_report
+    from palestra.report.write import write_report
 
-    page = write_report(result)
+    page = write_report(
+        result.run, result.before, result.after, result.metrics, result.outcome.seconds, device=gpu_name()
+    )
     print_training(console, result, page)
     if as_json:
         click.echo(

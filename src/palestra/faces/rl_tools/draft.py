@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.core.errors import did_you_mean
+from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import Found
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField, env_fields, require_valid, run_fields
 from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
 from palestra.runs.manager import RunRequest
-from palestra.runs.store import plain_name
 
 _MAX_VALUE_CHARS = 10_000
 _TOLD_TO_ATROPOS = ("timeout", "num_requests_for_eval", "server_type")  # of its server; the rest is not for it to know
@@ -38,7 +38,7 @@ class Draft:
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}
         fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
-        edited: dict[str, Any] = {TRACKING_NAME: f"{plain_name(found.name)}-{stamp}"}
+        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
         if "use_wandb" in own and found.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
@@ -133,6 +133,6 @@ class Draft:
             settings=self.settings(),
             env_settings=self.env_settings(),
             server_settings={name: server[name] for name in told if name in server},
-            name=plain_name(self.found.name),
+            name=slug(self.found.name),
             backend=self.site.profile,
         )

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_json
+from palestra.core.files import new_folder, write_json
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.models import Candidate, choose_models
 from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
 from palestra.rollout.process import UNTRAINED
-from palestra.runs.store import new_folder
 
 __all__ = ["InferenceTest", "choose_models"]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import last_lines
+from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.faces.rl_tools.session import RlTools
 from palestra.runs.manager import Run
@@ -61,31 +63,28 @@ def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
     results = tools.rl_get_results(run_id)
     if "run_id" not in results:
         raise PalestraError(results["error"])
-    run = tools.manager.get(run_id)
+    folder = RunFolder(tools.manager.get(run_id).folder)
     match kind:
         case "report":
-            text = _whole(run, "report.json") or json.dumps(results, indent=1)
+            text = _read(folder.report_file) or json.dumps(results, indent=1)
         case "metrics":
-            text = _whole(run, "metrics.jsonl")
+            text = _read(folder.metrics_file)
         case "rollouts":
-            text = "".join(f"{line}\n" for line in _last_lines(run, "rollouts.jsonl", LATEST_ROLLOUTS))
+            lines = last_lines(folder.rollouts_file, LATEST_ROLLOUTS + 1, _TAIL_BYTES)
+            text = "".join(f"{line}\n" for line in [line for line in lines if _is_whole(line)][-LATEST_ROLLOUTS:])
         case _:
             text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
     return KINDS[kind][0], redact(text)
 
 
-def _whole(run: Run, name: str) -> str:
-    path = run.folder / name
+def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _last_lines(run: Run, name: str, count: int) -> list[str]:
-    """The last whole lines of a file that may be long."""
-    path = run.folder / name
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines: list[Any] = file.read().decode("utf-8", "replace").split("\n")
-    return [line for line in lines[1 if size > _TAIL_BYTES else 0 : -1]][-count:]
+def _is_whole(line: str) -> bool:
+    """Not cut at its start by the tail, nor at its end because it is being written."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

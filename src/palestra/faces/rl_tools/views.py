@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.fields import TRACKING_NAME
@@ -83,7 +84,7 @@ def started(run: Run, draft: Draft) -> Data:
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
         "environment": draft.found.name,
         "config": draft.config(),
-        "config_path": run.folder / "config.yaml",
+        "config_path": RunFolder(run.folder).config_file,
         "logs": _logs(run),
         "wandb_project": draft.value("track.project"),
         "wandb_run_name": draft.value(TRACKING_NAME),

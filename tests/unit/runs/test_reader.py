@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from palestra.runs.explain import tail, why
+from palestra.core.run_folder import RunFolder
 from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib
-from palestra.runs.view import merged, progress, sample
+from palestra.runs.reader import merge_last_step, progress, sample, tail, why_it_ended
 
 
 def write_metrics(folder: Path, rows: list[dict[str, float]], rest: str = "") -> None:
@@ -19,18 +19,18 @@ def write_metrics(folder: Path, rows: list[dict[str, float]], rest: str = "") ->
 def test_progress_is_the_newest_of_each_number_and_skips_a_half_written_line(tmp_path):
     rows = [{"step": i, "reward_mean": i / 10, "pass_rate": 0.5, "loss": -0.1} for i in range(1, 5)]
     write_metrics(tmp_path, [*rows, {"step": 4, "eval/pass_rate": 0.75}], '{"step": 5, "rew')
-    assert progress(tmp_path) == {
+    assert progress(RunFolder(tmp_path)) == {
         "step": 4, "reward_mean": 0.4, "percent_correct": 0.5, "loss": -0.1, "eval_percent_correct": 0.75,
     }  # fmt: skip
 
 
 def test_progress_of_a_run_that_has_done_nothing_is_empty(tmp_path):
-    assert progress(tmp_path) == {}
+    assert progress(RunFolder(tmp_path)) == {}
 
 
 def test_the_report_says_how_many_held_out_cases_pass_in_the_end(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps({"after": {"pass_rate": {"rate": 0.9}}, "before": {}}))
-    assert progress(tmp_path)["eval_percent_correct"] == 0.9
+    assert progress(RunFolder(tmp_path))["eval_percent_correct"] == 0.9
 
 
 def test_a_long_history_is_sampled_from_end_to_end():
@@ -42,9 +42,8 @@ def test_a_long_history_is_sampled_from_end_to_end():
 
 
 def test_an_evaluations_row_is_merged_into_its_step():
-    assert merged([{"step": 3, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 4, "eval/pass_rate": 0.5}]) == {
-        "step": 4, "loss": 2.0, "eval/pass_rate": 0.5,
-    }  # fmt: skip
+    rows = [{"step": 3, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 4, "eval/pass_rate": 0.5}]
+    assert merge_last_step(rows) == {"step": 4, "loss": 2.0, "eval/pass_rate": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -57,14 +56,14 @@ def test_an_evaluations_row_is_merged_into_its_step():
         ),
         (1, "Traceback (most recent call last):\n  File x\nValueError: bad\n", "exit code 1:\nValueError: bad"),
         (3, "one\ntwo\n\nthree\nfour\n", "exit code 3:\ntwo\nthree\nfour"),
-        (-9, "Error: an old one\n", "the trainer was killed by SIGKILL; perhaps the memory was full"),
+        (-9, "Error: an old one\n", "the trainer was killed by SIGKILL; perhaps out of memory"),
         (-11, "", "the trainer was killed by SIGSEGV"),
         (1, "", "the trainer ended with exit code 1"),
     ],
 )
 def test_the_reason_of_an_end_is_what_its_log_says_last(tmp_path, code, log, said):
     (tmp_path / "log").write_text(log)
-    assert why("trainer", code, tmp_path / "log").endswith(said)
+    assert why_it_ended("trainer", code, tmp_path / "log").endswith(said)
 
 
 def test_logs_are_shown_without_secrets(tmp_path, monkeypatch):

@@ -1,0 +1,78 @@
+"""About the installation: `palestra doctor`, `palestra version`, `palestra completion`."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from itertools import groupby
+
+import click
+from click.shell_completion import get_completion_class
+
+_MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor(as_json: bool) -> None:
+    """Check what this machine has: Python, torch, GPU, memory, disk, extras, keys, ports; with remedies.
+
+    ✓ is there, · is optional and missing, ✗ is needed and broken. The exit status is 1 only for the last.
+    """
+    from palestra.faces.doctor import examine
+
+    findings = examine()
+    broken = any(finding.state == "broken" for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        for topic, members in groupby(findings, lambda finding: finding.topic):
+            click.secho(topic, bold=True)
+            for finding in members:
+                mark, color = _MARKS[finding.state]
+                click.echo(f"  {click.style(mark, fg=color)} {finding.name}: {finding.found}")
+                if finding.remedy:
+                    click.echo(f"      → {finding.remedy}")
+    if broken:
+        raise click.exceptions.Exit(1)
+
+
+@click.command("version")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def version(as_json: bool) -> None:
+    """Print the versions that matter in a bug report."""
+    versions = {
+        "palestra": metadata.version("palestra"),
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        **{package: _version(package) for package in ("torch", "transformers", "peft")},
+    }
+    if as_json:
+        click.echo(json.dumps(versions))
+        return
+    for name, text in versions.items():
+        click.echo(f"{name} {text}")
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    eval "$(palestra completion bash)"                                   in ~/.bashrc
+    eval "$(palestra completion zsh)"                                    in ~/.zshrc
+    palestra completion fish > ~/.config/fish/completions/palestra.fish
+    """
+    root = click.get_current_context().find_root().command
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    click.echo(completion_class(root, {}, "palestra", "_PALESTRA_COMPLETE").source())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "is not installed"

@@ -1,0 +1,106 @@
+"""The report of a run: report.json for programs, report.html for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from palestra.core.files import write_json, write_text
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Rollout
+from palestra.evals.report import EvalReport, compare, pick_transcripts
+from palestra.report.page import render
+
+Metrics = Sequence[Mapping[str, float]]
+
+
+def write_report(
+    folder: RunFolder,
+    before: EvalReport | None,
+    after: EvalReport | None,
+    metrics: Metrics,
+    seconds: float,
+    *,
+    device: str = "",
+) -> Path:
+    """Write report.json and report.html into the run folder, and return the path of the page.
+
+    `before` and `after` are None if the environment cannot be evaluated here, as over the wire. What the run is
+    (agent, instructions, tools) is read from run.json. `device` is the name of the GPU; empty for a CPU.
+    """
+    data = report_data(folder, before, after, metrics, seconds, device)
+    write_json(folder.report_file, data)
+    write_text(folder.report_page, render(data))
+    return folder.report_page
+
+
+def report_data(
+    folder: RunFolder,
+    before: EvalReport | None,
+    after: EvalReport | None,
+    metrics: Metrics,
+    seconds: float,
+    device: str = "",
+) -> dict[str, Any]:
+    """All that the page shows, for JSON. `changes` and `transcripts` are empty unless both evaluations were made."""
+    record, config = folder.record, folder.config
+    changes, pairs = [], []
+    if before is not None and after is not None:
+        changes, pairs = compare(before, after), pick_transcripts(before.rollouts, after.rollouts)
+    return {
+        "agent": record.get("agent") or record.get("name"),
+        "model": config.model.name,
+        "run": folder.path.name,
+        "created": record.get("created"),
+        "source": record.get("source"),
+        "seed": config.seed,
+        "seconds": seconds,
+        "instructions": str(record.get("instructions") or ""),
+        "tools": [_tool_name(tool) for tool in record.get("tools") or ()],
+        "before": before and before.to_dict(),
+        "after": after and after.to_dict(),
+        "changes": [{**asdict(change), "gain": change.gain, "clear": change.clear} for change in changes],
+        "metrics": list(metrics),
+        "transcripts": [{"before": _transcript(first), "after": _transcript(second)} for first, second in pairs],
+        "config": config.model_dump(mode="json"),
+        "environment": software(device),
+    }
+
+
+def software(device: str = "") -> dict[str, str]:
+    """The versions and the machine: what one needs to reproduce the run."""
+    return {
+        "palestra": _version("palestra"),
+        "Python": platform.python_version(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "system": platform.platform(terse=True),
+        "machine": platform.machine(),
+        "device": device or f"CPU, {os.cpu_count()} cores",
+    }
+
+
+def _transcript(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "passed": rollout.passed,
+        "stop": rollout.stop,
+        "error": rollout.error,
+        "messages": [asdict(message) for message in rollout.messages],
+        "scores": {name: asdict(score) for name, score in rollout.scores.items()},
+    }
+
+
+def _tool_name(schema: Mapping[str, Any]) -> str:
+    return str(schema.get("function", schema).get("name"))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

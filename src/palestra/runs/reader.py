@@ -1,0 +1,240 @@
+"""Reads runs from the index and their folders. Changes nothing: no writes, no signals, no waiting."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import last_lines
+from palestra.core.run_folder import RunFolder
+from palestra.core.secrets import redact
+from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
+from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
+
+Part = Literal["trainer", "env", "api", "supervisor"]
+Runs = list["Run"]
+Lines = list[str]
+Rows = list[dict[str, float]]
+
+# the name in a metrics row -> the name in a run's progress
+_PROGRESS = {
+    "step": "step",
+    "reward_mean": "reward_mean",
+    "pass_rate": "percent_correct",
+    "eval/pass_rate": "eval_percent_correct",
+    "loss": "loss",
+}
+_RECENT_ROWS = 40
+_HISTORY_ROWS = 50
+_MAX_LOG_LINES = 8
+_MAX_REASON_CHARS = 1500
+_PART_NAMES = {"api": "the trajectory API", "trainer": "the trainer", "env": "the environment"}
+_ERROR_LINE = re.compile(r"^(Error: |[\w.]*(Error|Exception|Interrupt)\b.*: )")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run at the moment of reading."""
+
+    run_id: str  # 8 characters
+    name: str
+    environment: str
+    state: State
+    reason: str | None  # why it failed, or what it waits for
+    folder: Path
+    created: float  # seconds since the epoch, as the two below
+    started: float | None
+    ended: float | None
+    processes: Mapping[str, str]  # api, trainer, env -> "running", "exited (code)" or "not started"
+    logs: Mapping[str, Path]  # the same parts, and supervisor
+    ports: Mapping[str, int]  # api, trainer
+    progress: Mapping[str, float]  # those of step, reward_mean, percent_correct, eval_percent_correct, loss it has
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        paths = {"folder": str(self.folder), "logs": {part: str(path) for part, path in self.logs.items()}}
+        return values | paths | {name: dict(values[name]) for name in ("processes", "ports", "progress")}
+
+
+class RunReader:
+    """All runs of one home. A run whose processes have died is shown as failed; `RunManager.gc` records it."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.home = palestra_home() if home is None else home.absolute()
+        self._index = self._open_index()
+
+    def _open_index(self) -> Index:
+        return Index(self.home, create=False)
+
+    def get(self, run_id: str) -> Run:
+        """The run with this id; PalestraError if there is none."""
+        return read_run(self._index, self._index.row(run_id))
+
+    def list(self) -> Runs:
+        """All runs, newest first."""
+        return [read_run(self._index, row) for row in self._index.rows()]
+
+    def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> Lines:
+        """The last lines of a process's log, with secrets redacted; empty if it has written nothing."""
+        paths = self.get(run_id).logs
+        if part not in paths:
+            remedy = f"it has {', '.join(paths)}" if paths else "it was started in a terminal, and wrote there"
+            raise PalestraError(f"the run {run_id} has no log of {str(part)[:80]!r}; {remedy}")
+        return tail(paths[part], lines)
+
+    def metrics(self, run_id: str) -> Rows:
+        """One row a step."""
+        return self.folder(run_id).metrics()
+
+    def results(self, run_id: str) -> dict[str, Any]:
+        """run_id, state, reason, final_metrics, history (at most 50 rows), report (before and after, or None),
+        report_path, checkpoint (the last) and model_path (None until the run has one), which `load_model` loads."""
+        return results(self.get(run_id))
+
+    def watch(self, run_id: str, every_s: float = 0.5) -> Iterator[Run]:
+        """The run now, and again whenever it has changed, until it has ended."""
+        last: Run | None = None
+        while True:
+            run = self.get(run_id)
+            if run != last:
+                yield run
+            if not run.is_active:
+                return
+            last = run
+            time.sleep(every_s)
+
+    def folder(self, run_id: str) -> RunFolder:
+        return RunFolder(Path(self._index.row(run_id).folder))
+
+
+def read_run(index: Index, row: Row) -> Run:
+    """A run from its row and its folder."""
+    row, folder = _with_death(row), RunFolder(Path(row.folder))
+    parts = PARTS if folder.wire.is_dir() else ("trainer",)
+    started = {part.part: part for part in index.parts(row.run_id)}
+    return Run(
+        run_id=row.run_id,
+        name=row.name,
+        environment=row.environment,
+        state=row.state,
+        reason=row.reason,
+        folder=folder.path,
+        created=row.created,
+        started=row.started,
+        ended=row.ended,
+        processes={part: _process_state(started.get(part), row) for part in parts},
+        logs={part: folder.log_file(part) for part in (*parts, "supervisor")} if row.kind == "managed" else {},
+        ports=index.ports(row.run_id),
+        progress=progress(folder),
+    )
+
+
+def _with_death(row: Row) -> Row:
+    """The row as `reconcile` would leave it if the run has died; a run that may hang is only noted."""
+    if reason := death_of(row):
+        state, text = outcome_of(row, reason)
+        return replace(row, state=state, reason=text, ended=row.heartbeat)
+    if row.reason is None and (silent_s := seconds_without_heartbeat(row)):
+        note = f"its supervisor gave no sign of life for {silent_s:.0f} s; if it hangs, `palestra runs gc` ends the run"
+        return replace(row, reason=note)
+    return row
+
+
+def _process_state(part: PartRow | None, row: Row) -> str:
+    if row.kind == "foreground":
+        return "running" if row.state in ACTIVE else f"exited ({row.state})"
+    if part is None:
+        return "not started"
+    if part.exit_code is None and part.process.is_alive:
+        return "running"
+    return f"exited ({'unknown' if part.exit_code is None else part.exit_code})"
+
+
+def progress(folder: RunFolder) -> dict[str, float]:
+    """The newest value of the main metrics, from the end of metrics.jsonl and the report."""
+    values: dict[str, float] = {}
+    for line in last_lines(folder.metrics_file, _RECENT_ROWS):
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut at its start, or being written
+            continue
+        values |= {name: row[key] for key, name in _PROGRESS.items() if key in row}
+    after = ((folder.report() or {}).get("after") or {}).get("pass_rate", {}).get("rate")
+    return values | ({} if after is None else {"eval_percent_correct": after})
+
+
+def results(run: Run) -> dict[str, Any]:
+    """What a run has produced so far."""
+    folder = RunFolder(run.folder)
+    rows, report, checkpoint = folder.metrics(), folder.report(), folder.last_checkpoint()
+    return {
+        "run_id": run.run_id,
+        "state": run.state,
+        "reason": run.reason,
+        "final_metrics": merge_last_step(rows[-3:]),
+        "history": sample(rows, _HISTORY_ROWS),
+        "report": report and {key: report[key] for key in ("before", "after", "changes", "seconds") if key in report},
+        "report_path": str(folder.report_page) if folder.report_page.is_file() else None,
+        "model_path": str(folder.model) if folder.model.is_dir() else None,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }
+
+
+def merge_last_step(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """All values of the last step: an evaluation writes a second row for its step."""
+    out: dict[str, float] = {}
+    for row in rows:
+        out = {**out, **row} if out.get("step") == row.get("step") else dict(row)
+    return out
+
+
+def sample(rows: Rows, count: int) -> Rows:
+    """At most `count` rows, evenly spaced, including the first and the last."""
+    if len(rows) <= count:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+
+
+def tail(path: Path, count: int) -> Lines:
+    """The last lines of a log, with secrets redacted."""
+    lines = [line for text in last_lines(path, count) for line in text.splitlines() or [""]]
+    return [redact(line) for line in lines[-count:]]
+
+
+def why_it_ended(part: str, exit_code: int, log: Path) -> str:
+    """One sentence about how a process ended, then the lines of its log that explain it."""
+    name = _PART_NAMES.get(part, part)
+    if exit_code < 0:
+        sentence = f"{name} was killed by {_signal_name(-exit_code)}"
+        return sentence + ("; perhaps out of memory" if -exit_code == signal.SIGKILL else "")
+    sentence = f"{name} ended with exit code {exit_code}"
+    text = "\n".join(error_lines(tail(log, 200))) if exit_code > 0 else ""
+    return f"{sentence}:\n{text[-_MAX_REASON_CHARS:]}" if text else sentence
+
+
+def error_lines(lines: Lines) -> Lines:
+    """From the last line that looks like an error to the end; the last three lines if none does."""
+    lines = [line.rstrip() for line in lines if line.strip()]
+    for i in range(len(lines) - 1, -1, -1):
+        if _ERROR_LINE.match(lines[i]):
+            return lines[i : i + _MAX_LOG_LINES]
+    return lines[-3:]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,176 @@
+"""Run folders: the names of their files, which folders open, and what may be changed of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import FORMAT, RunFolder, last_checkpoint, step_of
+
+
+def make(parent: Path, train: dict[str, int] | None = None) -> RunFolder:
+    return RunFolder.create(parent, "run", RunConfig.build({"train": train or {}}), {})
+
+
+def add_checkpoint(run: RunFolder, step: int) -> Path:
+    run.step_folder(step).mkdir(parents=True)
+    (run.step_folder(step) / "manifest.json").write_text("{}")
+    return run.step_folder(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("record_file", "run.json"),
+        ("config_file", "config.yaml"),
+        ("metrics_file", "metrics.jsonl"),
+        ("rollouts_file", "rollouts.jsonl"),
+        ("evals", "evals"),
+        ("checkpoints", "checkpoints"),
+        ("model", "model"),
+        ("export", "export"),
+        ("report_file", "report.json"),
+        ("report_page", "report.html"),
+        ("request_file", "request.json"),
+        ("settings_file", "settings.yaml"),
+        ("logs", "logs"),
+        ("wire", "wire"),
+        ("env_settings_file", "env.yaml"),
+        ("env_checkpoints", "environments"),
+        ("tokenizer", "tokenizer"),
+        ("tensorboard", "tensorboard"),
+        ("wandb_id_file", "wandb_run_id"),
+        ("mlflow_id_file", "mlflow_run_id"),
+        ("mlflow_database", "mlflow.db"),
+        ("mlflow_artifacts", "mlflow_artifacts"),
+    ],
+)
+def test_every_path_is_the_one_of_version_0_1(name: str, path: str) -> None:
+    assert getattr(RunFolder(Path("a")), name) == Path("a", path)
+
+
+def test_every_path_is_tested() -> None:
+    (mark,) = test_every_path_is_the_one_of_version_0_1.pytestmark  # type: ignore[attr-defined]
+    properties = {name: value.fget for name, value in vars(RunFolder).items() if isinstance(value, property)}
+    paths = {name for name, getter in properties.items() if getter.__annotations__["return"] == "Path"}
+    assert {name for name, _ in mark.args[1]} == paths
+
+
+def test_paths_of_steps_evaluations_and_logs() -> None:
+    run = RunFolder(Path("a"))
+    assert run.step_folder(50) == Path("a/checkpoints/step-000050")
+    assert run.eval_file("before") == Path("a/evals/before.jsonl")
+    assert run.eval_file(50) == Path("a/evals/step-000050.jsonl")
+    assert run.log_file("env") == Path("a/logs/env.log")
+
+
+def test_a_new_run_has_its_record_its_config_and_a_format(tmp_path: Path) -> None:
+    config = RunConfig.build({"lora.r": 8})
+    run = RunFolder.create(tmp_path, "my agent", config, {"source": "a.py"})
+    assert run.path.name.startswith("my-agent-2")
+    assert run.config == config
+    assert run.record | {"created": ""} == {"format": FORMAT, "name": "my-agent", "created": "", "source": "a.py"}
+    assert RunFolder.open(run.path) == run
+
+
+def test_a_folder_that_is_there_becomes_a_run_once(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "x", RunConfig(), {}, at=tmp_path / "here")
+    with pytest.raises(PalestraError, match="holds a run already"):
+        RunFolder.create(tmp_path, "x", RunConfig(), {}, at=tmp_path / "here")
+
+
+def test_a_folder_without_a_format_is_of_version_0_1_and_opens(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"name": "old", "created": "20260101-101500", "source": None}))
+    run = RunFolder.open(tmp_path)
+    assert (run.format, run.record["name"]) == (0, "old")
+
+
+def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT + 1}))
+    with pytest.raises(PalestraError, match=rf"format {FORMAT + 1}, and this Palestra reads formats up to {FORMAT};"):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize(("record", "words"), [(None, "has no run.json"), ("{", "is not valid JSON")])
+def test_what_is_no_run_folder_is_refused(tmp_path: Path, record: str | None, words: str) -> None:
+    if record is not None:
+        (tmp_path / "run.json").write_text(record)
+    with pytest.raises(PalestraError, match=words):
+        RunFolder.open(tmp_path)
+
+
+def test_a_cut_last_line_is_not_read(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert run.metrics() == [{"step": 1, "loss": 0.5}]
+    whole, cut = json.dumps({"text": "für\u2028immer"}, ensure_ascii=False).encode(), '{"text": "f\u00fc'.encode()[:-1]
+    run.rollouts_file.write_bytes(whole + b"\n" + cut)  # in the middle of a character
+    assert list(run.rollouts()) == [{"text": "für\u2028immer"}]
+
+
+def test_rollouts_are_read_one_at_a_time(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert list(run.rollouts()) == []
+    run.rollouts_file.write_text('{"step": 1}\n{"step": 2}\n')
+    rollouts = run.rollouts()
+    assert next(rollouts) == {"step": 1}
+    with run.rollouts_file.open("a") as file:
+        file.write('{"step": 3}\n')
+    assert list(rollouts) == [{"step": 2}, {"step": 3}]
+
+
+def test_evaluations_are_listed_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.eval_names() == []
+    run.evals.mkdir()
+    for name in ("after", 100, "before", 50):
+        run.eval_file(name).write_text('{"passed": true}\n')  # type: ignore[arg-type]
+    assert run.eval_names() == ["before", 50, 100, "after"]
+    assert list(run.eval_rollouts(50)) == [{"passed": True}]
+
+
+def test_the_report_is_none_until_it_is_whole(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.report() is None
+    run.report_file.write_text('{"after"')
+    assert run.report() is None
+    run.report_file.write_text('{"after": null}')
+    assert run.report() == {"after": None}
+
+
+def test_only_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.step_checkpoints() == []
+    assert run.last_checkpoint() is None
+    steps = [add_checkpoint(run, step) for step in (50, 1_000_000, 999_999)]
+    run.step_folder(2_000_000).mkdir()
+    (run.checkpoints / ".step-000060.partial").mkdir()
+    assert run.step_checkpoints() == [steps[0], steps[2], steps[1]]
+    assert run.last_checkpoint() == last_checkpoint(run.checkpoints) == steps[1]
+    assert step_of(steps[1]) == 1_000_000
+    assert [path.name for path in run.partial_checkpoints()] == [".step-000060.partial"]
+
+
+def test_a_run_gets_longer_and_never_shorter(tmp_path: Path) -> None:
+    run = make(tmp_path, {"max_steps": 50})
+    run.lengthen(None)
+    assert run.config.train.max_steps == 50
+    for steps in (50, 7):
+        with pytest.raises(PalestraError, match="longer, not shorter"):
+            run.lengthen(steps)
+    run.lengthen(80)
+    assert run.config.train.max_steps == 80
+
+
+def test_a_run_by_epochs_gets_more_steps_than_it_has_done(tmp_path: Path) -> None:
+    run = make(tmp_path, {"epochs": 2})
+    for step in (50, 60):
+        add_checkpoint(run, step)
+    with pytest.raises(PalestraError, match="has 60 steps already"):
+        run.lengthen(60)
+    run.lengthen(61)
+    assert run.config.train.max_steps == 61
