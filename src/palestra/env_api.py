@@ -14,6 +14,8 @@ from palestra.api import GRPOTrainer
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
+from palestra.core.run_folder import RunFolder
+from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
 from palestra.policy.build import build_policy
@@ -23,9 +25,11 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.process import process
 from palestra.train.evaluation import Evaluator
+from palestra.train.run import Outcome
 from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
 from palestra.wire.feed import Feed
+from palestra.wire.task import Address
 
 
 def train_env(
@@ -43,6 +47,38 @@ def train_env(
     episode.close()
     trainer = GRPOTrainer(agent, config=config, watcher=watcher, folder=folder)
     return trainer.train_on(env, record=record, resume=resume)
+
+
+def train_wire(
+    run: RunFolder,
+    client: WireClient,
+    address: Address,
+    *,
+    watcher: Watcher | None = None,
+    resumed: bool = False,
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None,
+    check: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Serve the model, train it on what environments in other programs post, save it.
+
+    It is scored here where run.json names an environment of ours. `served` is told the inference URL and the
+    tokenizer; `check` may raise while groups are waited for.
+    """
+    from palestra.train.run import Run
+    from palestra.train.setup import load_for_run
+    from palestra.train.tasks import EnvironmentTask
+    from palestra.wire.task import WireTask
+
+    config, scored_by = run.config, run.record.get("scored_by")
+    scorer = EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None
+    loaded = load_for_run(config)
+    task = WireTask(client, address, loaded, run, scorer, served, check)
+
+    def train() -> Outcome:
+        with asyncio.Runner() as runner:
+            return Run.build(config, task, run, runner=runner, watcher=watcher, loaded=loaded, resumed=resumed).train()
+
+    return outside_event_loop(train)
 
 
 def evaluate_env(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
-from palestra.chat.callgrammar import CallGrammars
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -76,7 +76,7 @@ class ChatFormat:
             scaffold = self._render(blank, tools, add_generation_prompt=True)
             bodies = [message.text for message in messages]
             pieces = _pieces(text, _split_at_marks(scaffold, len(messages)), bodies)
-        return Turn("template", tuple(token_id for token_id, _ in self._encode(pieces)))
+        return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
 
     def continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
         """What is fed after a sampled assistant turn that ended with its stop token.
@@ -102,11 +102,6 @@ class ChatFormat:
         written = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text, calls = parse_assistant(written, self.call_form)
         return Message("assistant", strip_thinking(text), tool_calls=calls)
-
-    @cached_property
-    def call_grammars(self) -> CallGrammars:
-        """What holds sampled tool calls to their schemas; PalestraError where that cannot be."""
-        return CallGrammars(self._tokenizer, self.call_form)
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
@@ -278,7 +273,7 @@ def _turns(labelled: Sequence[tuple[int, Maker]]) -> Iterator[Turn]:
     start = 0
     for end in range(1, len(labelled) + 1):
         if end == len(labelled) or labelled[end][1] != labelled[start][1]:
-            yield Turn(labelled[start][1], tuple(token_id for token_id, _ in labelled[start:end]))
+            yield Turn(labelled[start][1], np.array([token_id for token_id, _ in labelled[start:end]], np.int32))
             start = end
 
 

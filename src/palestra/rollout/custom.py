@@ -85,7 +85,7 @@ class FunctionCollector:
     ) -> Rollout:
         completion = list(columns["completion_ids"][i])
         mask = columns["env_mask"][i] if "env_mask" in columns else [1] * len(completion)
-        prompt = Turn("template", columns["prompt_ids"][i])  # type: ignore[arg-type]
+        prompt = Turn("template", columns["prompt_ids"][i])
         turns = (prompt, *_turns(completion, columns["logprobs"][i], mask, self.policy.version))
         messages = (*episode.prompt, self.chat.read(completion))
         scores, error = {}, None

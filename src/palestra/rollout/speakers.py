@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import RolloutError
 from palestra.core.types import Finish, Message, SamplingParams, Turn
 from palestra.policy.base import Policy
@@ -15,10 +14,18 @@ from palestra.policy.base import Policy
 _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
 
 
+class ReadsTokens(Protocol):
+    """What a speaker needs of a chat format: messages out of tokens and tokens for replies."""
+
+    def read(self, token_ids: Sequence[int]) -> Message: ...
+
+    def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]: ...
+
+
 class TokenSpeaker:
     """A session of a policy. What it says is recorded as the very tokens that were sampled."""
 
-    def __init__(self, policy: Policy[Any], session: Any, chat: ChatFormat, prompt: Turn) -> None:
+    def __init__(self, policy: Policy[Any], session: Any, chat: ReadsTokens, prompt: Turn) -> None:
         self.turns: list[Turn] = [prompt]
         self.sampled_tokens = 0
         self._policy = policy

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from palestra.runs.foreground import ForegroundRun
-from palestra.runs.processes import MARK
+from palestra.runs.processes import RUN_VARIABLE
 
 
 @contextmanager
 def listed(folder: Path) -> Iterator[None]:
     """List the run in the folder, unless its supervisor does. A folder in which another process trains is refused."""
-    if MARK in os.environ or sys.platform == "win32":  # Windows has no fcntl, so runs are not listed at all
+    if has_supervisor():
         yield
         return
     run = ForegroundRun()
@@ -29,3 +29,14 @@ def listed(folder: Path) -> Iterator[None]:
         run.end("failed", f"{type(error).__name__}: {error}")
         raise
     run.end("completed")
+
+
+def refuse_busy(folder: Path) -> None:
+    """Refuse a folder in which another process trains, before anything is loaded."""
+    if not has_supervisor():
+        ForegroundRun().refuse_busy(folder)
+
+
+def has_supervisor() -> bool:
+    """Whether a supervisor keeps the run's row. On Windows, which has no fcntl, runs are not listed at all."""
+    return RUN_VARIABLE in os.environ or sys.platform == "win32"

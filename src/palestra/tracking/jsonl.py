@@ -28,4 +28,3 @@ class JsonlTracker:
 
     def close(self) -> None:
         pass
-

@@ -69,14 +69,13 @@ def as_input(prompt: Prompt) -> Input:
 
 def encode_prompt(tokenizer: Any, prompt: Input) -> tuple[int, ...]:
     """Text as the tokenizer takes it; messages through its chat template."""
-    ids = (
-        tuple(tokenizer(prompt).input_ids)
-        if isinstance(prompt, str)
-        else ChatFormat(tokenizer).prompt(prompt).token_ids
-    )
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt).input_ids
+    else:
+        ids = ChatFormat(tokenizer).prompt(prompt).token_ids.tolist()
     if not ids:
         raise PalestraError("a prompt has no tokens; give it some text")
-    return ids
+    return tuple(ids)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -139,6 +138,9 @@ class _Texts:
 
     def read(self, token_ids: Sequence[int]) -> Message:
         return Message("assistant", str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+
+    def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]:
+        raise RuntimeError("prompts are answered in one turn")
 
 
 def prompt_collector(

@@ -124,7 +124,7 @@ class Run:
             after = self._evaluate("after", again=True)
             path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
             metrics, seconds = self.folder.metrics(), time.perf_counter() - began
-            page = write_report(self.folder, before, after, metrics, seconds)
+            page = write_report(self.folder, before, after, metrics, seconds, device=gpu_name(self.model))
         return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page)
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
@@ -144,3 +144,10 @@ class Run:
         report = self.evaluator.run(self.training.runner, self.training.watcher, f"evaluating at step {step}")
         write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
+
+
+def gpu_name(model: Any) -> str:
+    """The name of the GPU that the model is on; empty for a CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""

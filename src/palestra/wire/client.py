@@ -10,11 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 
 _RETRY_S = 1.0
 _GIVE_UP_S = 600.0
@@ -33,13 +33,13 @@ class WireClient:
     give_up_s: float = _GIVE_UP_S
     gone_s: float | None = None  # while it does not answer at all; give_up_s unless given
 
-    async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: Path) -> None:
+    async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: RunFolder) -> None:
         body = {
-            "wandb_group": config.track.run_name or folder.name,
+            "wandb_group": config.track.run_name or folder.path.name,
             "wandb_project": config.track.project,
             "batch_size": config.train.problems_per_step * config.rollout.group_size,
             "max_token_len": context_tokens,
-            "checkpoint_dir": str(folder / "environments"),
+            "checkpoint_dir": str(folder.env_checkpoints),
             "save_checkpoint_interval": config.checkpoint.every,
             "starting_step": starting_step,
             "num_steps": config.train.max_steps,

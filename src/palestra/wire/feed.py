@@ -52,6 +52,8 @@ class Feed:
     watcher: Watcher
     env_id: int = -1
     posted_groups: int = 0
+    posted_rollouts: int = 0
+    score_sum: float = 0.0
     recent_scores: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     _num_steps: int = 0
     _failures: int = 0
@@ -149,6 +151,8 @@ class Feed:
         body = write_group(group, self.env_id, self.config.train.mask_truncated)
         await self.wire.ask("/scored_data", body, key=f"{self._key}/{number}")
         self.posted_groups += 1
+        self.posted_rollouts += len(group.rollouts)
+        self.score_sum += sum(group.rewards)
         self.recent_scores.extend(group.rewards)
 
     async def _attempt(self, source: ProblemSource) -> Group | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder, step_of
 from palestra.core.types import Group
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
@@ -43,8 +43,7 @@ class WireTask:
     client: WireClient
     address: Address
     loaded: LoadedModel
-    folder: Path
-    starting_step: int = 0
+    folder: RunFolder
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None
     check: Callable[[], None] = lambda: None
@@ -62,8 +61,9 @@ class WireTask:
         completer.on_request = _TemperatureNote(parts.config.rollout.temperature, parts.watcher.note)
         serving = Serving(completer, self.address, parts.runner)
         self.served(serving.url, parts.tokenizer)
-        register = self.client.register(parts.config, self.starting_step, limits.context_tokens, self.folder)
-        parts.runner.run(register)
+        last = self.folder.last_checkpoint()
+        step = 0 if last is None else step_of(last)
+        parts.runner.run(self.client.register(parts.config, step, limits.context_tokens, self.folder))
         keeps = parts.config.checkpoint.every > 0
         return WireSource(self.client, limits, serving, parts.watcher.note, self.check, keeps)
 

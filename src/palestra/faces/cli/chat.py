@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from palestra.core.types import Message
     from palestra.faces.cli.chat_partner import Partner
-    from palestra.rollout.converse import Talk
+    from palestra.rollout.converse import ChatSession
 
 _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
 
@@ -69,20 +69,20 @@ def command(
 
 def _open(
     console: Console, partner: Partner, *, temperature: float, max_new_tokens: int, seed: int, dtype: str, device: str
-) -> Talk:
+) -> ChatSession:
     from palestra.chat.template import ChatFormat
     from palestra.core.types import SamplingParams
     from palestra.models.loading import load_model
-    from palestra.rollout.converse import Talk
-    from palestra.rollout.run import Limits
-    from palestra.train.setup import build_policy
+    from palestra.policy.build import build_policy
+    from palestra.rollout.agent_loop import AttemptLimits
+    from palestra.rollout.converse import ChatSession
 
     with console.status(f"loading {partner.model} …"):
         loaded = load_model(partner.model, dtype=dtype, device=device)
         chat = ChatFormat(loaded.tokenizer)
         policy = build_policy(loaded.model.eval(), loaded.tokenizer, "auto")
     sampling = SamplingParams(max_new_tokens, temperature, stop_token_ids=chat.stop_token_ids, seed=seed)
-    return Talk(policy, chat, partner.tools, Limits(sampling), partner.instructions)
+    return ChatSession(policy, chat, partner.tools, AttemptLimits(sampling), partner.instructions)
 
 
 def _greet(console: Console, partner: Partner) -> None:
@@ -92,7 +92,7 @@ def _greet(console: Console, partner: Partner) -> None:
         console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
 
 
-def _loop(console: Console, runner: asyncio.Runner, talk: Talk, show: Show) -> None:
+def _loop(console: Console, runner: asyncio.Runner, talk: ChatSession, show: Show) -> None:
     while True:
         try:
             text = _ask(console).strip()
@@ -129,7 +129,7 @@ def _ask(console: Console) -> str:
 Show = Callable[["Message | None", str], None]
 
 
-def _answer(console: Console, runner: asyncio.Runner, talk: Talk, text: str, show: Show) -> None:
+def _answer(console: Console, runner: asyncio.Runner, talk: ChatSession, text: str, show: Show) -> None:
     async def answer() -> None:
         stop = await talk.say(text, lambda message: show(message, ""))
         show(None, stop)
@@ -186,7 +186,7 @@ def _shown_to_people(console: Console) -> Show:
     return show
 
 
-def _shown_as_json(talk: Talk) -> Show:
+def _shown_as_json(talk: ChatSession) -> Show:
     from palestra.core.messages import to_dict
 
     new: list[dict[str, Any]] = []

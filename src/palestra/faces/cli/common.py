@@ -6,9 +6,7 @@ Imports nothing heavy: some commands must answer at once.
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from palestra.faces.cli.display import Display
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -76,46 +73,7 @@ def gpu_name() -> str:
 
 
 @contextmanager
-def listed(display: Display) -> Iterator[None]:
-    """List the training in the index from start to end, unless it has a supervisor; SIGTERM stops it as Ctrl-C does."""
-    with _sigterm_as_ctrl_c():
-        if _has_supervisor():
-            yield
-            return
-        from palestra.runs.foreground import ForegroundRun
-
-        run = ForegroundRun()
-        display.on_start = run.begin
-        try:
-            yield
-        except KeyboardInterrupt:
-            run.end("stopped")
-            raise
-        except BaseException as error:
-            run.end("failed", f"{type(error).__name__}: {error}")
-            raise
-        run.end("completed")
-
-
-def refuse_busy(folder: Path) -> None:
-    """Refuse a folder in which another process trains, before anything is loaded."""
-    if not _has_supervisor():
-        from palestra.runs.foreground import ForegroundRun
-
-        ForegroundRun().refuse_busy(folder)
-
-
-def _has_supervisor() -> bool:
-    """Whether a supervisor keeps the run's row. On Windows, which has no fcntl, runs are not listed at all."""
-    if sys.platform == "win32":
-        return True
-    from palestra.runs.processes import RUN_VARIABLE
-
-    return RUN_VARIABLE in os.environ
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.faces.cli.common import show_path, show_seconds, sparkline
-from palestra.train.loop import Watcher
+from palestra.train.watcher import Watcher
 
 _SPARKLINE_WIDTH = 60
 
@@ -69,11 +68,9 @@ class Display(Watcher):
         self.console = console
         self.log_every = log_every
         self.run_dir: Path | None = None
-        self.on_start: Callable[[Path], None] = lambda folder: None
 
     def started(self, folder: Path) -> None:
         self.run_dir = folder
-        self.on_start(folder)
         self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
 
     def note(self, text: str) -> None:

@@ -158,10 +158,10 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     )
     with make_display(console, config.track.log_every) as display:
         fed = serve_env(env, config, wire, policy, model_name=served_as, watcher=display)
-    mean = sum(fed.scores) / max(1, len(fed.scores))
+    mean = fed.score_sum / max(1, fed.posted_rollouts)
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
     if parameters["as_json"]:
-        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": len(fed.scores), "mean_score": mean}))
+        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
 
 
 def _prepare(

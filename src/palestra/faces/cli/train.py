@@ -175,8 +175,8 @@ def _train_env(
 
 def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> PreparedRun:
     from palestra.faces.cli.agent_file import load_agent_file
-    from palestra.faces.cli.common import refuse_busy
     from palestra.faces.cli.find_run import require_run
+    from palestra.runs.listing import refuse_busy
 
     run = require_run(name)
     refuse_busy(run.path)
@@ -203,12 +203,12 @@ def _train(prepared: PreparedRun, console: Console) -> GRPOTrainingResult:
     from palestra.faces.cli.common import load_libraries
 
     load_libraries(console, prepared.config.model.name)
-    from palestra.faces.cli.common import listed, show_path
+    from palestra.faces.cli.common import show_path, sigterm_as_ctrl_c
     from palestra.faces.cli.display import make_display
 
     display = make_display(console, prepared.config.track.log_every)
     try:
-        with listed(display), display:
+        with sigterm_as_ctrl_c(), display:
             return prepared.train(display)
     except KeyboardInterrupt:
         if display.run_dir is None:
@@ -219,13 +219,9 @@ def _train(prepared: PreparedRun, console: Console) -> GRPOTrainingResult:
 
 
 def _present(result: GRPOTrainingResult, console: Console, as_json: bool) -> None:
-    from palestra.faces.cli.common import gpu_name
     from palestra.faces.cli.summary import print_training
-    from palestra.report.write import write_report
 
-    page = write_report(
-        result.run, result.before, result.after, result.metrics, result.outcome.seconds, device=gpu_name()
-    )
+    page = result.outcome.report_path
     print_training(console, result, page)
     if as_json:
         click.echo(

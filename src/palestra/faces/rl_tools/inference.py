@@ -17,12 +17,12 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, write_json
+from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.models import Candidate, choose_models
 from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
-from palestra.rollout.process import UNTRAINED
 
 __all__ = ["InferenceTest", "choose_models"]
 
@@ -208,7 +208,7 @@ class _Attempt:
                 "cost_usd": usage.cost_usd,
             }
         masks = [mask for record in records for row in record["masks"] for mask in row]
-        made = sum(mask != UNTRAINED for mask in masks)
+        made = sum(mask != NOT_TRAINED for mask in masks)
         return {"prompt_tokens": len(masks) - made, "completion_tokens": made, "cost_usd": 0.0}
 
 
