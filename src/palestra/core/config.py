@@ -101,6 +101,10 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(1024, ge=1, description="all turns of a rollout together")
     max_tool_rounds: int = Field(5, ge=0)
     tool_timeout_s: float = Field(30.0, gt=0)
+    policy_url: str | None = Field(
+        None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
+    )
+    weights_folder: str = Field("weights", description="where a server at policy_url finds each step's weights")
     constrain_tool_calls: bool = Field(
         False,
         description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "

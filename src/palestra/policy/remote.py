@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -29,8 +30,9 @@ class RemoteSession:
 
 
 class RemotePolicy:
-    """Samples from a server that trains its model meanwhile: ids and logprobs are exactly the server's.
+    """Samples from a server in another process: ids, logprobs and versions are exactly the server's.
 
+    The server may train its model itself, or take weights from us by files in `weights_folder`, which both can read.
     A server that is away or stands still (a trainer does during a step) is waited for; one that refuses a
     conversation fails that rollout. Whoever is cancelled hangs up, and the server stops sampling for it.
     """
@@ -43,12 +45,14 @@ class RemotePolicy:
         timeout_s: float = 600.0,
         give_up_s: float = 600.0,
         max_concurrent: int = 128,
+        weights_folder: Path | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.version = 0  # as of the last answer
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
         self._give_up_s = give_up_s
+        self._weights_folder = weights_folder
         self._pool = ThreadPoolExecutor(max_concurrent, "palestra-remote")
 
     async def model_name(self) -> str:
@@ -63,8 +67,6 @@ class RemotePolicy:
         return [RemoteSession(list(session.token_ids)) for _ in range(n)]
 
     async def sample(self, session: RemoteSession, params: SamplingParams) -> Turn:
-        if params.grammar is not None:
-            raise PalestraError("a remote model cannot be held to a grammar; set rollout.constrain_tool_calls to false")
         body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
         sampled = read_sampled(await self._ask("POST", "/generate", body))
         self.version = int(sampled.versions[-1])
@@ -78,7 +80,21 @@ class RemotePolicy:
         """Nothing is held for it anywhere."""
 
     def update(self, weights: Weights) -> None:
-        raise PalestraError("a remote model gets its weights from its own trainer, not from this program")
+        if self._weights_folder is None:
+            raise PalestraError("a remote model gets its weights from its own trainer, not from this program")
+        self._weights_folder.mkdir(parents=True, exist_ok=True)
+        path = weights.save(self._weights_folder.resolve() / f"version-{weights.version}.safetensors")
+        body = json.dumps({"model_path": str(path)}).encode()
+        call = _Call(self.url, "POST", "/update_weights_from_disk", body, self._headers, self._timeout_s)
+        try:
+            status, text = call.run()
+        except (OSError, http.client.HTTPException) as error:
+            raise PalestraError(f"{self.url} could not be given new weights: {error}") from error
+        finally:
+            path.unlink(missing_ok=True)
+        if status != 200:
+            raise PalestraError(f"{self.url} did not take new weights: {text[:300].decode(errors='replace')}")
+        self.version = weights.version
 
     def sleep(self) -> None:
         """The server decides over its memory."""
@@ -166,4 +182,5 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_token_ids),
         "stop": list(params.stop),
         "seed": params.seed,
+        "grammar": params.grammar,
     }

@@ -1,7 +1,7 @@
 """The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy.
 
     POST /v1/chat/completions, /v1/completions      GET /v1/models
-    POST /generate                                  GET /health
+    POST /generate, /update_weights_from_disk       GET /health
 
 Everybody's requests share the policy's batches, and a client that goes away cancels its sampling.
 """
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
@@ -21,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
+from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
 from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.generate_forms import generate_body
@@ -33,15 +35,23 @@ _OBJECT = TypeAdapter(dict[str, Any])
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def inference_app(model: Completer, *, token: str | None = None) -> Starlette:
-    """The application over one model; it may be given new weights while it serves."""
-    api = _Api(model)
+class _WeightsFile(BaseModel):
+    model_path: Path
+
+
+def inference_app(model: Completer, *, token: str | None = None, weights_folder: Path | None = None) -> Starlette:
+    """The application over one model; it may be given new weights while it serves.
+
+    With `weights_folder`, a trainer in another process may tell it to load weights from files there.
+    """
+    api = _Api(model, weights_folder)
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/generate", api.generate, methods=["POST"]),
+        Route("/update_weights_from_disk", api.update_weights, methods=["POST"]),
     ]
     return make_app(routes, token=token)
 
@@ -49,8 +59,9 @@ def inference_app(model: Completer, *, token: str | None = None) -> Starlette:
 class _Api:
     """One method for each endpoint."""
 
-    def __init__(self, model: Completer) -> None:
+    def __init__(self, model: Completer, weights_folder: Path | None = None) -> None:
         self._model = model
+        self._weights_folder = weights_folder
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
@@ -87,6 +98,17 @@ class _Api:
         asks = body.asks(self._model)
         rows = await while_connected(request, self._all(asks))
         return JSONResponse(body.answer(asks, rows, self._model))
+
+    async def update_weights(self, request: Request) -> Response:
+        """New weights for the policy, by SGLang's name for it; turns under way go on with them."""
+        if self._weights_folder is None:
+            raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
+        path = parse(_WeightsFile.model_validate_json, await read_body(request, _MAX_BODY)).model_path.resolve()
+        if not path.is_relative_to(self._weights_folder.resolve()) or not path.is_file():
+            raise PalestraError(f"{path} is no file in {self._weights_folder}, from which this server takes weights")
+        self._model.policy.update(Weights.load(path))
+        version = self._model.policy.version
+        return JSONResponse({"success": True, "message": f"weights of version {version}", "weight_version": version})
 
     async def _all(self, asks: Sequence[SamplingRequest]) -> list[list[Completion]]:
         return list(await asyncio.gather(*(self._model.complete(ask) for ask in asks)))

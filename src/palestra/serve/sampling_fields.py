@@ -51,6 +51,7 @@ class SamplingFields(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=1)
+    grammar: str | None = None  # the JSON of tools' schemas, as our own RemotePolicy sends it
 
     @property
     def choices(self) -> int:
@@ -74,6 +75,7 @@ class SamplingFields(BaseModel):
                 *(self.stop_token_ids or ()),
             ),
             stop=tuple(s for s in stops if isinstance(s, str) and s),
+            grammar=self.grammar,
             seed=random.getrandbits(62) if self.seed is None else self.seed % (1 << 62),
         )
 

@@ -21,14 +21,13 @@ from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
-from palestra.policy.build import build_policy
 from palestra.report.write import write_report
 from palestra.runs.listing import listed
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, read_checkpoint
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.loop import Training, total_steps
-from palestra.train.setup import load_for_run, with_adapter
+from palestra.train.setup import load_for_run, policy_for, with_adapter
 from palestra.train.tasks import Parts, Task
 from palestra.train.watcher import Watcher
 
@@ -87,7 +86,7 @@ class Run:
         loaded = loaded or load_for_run(config)
         model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
         learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
-        policy = policy or build_policy(model, tokenizer, config.model.engine, config.model.kv_memory_gib)
+        policy = policy or policy_for(model, tokenizer, config)
         parts = Parts(config, policy, tokenizer, runner, watcher)
         source, evaluator = task.source(parts), task.evaluator(parts)
         state = state or TrainState()

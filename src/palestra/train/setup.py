@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from palestra.core.config import RolloutSection, RunConfig
+from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.loading import LoadedModel, load_model
+from palestra.policy.base import Policy
+from palestra.policy.build import build_policy
+from palestra.policy.remote import RemotePolicy
 from palestra.rollout.agent_loop import AttemptLimits
 
 log = logging.getLogger("palestra")
@@ -40,6 +46,18 @@ def load_for_run(config: RunConfig) -> LoadedModel:
 def with_adapter(model: Any, config: RunConfig) -> Any:
     """The model with fresh LoRA adapters where the config asks for them and it has none yet."""
     return add_lora(model, config.lora) if config.lora.r and not hasattr(model, "disable_adapter") else model
+
+
+def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
+    """What a run samples with: the model in this process, or a server that is given its weights after each step."""
+    if config.rollout.policy_url is None:
+        return build_policy(model, tokenizer, config.model.engine, config.model.kv_memory_gib)
+    if config.lora.r:
+        raise PalestraError(
+            "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"
+        )
+    token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)
+    return RemotePolicy(config.rollout.policy_url, token=token, weights_folder=folder)
 
 
 def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:

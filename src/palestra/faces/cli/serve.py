@@ -36,8 +36,22 @@ def address_options(port: int) -> Any:
 @click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
 @click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
+@click.option(
+    "--weights-from",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Let a trainer (rollout.policy_url) give the model new weights, by files in this folder.",
+)
 @settings.debug_option
-def command(run_or_model: str, host: str, port: int, token: str | None, dtype: str, device: str, engine: str) -> None:
+def command(
+    run_or_model: str,
+    host: str,
+    port: int,
+    token: str | None,
+    dtype: str,
+    device: str,
+    engine: str,
+    weights_from: Path | None,
+) -> None:
     """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, vLLM and SGLang.
 
     RUN is a run's id, name or folder.
@@ -64,7 +78,8 @@ def command(run_or_model: str, host: str, port: int, token: str | None, dtype: s
     from palestra.serve.inference import inference_app
     from palestra.serve.loading import load_completer
 
-    app = inference_app(load_completer(model, dtype=dtype, device=device, engine=engine), token=token)
+    completer = load_completer(model, dtype=dtype, device=device, engine=engine)
+    app = inference_app(completer, token=token, weights_folder=weights_from)
     run_server(app, socket, f"{model} is served at", "/v1")
 
 
