@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.export.hf import save_hf
-from palestra.export.out import to_gguf, to_hf
+from palestra.export.gguf import to_gguf
+from palestra.export.hf import save_hf, to_hf
 from palestra.export.source import open_source
 from palestra.learner.lora import add_lora
 from palestra.models.loading import load_model

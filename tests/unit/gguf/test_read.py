@@ -137,7 +137,7 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named_and_leaves_nothing(tmp_path: Path, share: float) -> None:
     whole = write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(PalestraError, match=r"cut\.gguf cannot be read as GGUF: it is cut short or broken"):
+    with pytest.raises(PalestraError, match=r"cut\.gguf cannot be read as GGUF: it is truncated or corrupt"):
         load_model(str(tmp_path / "cut.gguf"))
     assert not list((tmp_path / "cache").glob("gguf/*"))
 
@@ -147,7 +147,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(PalestraError, match=r"architecture mamba.*known are llama, qwen2"):
+    with pytest.raises(PalestraError, match=r"architecture mamba.*supported are llama, qwen2"):
         load_model(str(tmp_path / "m.gguf"))
 
 
@@ -157,7 +157,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_model(str(path))
 
 
-def test_an_unknown_way_to_cut_text_is_named(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama", pre="klingon")
     with pytest.raises(PalestraError, match="klingon"):
         load_model(str(path))
