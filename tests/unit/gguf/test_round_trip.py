@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import FAMILIES, prompts_of, trained
 from small_tokenizers import CONVERSATION, CORPUS, LLAMA3, TOOLS, make_byte_level, make_sentencepiece, unicode_strings
 
+from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
 from palestra.gguf.architectures import ARCHITECTURES, permute_qk, unpermute_qk
@@ -67,6 +68,12 @@ def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_
     assert loaded.model.generation_config.eos_token_id == tiny.model.generation_config.eos_token_id
     with torch.no_grad():
         assert torch.equal(loaded.model(ids).logits, tiny.model(ids).logits)
+
+
+def test_a_corrupt_tokenizer_json_is_named(tiny_tokenizer: Any) -> None:
+    metadata = {**tokenizer_to_gguf(tiny_tokenizer, 1024), "tokenizer.huggingface.json": "{"}
+    with pytest.raises(PalestraError, match=r"m\.gguf is corrupt: its tokenizer\.huggingface\.json cannot be read"):
+        tokenizer_from_gguf(GgufFile(Path("m.gguf"), metadata, {}))
 
 
 def pre_tokenized(name: str) -> Any:
