@@ -109,7 +109,7 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def model_name(name: str, tokenizer: Any) -> str:
-    """The model's name, changed where llama.cpp would read from it a treatment of white space that is not Phi-3's."""
+    """The model's name, changed so that llama.cpp drops white space after special tokens if the tokenizer does."""
     strips = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
     if strips and {*_PHI3_KEEPS_SPACE, "</s>"} <= set(tokenizer.get_vocab()):
         return name if "phi-3" in name.lower() else f"{name} (phi-3)"
