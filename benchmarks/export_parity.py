@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "export"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "gguf"))
 
 from llama_cpp import LlamaCpp, transformers_logprobs
 
 from palestra import demo
-from palestra.export.out import to_gguf
+from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
 from palestra.models.loading import load_model
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "tools": "core",
     "algo": "core",
     "engine": "core",
-    "gguf": "core chat",
+    "gguf": "core",
     "models": "core chat gguf",
     "tracking": "core",
     "export": "core models gguf",

@@ -73,7 +73,7 @@ def test_a_model_becomes_a_hugging_face_folder(cli: Any, tmp_path: Path) -> None
     ("arguments", "words"),
     [
         (("palestra/tiny", "--to", "gguf", "--type", "q9"), "there is no GGUF type 'q9'"),
-        (("palestra/tiny", "--to", "ollama", "--name", "a b"), "Ollama takes no name like 'a b'"),
+        (("palestra/tiny", "--to", "ollama", "--name", "a b"), "'a b' is not a valid name in Ollama"),
         (("missing.gguf", "--to", "gguf"), "missing.gguf"),
         (("runs/none/model", "--to", "gguf"), "runs/none/model"),
         (("palestra/tiny", "--to", "exe"), "'exe' is not one of 'hf', 'gguf', 'ollama'"),

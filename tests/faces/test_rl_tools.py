@@ -282,6 +282,7 @@ class BaseEnv:
 
 def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folder, monkeypatch):
     (folder / "environments" / "gsm.py").write_text(ATROPOS)
+    monkeypatch.delenv("PALESTRA_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     manager = OneRun(folder / "home")
     tools = RlTools(manager, Site())

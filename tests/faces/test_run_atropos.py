@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.wire.atropos import EnvProcess, cache_folder, serve_command, write_tokenizer
+from palestra.core.files import cache_folder
+from palestra.wire.atropos import EnvProcess, serve_command, write_tokenizer
 
 DIGITS = Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py"
 VENV = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.core.files import cache_folder
 from palestra.runs.manager import RunManager, RunRequest
-from palestra.wire.atropos import cache_folder
 
 DIGITS = Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py"
 VENV = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,4 +1,4 @@
-"""Files on disk: written atomically, JSON lines read as a stream, new folders with unique names."""
+"""Files on disk: written atomically, JSON lines read as a stream, new folders with unique names, the cache folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def write_json(path: Path, data: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a crash leaves the old content or the new one, never half of each."""
     _write_lines(path, [text.encode()])
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -93,6 +107,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
+def cache_folder() -> Path:
+    """$PALESTRA_CACHE, or `palestra` in $XDG_CACHE_HOME, or ~/.cache/palestra."""
+    if own := os.environ.get("PALESTRA_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "palestra"
+
+
 def _json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
@@ -106,10 +127,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write aside, flush to disk, rename."""
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

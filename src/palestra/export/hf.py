@@ -1,7 +1,8 @@
-"""A trained model as a Hugging Face folder."""
+"""A model as a Hugging Face folder."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,17 @@ from safetensors import SafetensorError
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json
-from palestra.export.merge import merged_copy
+from palestra.export.source import read_record
 from palestra.models.adapters import RECORD, base_record
+from palestra.models.loading import load_model
+
+
+def to_hf(name: str, folder: Path) -> Path:
+    """The model, an adapter merged into its base, as a folder that every Hugging Face library loads."""
+    loaded = load_model(name, device="cpu")
+    record = read_record(Path(name).expanduser())
+    record.pop("base", None)  # of an adapter, which this is no longer
+    return save_hf(loaded.model, loaded.tokenizer, folder, record=record)
 
 
 def save_hf(
@@ -20,34 +30,47 @@ def save_hf(
 ) -> Path:
     """Save weights, generation config, tokenizer with its chat template, and `palestra.json`.
 
-    An adapter is saved as an adapter; with `merge` the folder is the whole model, and the adapter stands in `adapter/`.
-    Written aside and renamed, so that `folder` is whole or untouched.
+    An adapter is saved as an adapter; with `merge` the folder holds the whole model, and the adapter is in `adapter/`.
+    The folder is written under a temporary name and renamed, so that it is complete or untouched.
     """
     is_adapter = hasattr(model, "peft_config")
-    known = {**(record or {}), **(base_record(model) if is_adapter else {})}
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    record = dict(record or {})
+    adapter_record = {**record, **(base_record(model) if is_adapter else {})}
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        _write(merged_copy(model) if merge else model, aside)
-        tokenizer.save_pretrained(aside)
-        write_json(aside / RECORD, dict(record or {}) if merge else known)
+        partial.mkdir(parents=True)
+        _write(_merged_copy(model) if merge else model, partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / RECORD, record if merge else adapter_record)
         if merge and is_adapter:
-            _write(model, aside / "adapter")
-            write_json(aside / "adapter" / RECORD, known)
+            _write(model, partial / "adapter")
+            write_json(partial / "adapter" / RECORD, adapter_record)
         if folder.exists():
             shutil.rmtree(folder)
-        aside.rename(folder)
+        partial.rename(folder)
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise PalestraError(
-            f"the model could not be saved to {folder} ({why}); free some space or choose another path"
+            f"the model could not be saved to {folder} ({reason}); free some space or choose another path"
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
 def _write(model: Any, folder: Path) -> None:
-    # "auto" would ask the hub about the vocabulary of an adapter's base
+    # "auto" would ask the hub for the vocabulary of an adapter's base
     model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
+
+
+def _merged_copy(model: Any) -> Any:
+    """The base model with the adapter's weights added in; the adapter itself stays as it is."""
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise PalestraError(
+            "the base of this adapter is held in 4 bits, too coarse to merge into; save the adapter (merged=False), "
+            "then `palestra export FOLDER --to hf` merges it into the base in full precision"
+        )
+    return copy.deepcopy(model).merge_and_unload()

@@ -1,4 +1,4 @@
-"""A model for Ollama: the GGUF file, a Modelfile beside it, and `ollama create` where Ollama is."""
+"""A model for Ollama: the GGUF file, a Modelfile, and `ollama create` where Ollama is installed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
+from palestra.export.gguf import to_gguf
 from palestra.export.ollama_templates import TEMPLATES
-from palestra.export.out import to_gguf
 from palestra.export.source import ModelSource
-from palestra.gguf.architectures import architecture_of, fields_of
-from palestra.gguf.write import Progress, chat_template
+from palestra.gguf.config import config_to_gguf
+from palestra.gguf.tokenizer import chat_template
+from palestra.gguf.write import Progress
 from palestra.models.loading import TINY
 
-_MOST_CONTEXT = 8192  # longer ones cost memory that few machines have; `PARAMETER num_ctx` may be changed
+_MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?")
 _SAMPLING = {
     "temperature": "temperature",
@@ -32,7 +33,7 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class OllamaModel:
-    """What was made; `created` says whether Ollama has taken it, `command` makes it do so."""
+    """The files, whether Ollama has created the model from them, and the command that does."""
 
     name: str
     gguf: Path
@@ -50,9 +51,11 @@ def to_ollama(
     llama_cpp: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> OllamaModel:
-    """Write `folder` with the GGUF file and the Modelfile, and create the model where `ollama` is on PATH."""
+    """Write the GGUF file and the Modelfile to `folder`, and create the model if `ollama` is on PATH."""
     if not _NAME.fullmatch(name):
-        raise PalestraError(f"Ollama takes no name like {name!r}; use letters, digits, . - _ and one : before a tag")
+        raise PalestraError(
+            f"{name!r} is not a valid name in Ollama; use letters, digits, . - _ and one : before a tag"
+        )
     file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.')}-{type.lower()}.gguf"
     text = modelfile(source, file)
     gguf = to_gguf(source, folder / file, type=type, llama_cpp=llama_cpp, progress=progress)
@@ -66,7 +69,7 @@ def to_ollama(
 
 
 def modelfile(source: ModelSource, gguf: str) -> str:
-    """The Modelfile: weights, template, stops, sampling and the agent's instructions."""
+    """The text of the Modelfile: weights, template, stop strings, sampling and the agent's instructions."""
     template = TEMPLATES[family_of(source.tokenizer)]
     parameters: dict[str, Any] = {"num_ctx": _context(source)}
     for key, parameter in _SAMPLING.items():
@@ -82,7 +85,7 @@ def modelfile(source: ModelSource, gguf: str) -> str:
 
 
 def family_of(tokenizer: Any) -> str:
-    """Whose conversations the chat template writes."""
+    """The model family whose conversation format the chat template renders."""
     text = chat_template(tokenizer)
     if "macro tool_line(tool)" in text:
         return TINY
@@ -97,21 +100,20 @@ def family_of(tokenizer: Any) -> str:
     if "<|end|>" in text:
         return "phi3"
     raise PalestraError(
-        f"no template for Ollama is known that writes conversations like this model's; known are "
-        f"{', '.join(TEMPLATES)}. Use --to gguf and write a Modelfile for it"
+        f"there is no Ollama template for this model's conversation format; supported are {', '.join(TEMPLATES)}. "
+        "Use --to gguf and write a Modelfile for it"
     )
 
 
 def _default_system(tokenizer: Any) -> str:
-    """The system message that the template puts in by itself (Qwen 2.5, SmolLM2)."""
+    """The system message that the template inserts by default (Qwen 2.5, SmolLM2)."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    found = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
-    return found[1] if found else ""
+    match = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    return match[1] if match else ""
 
 
 def _context(source: ModelSource) -> int:
-    fields = fields_of(architecture_of(source.config), source.config)
-    return min(int(fields["context_length"]), _MOST_CONTEXT)
+    return min(int(config_to_gguf(source.config)["context_length"]), _MAX_CONTEXT)
 
 
 def _quoted(text: str) -> str:
@@ -121,10 +123,10 @@ def _quoted(text: str) -> str:
 
 
 def _create(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
         raise PalestraError(
-            f"Ollama did not take the model (exit {done.returncode}): {lines[-1]}. The files are complete; is Ollama "
-            f"running? Then: {shlex.join(command)}"
+            f"Ollama could not create the model (exit {result.returncode}): {lines[-1]}. The files are complete; "
+            f"start Ollama, then run: {shlex.join(command)}"
         )

@@ -1,7 +1,7 @@
-"""Chat templates in Ollama's language (Go's text/template), by family.
+"""Chat templates for Ollama (in Go's text/template), by model family.
 
-Each says what the Jinja template of its family says, but for the blanks in JSON, which Ollama leaves out. Text that a
-model's tool calls begin with stands as plain text, because Ollama reads from there what to look for in an answer.
+Each renders the same text as the Jinja template of its family, except that Ollama writes JSON without spaces. The text
+that begins a tool call is literal text in the template, because Ollama detects from it how calls look in an answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The system message and the tools, for families that have a place for both.
+# The system message with the tools, for families that support both.
 _HEAD = r"""
 {{- if or .System .Tools }}{{ "@OPEN@" }}{{ .System }}
 {{- if and .System .Tools }}{{ "@GAP@" }}{{ end }}
@@ -58,7 +58,7 @@ _SPACED_ARGUMENTS = (  # as palestra/tiny writes them
     r"""{{ $comma }}"{{ $name }}": {{ json $value }}{{ $comma = ", " }}{{ end }}}"""
 )
 
-# Tool results of one turn stand together in a message of the user; `$results` is true while it is open.
+# The tool results of one turn share a user message; `$results` is true while it is open.
 _CHATML = r"""
 {{- $results := false }}
 {{- range .Messages }}{{ $content := .Content }}
@@ -99,7 +99,7 @@ _MISTRAL = r"""
 {{- else if eq .Role "tool" }}{{ "[TOOL_RESULTS] {\"content\": " }}{{ json .Content }}{{ "}[/TOOL_RESULTS]" }}
 {{- end }}{{ end }}"""
 
-# Families without tools of their own, as `chat.families` teaches them: fenced JSON, results in a message of the user.
+# Families without a tool format of their own, as in `chat.families`: fenced JSON, results in a user message.
 _FENCED = r"""
 {{- $results := false }}{{ $due := @DUE@ }}
 {{- range .Messages }}{{ $content := .Content }}
@@ -127,13 +127,13 @@ _FIRST_USER = r"{{ if and $due $.Tools }}" + _LLAMA31_TOOLS + r"{{ end }}{{ $due
 
 @dataclass(frozen=True)
 class OllamaTemplate:
-    """A family's template and the strings at which an answer ends."""
+    """A family's template and the strings that end an answer."""
 
     text: str
     stops: tuple[str, ...]
 
 
-def _put(template: str, parts: Mapping[str, str]) -> str:
+def _fill(template: str, parts: Mapping[str, str]) -> str:
     for name, text in parts.items():
         template = template.replace(f"@{name}@", text)
     return template.strip("\n")
@@ -141,13 +141,13 @@ def _put(template: str, parts: Mapping[str, str]) -> str:
 
 def _chatml(tools: str, arguments: str = _ARGUMENTS, gap: str = r"\n\n", end: str = "") -> OllamaTemplate:
     parts = {**_IM, "GAP": gap, "TOOLS": tools, "ARGUMENTS": arguments}
-    return OllamaTemplate(_put(_HEAD + _CHATML, parts) + end, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    return OllamaTemplate(_fill(_HEAD + _CHATML, parts) + end, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
 
 
 def _llama3(head: str, tools: str, user_tools: str) -> OllamaTemplate:
     parts = {**_HEADER, "TOOLS": tools, "USER_TOOLS": user_tools}
     return OllamaTemplate(
-        _put(head + _LLAMA3, parts), ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+        _fill(head + _LLAMA3, parts), ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
     )
 
 
@@ -173,9 +173,9 @@ TEMPLATES = {
     "qwen3": _chatml(_QWEN_TOOLS, end=_NO_THINKING),
     "llama3": _llama3(_HEAD, _LLAMA3_TOOLS, ""),
     "llama3.1": _llama3(_LLAMA31_HEAD, "", _FIRST_USER),
-    "mistral": OllamaTemplate(_put(_MISTRAL, {}), ("[INST]", "[/INST]", "</s>")),
-    "gemma": OllamaTemplate(_put(_FENCED, {**_GEMMA, "TOOLS": _JSON_TOOLS}), ("<start_of_turn>", "<end_of_turn>")),
+    "mistral": OllamaTemplate(_fill(_MISTRAL, {}), ("[INST]", "[/INST]", "</s>")),
+    "gemma": OllamaTemplate(_fill(_FENCED, {**_GEMMA, "TOOLS": _JSON_TOOLS}), ("<start_of_turn>", "<end_of_turn>")),
     "phi3": OllamaTemplate(
-        _put(_HEAD + _FENCED, {**_PHI3, **_PHI3_HEAD, "TOOLS": _JSON_TOOLS}), ("<|user|>", "<|assistant|>", "<|end|>")
+        _fill(_HEAD + _FENCED, {**_PHI3, **_PHI3_HEAD, "TOOLS": _JSON_TOOLS}), ("<|user|>", "<|assistant|>", "<|end|>")
     ),
 }

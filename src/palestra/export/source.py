@@ -1,4 +1,4 @@
-"""What is exported: a model by any name, an adapter already merged."""
+"""The model to export, by any name; adapters are merged into their base."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from palestra.models.loading import canonical_name, load_model, load_tokenizer
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A whole model, its weights read as they are asked for, with what else an export tells."""
+    """A complete model, with weights that may be read lazily, and what else an export contains."""
 
-    name: str  # for people
+    name: str  # to display
     weights: Mapping[str, torch.Tensor]
     config: Any
     tokenizer: Any
     generation: Any  # transformers' GenerationConfig
-    instructions: str  # of the agent that it was trained as
+    instructions: str  # of the agent that it was trained for
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.weights.values())).dtype
 
 
-def open_source(name: str, shown_as: str | None = None) -> ModelSource:
-    """A model folder is read tensor by tensor; adapters are merged, and other names loaded, in memory."""
+def open_source(name: str, display_name: str | None = None) -> ModelSource:
+    """Open a model: folders are read tensor by tensor, adapters and other names are loaded into memory."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not is_adapter(folder):
-        return _from_folder(folder, shown_as or _shown_name(name))
+        return _from_folder(folder, display_name or _display_name(name))
     loaded = load_model(name, device="cpu")
     model = loaded.model
     return ModelSource(
-        shown_as or _shown_name(name),
+        display_name or _display_name(name),
         model.state_dict(),
         model.config,
         loaded.tokenizer,
@@ -50,12 +50,12 @@ def open_source(name: str, shown_as: str | None = None) -> ModelSource:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run left beside its model; nothing for models from elsewhere."""
+    """The record that a run saves beside its model; empty for other models."""
     path = folder / RECORD
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _shown_name(name: str) -> str:
+def _display_name(name: str) -> str:
     """`tiny` of palestra/tiny, `my-agent-20260131-101500` of the model folder in that run."""
     path = Path(canonical_name(name))
     path = path.parent if path.name == "model" else path
@@ -68,8 +68,8 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
     tokenizer = load_tokenizer(str(folder))
     try:
         config = AutoConfig.from_pretrained(folder)
-        has_own = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig()
+        has_generation = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
     except (OSError, ValueError) as error:
         raise PalestraError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
     instructions = str(read_record(folder).get("instructions") or "")

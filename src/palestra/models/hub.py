@@ -1,4 +1,4 @@
-"""Whether the hub can be asked: found out in seconds, not by retries."""
+"""Whether the Hugging Face hub can be reached, found out in seconds instead of by retries."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import threading
 import urllib.error
 import urllib.request
 
-_PATIENCE_S = 4.0
+_TIMEOUT_S = 4.0
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked; None when it answers."""
+    """Why the hub cannot be reached; None if it answers."""
     for variable in _OFFLINE:
         if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{variable} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answers: list[str | None] = []
-    # in a thread, for looking up a name may take longer than any timeout says
-    asking = threading.Thread(target=lambda: answers.append(_ask(endpoint)), daemon=True)
-    asking.start()
-    asking.join(_PATIENCE_S)
-    return answers[0] if answers else f"{endpoint} does not answer within {_PATIENCE_S:g} s"
+    results: list[str | None] = []
+    # in a thread, because a DNS lookup may take longer than the timeout of the request
+    thread = threading.Thread(target=lambda: results.append(_request(endpoint)), daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S)
+    return results[0] if results else f"{endpoint} does not answer within {_TIMEOUT_S:g} s"
 
 
-def _ask(endpoint: str) -> str | None:
+def _request(endpoint: str) -> str | None:
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE_S).close()
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        return None  # it answers, if not with what was asked for
+        return None  # an error status is an answer too
     except (OSError, ValueError) as error:
         return f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})"
     return None

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.gguf.read import SMOLLM2, converted, smollm2_file
+from palestra.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models import adapters
 from palestra.models.hub import unreachable
-from palestra.models.tokens import settle_model, settle_tokenizer
+from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 
 TINY = "palestra/tiny"
-SMALL_MODEL_WEIGHTS = 20_000_000
+_SMALL_MODEL_PARAMETERS = 20_000_000
 
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
 _REMEDY = (
@@ -33,7 +33,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer: the name it was asked for by, and the folder or hub id it came from."""
+    """A model with its tokenizer, the name it was loaded by, and the folder or hub id it came from."""
 
     model: Any
     tokenizer: Any
@@ -42,7 +42,7 @@ class LoadedModel:
 
 
 def canonical_name(name: str) -> str:
-    """The name without route prefixes, quantisation tag and `-GGUF`; local paths and .gguf files stay as they are."""
+    """The name without route prefixes, quantisation tag and `-GGUF`; local paths and .gguf files are unchanged."""
     if name.endswith(".gguf") or Path(name).expanduser().exists():
         return name
     bare = name
@@ -56,43 +56,43 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
     """Load palestra/tiny, palestra/smollm2, a local folder, a .gguf file or a hub id.
 
     The dtype `auto` is bfloat16 on a GPU, float32 on a CPU. A folder with a LoRA adapter gives its base with the
-    adapter merged in. `quantization` is a transformers quantisation config (4-bit weights stay where they are put).
+    adapter merged in. `quantization` is a transformers quantisation config (4-bit weights cannot be moved later).
     """
     source = canonical_name(name)
-    target = _device_of(device)
-    number_type = _dtype_of(dtype, target)
+    torch_device = _device_of(device)
+    torch_dtype = _dtype_of(dtype, torch_device)
     folder = _folder_of(source)
     if folder is not None and adapters.is_adapter(folder):
         if quantization is not None:
-            raise PalestraError(f"{name} is an adapter, and adapters are not loaded in 4 bits; save it merged first")
+            raise PalestraError(f"{name} is an adapter, which cannot be loaded in 4 bits; save it merged first")
         base = load_model(adapters.base_of(folder), dtype="float32", device=device)
-        model = adapters.merged(base.model, folder).to(number_type)
+        model = adapters.merge(base.model, folder).to(torch_dtype)
         tokenizer = _read(name, folder, source, _tokenizer) if _has_tokenizer(folder) else base.tokenizer
     else:
         tokenizer = _read(name, folder, source, _tokenizer)
-        model = _read(name, folder, source, lambda **where: _model(number_type, target, quantization, **where))
-    settle_tokenizer(tokenizer)
-    settle_model(model, tokenizer)
-    model.name_or_path = _portable(source)  # what an adapter trained on it will call its base
+        model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
+    set_tokenizer_defaults(tokenizer)
+    set_model_defaults(model, tokenizer)
+    model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
     choose_threads(model)
     return LoadedModel(model, tokenizer, name, str(folder or source))
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer alone, of a model that is held elsewhere."""
+    """The tokenizer alone."""
     source = canonical_name(name)
     tokenizer = _read(name, _folder_of(source), source, _tokenizer)
-    settle_tokenizer(tokenizer)
+    set_tokenizer_defaults(tokenizer)
     return tokenizer
 
 
 def choose_threads(model: Any) -> None:
-    """One CPU thread for a small model, unless OMP_NUM_THREADS says otherwise.
+    """One CPU thread for a small model, unless OMP_NUM_THREADS is set.
 
-    Its matrices are too small to share out: threads that wait for each other cost more than they save,
-    several times as much on a machine that is busy with other things too.
+    Its matrices are too small to split: synchronising threads costs more than it saves, several times as much on a
+    machine that is busy with other work.
     """
-    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < SMALL_MODEL_WEIGHTS:
+    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS:
         torch.set_num_threads(1)
 
 
@@ -113,22 +113,22 @@ def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, *
 
 
 def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:
-    """From a folder; a hub id from the local cache or, where it is not kept there, from the hub if that answers."""
+    """Load from a folder; a hub id from the local cache, or else from the hub if that can be reached."""
     where = {"pretrained_model_name_or_path": str(folder or source)}
     if folder is None:
         try:
             return load(local_files_only=True, **where)
         except (OSError, ValueError):
-            if why := unreachable():
+            if reason := unreachable():
                 raise PalestraError(
-                    f"the model {name!r} could not be loaded: it is not in the local cache, and {why}. {_REMEDY}"
+                    f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {_REMEDY}"
                 ) from None
-    with _explained(name):
+    with _explain_errors(name):
         return load(local_files_only=folder is not None, **where)
 
 
-def _portable(source: str) -> str:
-    """Our own names and hub ids as they are, for they mean the same on any machine; paths from the root."""
+def _portable_name(source: str) -> str:
+    """A name that works from every working directory: paths become absolute, palestra/ names and hub ids stay."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source
 
@@ -142,18 +142,18 @@ def _folder_of(source: str) -> Path | None:
     if source == TINY:
         return Path(__file__).parent / "tiny"
     if source == SMOLLM2:
-        return converted(smollm2_file())
+        return cached_conversion(smollm2_file())
     if source.endswith(".gguf"):
-        return converted(Path(source).expanduser())
+        return cached_conversion(Path(source).expanduser())
     if source.startswith("palestra/"):
-        raise PalestraError(f"there is no model {source!r}; the ones of that family are {TINY} and {SMOLLM2}")
+        raise PalestraError(f"there is no model {source!r}; palestra/ has {TINY} and {SMOLLM2}")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
-            raise PalestraError(f"the folder {folder} has no config.json, so it holds no model. {_REMEDY}")
+            raise PalestraError(f"the folder {folder} has no config.json, so it is not a model. {_REMEDY}")
         return folder
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.startswith("."):
-        raise PalestraError(f"there is no folder {source!r}, and it is no hub id such as Qwen/Qwen3-0.6B. {_REMEDY}")
+        raise PalestraError(f"there is no folder {source!r}, and it is not a hub id such as Qwen/Qwen3-0.6B. {_REMEDY}")
     return None
 
 
@@ -161,26 +161,26 @@ def _device_of(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        target = torch.device(device)
+        torch_device = torch.device(device)
     except RuntimeError:
         raise PalestraError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0") from None
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise PalestraError(f"device={device!r}, but no GPU can be used here; use device='auto' or 'cpu'")
-    return target
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise PalestraError(f"device={device!r}, but CUDA is not available; use device='auto' or 'cpu'")
+    return torch_device
 
 
 def _dtype_of(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in known:
-        raise PalestraError(f"dtype={dtype!r} is unknown; use auto, {', '.join(known)}")
-    return known[dtype]
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise PalestraError(f"dtype={dtype!r} is unknown; use auto, {', '.join(dtypes)}")
+    return dtypes[dtype]
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """transformers' failures to find or read a model, as one sentence with a remedy."""
+def _explain_errors(name: str) -> Iterator[None]:
+    """Turn transformers' errors about a missing or broken model into one sentence with a remedy."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -23,10 +23,6 @@ _LAST_POSTS_S = 5.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palestra"
-
-
 def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> Path:
     """The Python of a venv in `folder` that has atroposlib and `more`; made when it is not there yet."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_for_family
 
 from palestra import demo
-from palestra.export.out import to_gguf
+from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
 
 

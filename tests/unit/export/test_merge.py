@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.export.hf import save_hf
-from palestra.export.out import to_gguf, to_hf
+from palestra.export.gguf import to_gguf
+from palestra.export.hf import save_hf, to_hf
 from palestra.export.source import open_source
 from palestra.learner.lora import add_lora
 from palestra.models.loading import load_model
@@ -96,7 +96,7 @@ def test_an_adapter_for_another_shape_is_refused_by_name(adapted: tuple[Any, Pat
     other = Qwen3Config(hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, vocab_size=64)
     name = save_hf(AutoModelForCausalLM.from_config(other), tiny.tokenizer, tmp_path / "other")
     point_to(folder, name)
-    with pytest.raises(PalestraError, match=r"was made for another base than .*other"):
+    with pytest.raises(PalestraError, match=r"was trained on another base than .*other"):
         open_source(str(folder))
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_for_other_weights_of_the_same_shape_is_refused_by_name(
     with torch.no_grad():
         sibling.model.get_input_embeddings().weight.mul_(1.1)
     point_to(folder, save_hf(sibling.model, sibling.tokenizer, tmp_path / "sibling"))
-    with pytest.raises(PalestraError, match=r"was made for another base than .*sibling.*its weights are others"):
+    with pytest.raises(PalestraError, match=r"was trained on another base than .*sibling.*its weights are different"):
         to_hf(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

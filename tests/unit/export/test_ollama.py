@@ -219,13 +219,13 @@ def test_bad_names_instructions_and_templates_are_refused_before_anything_is_wri
     source: ModelSource, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(PalestraError, match="Ollama takes no name like 'my agent'"):
+    with pytest.raises(PalestraError, match="'my agent' is not a valid name in Ollama"):
         to_ollama(source, "my agent", out)
     with pytest.raises(PalestraError, match="three quotation marks"):
         to_ollama(replace(source, instructions='say """hi"""'), "a", out)
     strange = make_byte_level()
     strange.chat_template = "{{ messages }}"
-    with pytest.raises(PalestraError, match=r"known are palestra/tiny, chatml, qwen2"):
+    with pytest.raises(PalestraError, match=r"supported are palestra/tiny, chatml, qwen2"):
         to_ollama(replace(source, tokenizer=strange), "a", out)
     strange.chat_template = None
     with pytest.raises(PalestraError, match="has no chat template"):

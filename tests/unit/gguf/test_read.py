@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.gguf.read import convert, converted, smollm2_file
+from palestra.gguf.read import cached_conversion, convert, smollm2_file
 from palestra.models.loading import load_model
 
 gguf = pytest.importorskip("gguf", reason="pip install 'palestra[gguf]'")
@@ -110,9 +110,9 @@ def test_the_tokenizer_comes_along_with_its_special_and_its_added_tokens(tmp_pat
 
 def test_the_second_time_the_kept_folder_is_used(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", small_model("qwen2"), "qwen2")
-    folder = converted(path)
+    folder = cached_conversion(path)
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert converted(path) == folder
+    assert cached_conversion(path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert [p.name for p in folder.parent.iterdir()] == [folder.name], "nothing else is left behind"
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named_and_leaves_nothing(tmp_path: Path, share: float) -> None:
     whole = write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(PalestraError, match=r"cut\.gguf cannot be read as GGUF: it is cut short or broken"):
+    with pytest.raises(PalestraError, match=r"cut\.gguf cannot be read as GGUF: it is truncated or corrupt"):
         load_model(str(tmp_path / "cut.gguf"))
     assert not list((tmp_path / "cache").glob("gguf/*"))
 
@@ -147,7 +147,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(PalestraError, match=r"architecture mamba.*known are llama, qwen2"):
+    with pytest.raises(PalestraError, match=r"architecture mamba.*supported are llama, qwen2"):
         load_model(str(tmp_path / "m.gguf"))
 
 
@@ -157,7 +157,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_model(str(path))
 
 
-def test_an_unknown_way_to_cut_text_is_named(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama", pre="klingon")
     with pytest.raises(PalestraError, match="klingon"):
         load_model(str(path))
@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "occupied"))
     with pytest.raises(PalestraError, match="PALESTRA_CACHE"):
-        converted(write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama"))
+        cached_conversion(write_gguf(tmp_path / "m.gguf", small_model("llama"), "llama"))
 
 
 def test_smollm2_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

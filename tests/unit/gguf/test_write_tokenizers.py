@@ -19,7 +19,7 @@ from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CORPUS, LLAMA3, QWEN2, make_byte_level, make_sentencepiece, unicode_strings
 
 from palestra.core.errors import PalestraError
-from palestra.gguf.write_vocab import TokenType, read_vocabulary
+from palestra.gguf.tokenizer import tokenizer_to_gguf
 from palestra.models.loading import SMOLLM2, load_tokenizer
 
 # The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
@@ -85,13 +85,13 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_each_kind_of_tokenizer_is_known_to_llama_cpp(kind: str, tmp_path: Path) -> None:
     pre, make = KINDS[kind]
     tokenizer = make()
-    assert read_vocabulary(tokenizer, len(tokenizer)).pre == pre
+    assert tokenizer_to_gguf(tokenizer, len(tokenizer))["tokenizer.ggml.pre"] == pre
     assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), [*unicode_strings(150, seed=1), *CORPUS]) == []
 
 
 def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
     with pytest.raises(PalestraError, match=r"no pre-tokenizer that splits like this one: .*abc"):
-        read_vocabulary(make_byte_level("abc|" + QWEN2), 480)
+        tokenizer_to_gguf(make_byte_level("abc|" + QWEN2), 480)
 
 
 def test_a_unigram_tokenizer_is_refused_by_name() -> None:
@@ -100,19 +100,23 @@ def test_a_unigram_tokenizer_is_refused_by_name() -> None:
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)])))
     with pytest.raises(PalestraError, match="a Unigram tokenizer cannot be written as GGUF"):
-        read_vocabulary(tokenizer, 1)
+        tokenizer_to_gguf(tokenizer, 1)
 
 
 def test_tags_of_tool_calls_are_text_and_turn_marks_are_not(tiny_tokenizer: Any) -> None:
-    vocabulary = read_vocabulary(tiny_tokenizer, 1030)
-    kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    from gguf import TokenType
+
+    metadata = tokenizer_to_gguf(tiny_tokenizer, 1030)
+    types = metadata["tokenizer.ggml.token_type"]
+    kinds = dict(zip(metadata["tokenizer.ggml.tokens"], types, strict=True))
     assert kinds["<tool_call>"] == kinds["<think>"] == TokenType.USER_DEFINED
     assert kinds["<|im_start|>"] == kinds["<|im_end|>"] == TokenType.CONTROL
-    assert vocabulary.types[1024:] == [TokenType.UNUSED] * 6
-    assert vocabulary.special_ids == {"eos": 2, "padding": 0}
-    assert not vocabulary.add_bos
+    assert types[1024:] == [TokenType.UNUSED] * 6
+    ids = {key: value for key, value in metadata.items() if key.endswith("_token_id")}
+    assert ids == {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0}
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
 
 
 def test_a_beginning_is_added_only_where_the_tokenizer_adds_it() -> None:
-    assert read_vocabulary(make_sentencepiece(), 600).add_bos
-    assert not read_vocabulary(make_byte_level(), 480).add_bos
+    assert tokenizer_to_gguf(make_sentencepiece(), 600)["tokenizer.ggml.add_bos_token"] is True
+    assert tokenizer_to_gguf(make_byte_level(), 480)["tokenizer.ggml.add_bos_token"] is False

@@ -151,7 +151,7 @@ def test_an_adapter_folder_loads_onto_its_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"hidden_size": 64, "head_dim": 32}, "made for another base"), ({"num_hidden_layers": 1}, "has no layer")],
+    [({"hidden_size": 64, "head_dim": 32}, "trained on another base"), ({"num_hidden_layers": 1}, "has no layer")],
 )
 def test_an_adapter_for_another_base_is_named(tmp_path: Path, change: dict[str, int], words: str) -> None:
     from transformers import AutoModelForCausalLM

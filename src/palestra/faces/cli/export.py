@@ -64,7 +64,7 @@ def command(
 
 
 def _hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
-    from palestra.export.out import to_hf
+    from palestra.export.hf import to_hf
 
     with console.status("saving …"):
         to_hf(model, folder)
@@ -82,8 +82,8 @@ def _gguf_or_ollama(
     name: str | None,
     llama_cpp: str | None,
 ) -> dict[str, Any]:
+    from palestra.export.gguf import to_gguf
     from palestra.export.ollama import to_ollama
-    from palestra.export.out import to_gguf
     from palestra.export.source import open_source
 
     with console.status("opening the model …"):

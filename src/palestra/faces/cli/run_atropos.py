@@ -88,10 +88,10 @@ def _train(
 def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> NoReturn:
     """Replace this process by the environment, which posts to the API; the model's tokenizer is in the cache."""
     from palestra.core.config import RunConfig
-    from palestra.core.files import slug
+    from palestra.core.files import cache_folder, slug
     from palestra.faces.cli.common import load_libraries
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS
-    from palestra.wire.atropos import cache_folder, write_tokenizer
+    from palestra.wire.atropos import write_tokenizer
 
     config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
     python = _python((), console)
@@ -107,7 +107,8 @@ def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> 
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:
-    from palestra.wire.atropos import cache_folder, ensure_python
+    from palestra.core.files import cache_folder
+    from palestra.wire.atropos import ensure_python
 
     name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
     return ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))

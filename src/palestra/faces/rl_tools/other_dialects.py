@@ -26,7 +26,7 @@ def python_of(found: Found) -> Path | None:
     """The Python that can import an environment; None is ours."""
     if found.dialect != "atropos":
         return None
-    from palestra.wire.atropos import cache_folder
+    from palestra.core.files import cache_folder
 
     name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
     python = cache_folder() / name / "bin" / "python"
