@@ -22,6 +22,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel
 from palestra.rollout.collect import Collector, RewardFunction
+from palestra.tracking.jsonl import write_eval_rollouts
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, last_checkpoint, read_checkpoint
 from palestra.train.loop import Training, Watcher, run_evaluation, total_steps
@@ -75,11 +76,13 @@ def train_in_folder(
     training = Training(config, collector, scorer, learner, tracker, checkpoints, runner, watcher, state)
     try:
         before = training.evaluate("scoring before")
+        write_eval_rollouts(RunFolder(folder), "before", before.rollouts)
         if start is not None:
             learner.load(start)
             policy.refresh(state.policy_version)
         training.run()
         after = training.evaluate("scoring after")
+        write_eval_rollouts(RunFolder(folder), "after", after.rollouts)
     finally:
         tracker.close()
     path = save_hf(model, loaded.tokenizer, folder / "model", record=record)
