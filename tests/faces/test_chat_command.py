@@ -57,7 +57,7 @@ def test_commands_begin_with_a_slash(cli, agent_file, says):
     says("/help", "/reset", "/quit", "never asked")
     answer = cli("chat", "palestra/tiny", "--agent", str(agent_file()))
     assert answer.code == 0
-    assert answer.out.count("/reset forgets the conversation") == 2, "the greeting and /help"
+    assert answer.out.count("/reset starts a new conversation") == 2, "the greeting and /help"
     assert "a new conversation" in answer.out
     assert "never asked" not in answer.out
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
@@ -10,9 +13,12 @@ from typing import Any
 import pytest
 
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Message, Rollout, Score
 from palestra.evals.report import Change, EvalReport, Rate
-from palestra.report.charts import Marker, curve, smooth
+from palestra.report.charts import Marker, bar_panels_svg, curve, smooth
 from palestra.report.page import render
+from palestra.report.write import write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -84,6 +90,67 @@ def test_evaluations_on_the_way_are_marked():
     data = report()
     data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
     assert "held-out cases at step 3: 62.5 %" in render(data)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (("before", "after"), "There was no held-out evaluation"),
+        (("before",), "only after training: 90.0 % of 100 attempts passed"),
+    ],
+)
+def test_a_page_without_evaluations_says_so_and_shows_no_zeros(missing, words):
+    page = render(report() | {"changes": [], "transcripts": []} | dict.fromkeys(missing))
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert words in " ".join(page.split())
+    assert "0.0 %" not in page.replace("90.0 %", "")
+    assert "train.learning_rate" in page
+
+
+def rollout(problem_id: str, passed: bool) -> Rollout:
+    scores = {"right": Score(float(passed), passed)}
+    return Rollout(problem_id, (), (Message("user", "hi"),), "answered", scores=scores, reward=float(passed))
+
+
+def test_write_report_reads_what_the_run_is_from_its_folder(tmp_path):
+    tools = [{"type": "function", "function": {"name": "price"}}]
+    record = {"agent": "clerk", "instructions": "Be kind.", "tools": tools, "source": "my_agent.py"}
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig.build({"seed": 3}), record)
+    before, after = (EvalReport.of([rollout("a", passed)], 1.0) for passed in (False, True))
+    path = write_report(folder, before, after, [{"step": 1, "reward_mean": 0.5}], 12.0, device="a GPU")
+    assert path == folder.report_page
+    assert "Be kind." in path.read_text()
+    data = folder.report()
+    assert (data["agent"], data["tools"], data["seed"], data["seconds"]) == ("clerk", ["price"], 3, 12.0)
+    assert (data["before"]["pass_rate"]["rate"], data["after"]["pass_rate"]["rate"]) == (0.0, 1.0)
+    assert [change["name"] for change in data["changes"]] == ["right", "all measures"]
+    assert len(data["transcripts"]) == 1
+    assert data["environment"]["device"] == "a GPU"
+
+
+def test_write_report_without_evaluations(tmp_path):
+    folder = RunFolder.create(tmp_path, "wire", RunConfig(), {"env_url": "http://127.0.0.1:8001"})
+    assert (
+        "no held-out evaluation" in write_report(folder, None, None, [{"step": 1, "reward_mean": 0.5}], 1.0).read_text()
+    )
+    data = folder.report()
+    assert (data["agent"], data["before"], data["after"], data["changes"]) == ("wire", None, None, [])
+
+
+def test_the_report_needs_no_torch():
+    code = "import sys, palestra.report.write; assert not {'torch', 'click', 'rich'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bars_of_several_panels_stand_side_by_side_and_one_label_stands_out():
+    groups = {"one turn": {"speed": {"ours": 3.0, "theirs": 1.5}, "work": {"ours": 1.0, "theirs": 4.0}}}
+    svg = ET.fromstring(bar_panels_svg(groups, "a & b", highlight="ours"))
+    bars = svg.findall("{http://www.w3.org/2000/svg}rect")
+    assert [bar.get("class") for bar in bars] == ["bar highlight", "bar"] * 2
+    assert [float(bar.get("width", 0)) for bar in bars] == [210.0, 105.0, 52.5, 210.0]
+    assert bars[0].get("x") != bars[2].get("x")
 
 
 def test_smoothing_keeps_a_constant_and_the_length():

@@ -173,6 +173,34 @@ def test_a_training_that_was_killed_in_its_terminal_is_found_dead(cli, home, add
     (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
     assert run["state"] == "failed"
     assert run["reason"] == "its process has died; continue it with: palestra runs resume aaaa2222"
+    assert json.loads(cli("runs", "show", "aaaa", "--json").out)["state"] == "failed"
+    assert Index(home).row("aaaa2222").state == "running"  # looking changes nothing
+
+
+def test_gc_marks_the_runs_that_have_died_and_leaves_the_others_alone(cli, home, add_run):
+    from palestra.runs.processes import this_process
+
+    me = this_process()
+    add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
+    add_run("bbbb3333", [0.5], state="running", kind="foreground", pid=me.pid, born=me.born, ended=None)
+    add_run("cccc4444", [0.5])
+    assert cli("runs", "gc").out == "aaaa2222 clerk: failed\n"
+    assert [Index(home).row(run_id).state for run_id in ("aaaa2222", "bbbb3333", "cccc4444")] == [
+        "failed", "running", "completed",
+    ]  # fmt: skip
+    assert json.loads(cli("runs", "gc", "--json").out) == {"runs": [], "errors": []}
+
+
+def test_a_dead_run_can_be_removed_without_gc(cli, home, add_run):
+    add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
+    assert cli("runs", "rm", "aaaa", "--yes").code == 0
+    assert json.loads(cli("runs", "list", "--json").out)["count"] == 0
+
+
+def test_looking_at_runs_makes_no_index(cli, home):
+    assert cli("runs", "list").code == 0
+    assert cli("runs", "show", "nosuch").code == 2
+    assert not home.exists()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -191,6 +219,15 @@ def test_run_ids_are_completed(add_run):
     assert [item.value for item in complete.get_completions(["runs", "show"], "b")] == ["bbbb3333"]
     assert "runs" in [item.value for item in complete.get_completions([], "ru")]
     assert "runs" in COMMANDS
+
+
+def test_completing_run_ids_makes_no_index(home):
+    from click.shell_completion import ShellComplete
+
+    from palestra.faces.cli.main import cli as commands
+
+    assert ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE").get_completions(["runs", "show"], "") == []
+    assert not home.exists()
 
 
 def test_what_cannot_be_detached_is_refused(cli, home):

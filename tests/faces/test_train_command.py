@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from palestra.core.run_folder import RunFolder
+
 PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 
 
@@ -25,6 +27,9 @@ def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
     for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.json", "report.html", "model"):
         assert (run / name).exists(), name
     report = json.loads((run / "report.json").read_text())
+    folder = RunFolder.open(run)
+    assert folder.eval_names() == ["before", "after"]
+    assert len(list(folder.eval_rollouts("after"))) == report["after"]["pass_rate"]["n"]
     assert report["seed"] == 3
     assert report["after"]["pass_rate"]["rate"] == summary["held_out_after"]
     assert len(report["metrics"]) == 1

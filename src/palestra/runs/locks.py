@@ -1,4 +1,4 @@
-"""What an agent may not change: locked settings by profile, and the limits of a site. A site file changes both."""
+"""The settings that an agent may not change (by profile), and the limits of a site. A site file changes both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from palestra.core.yaml_config import load_yaml
 
 SITE_VARIABLE = "PALESTRA_SITE"
 SITE_FILE = "palestra.yaml"
-CHOSEN_AT_START = "chosen at start"  # a free loopback port, a folder of the run
+CHOSEN_AT_START = "chosen at start"  # a free loopback port, a folder in the run
 THE_MODEL = "the model's"  # follows model.name
 LockSection = Literal["env", "server", "trainer", "run"]
 
@@ -24,15 +24,17 @@ LockSection = Literal["env", "server", "trainer", "run"]
 class EnvLocks(Section):
     """Infrastructure settings of an environment."""
 
-    tokenizer_name: str | None = Field(None, description="whose tokenizer counts tokens")
-    rollout_server_url: str | None = Field(None, description="where the trajectory API is")
+    tokenizer_name: str | None = Field(None, description="the tokenizer that counts tokens")
+    rollout_server_url: str | None = Field(None, description="the URL of the trajectory API")
     use_wandb: bool | None = Field(None, description="metrics go to Weights & Biases too")
-    max_token_length: int | None = Field(None, ge=1, description="tokens of one attempt")
-    max_num_workers: int | None = Field(None, ge=1, description="attempts under way at once")
-    worker_timeout: int | None = Field(None, ge=1, description="seconds that one attempt may take")
+    max_token_length: int | None = Field(None, ge=1, description="tokens of one rollout")
+    max_num_workers: int | None = Field(None, ge=1, description="concurrent rollouts")
+    worker_timeout: int | None = Field(None, ge=1, description="seconds that one rollout may take")
     total_steps: int | None = Field(None, ge=1, description="optimizer steps of a run")
     steps_per_eval: int | None = Field(None, ge=0, description="steps between evaluations; 0 only before and after")
-    max_batches_offpolicy: int | None = Field(None, ge=0, description="policy versions that an attempt may lag behind")
+    max_batches_offpolicy: int | None = Field(
+        None, ge=0, description="staleness: policy versions that a rollout may lag behind"
+    )
     inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
     eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
 
@@ -41,37 +43,39 @@ class ServerLocks(Section):
     """The inference server that an environment samples from."""
 
     model_name: str | None = Field(None, description="the model that is trained and served")
-    base_url: str | None = Field(None, description="where it is served")
+    base_url: str | None = Field(None, description="the URL at which it is served")
     weight: float | None = Field(None, gt=0, description="its share among several servers")
-    num_requests_for_eval: int | None = Field(None, ge=1, description="evaluation requests under way at once")
+    num_requests_for_eval: int | None = Field(None, ge=1, description="concurrent evaluation requests")
     timeout: int | None = Field(None, ge=1, description="seconds that one answer may take")
-    server_type: Literal["sglang", "vllm", "openai"] | None = Field(None, description="the form of its requests")
+    server_type: Literal["sglang", "vllm", "openai"] | None = Field(None, description="the API that it speaks")
 
 
 class TrainerLocks(Section):
     """The trainer."""
 
     lora_rank: int | None = Field(None, ge=0, description="rank of the adapter; 0 trains all weights")
-    learning_rate: float | None = Field(None, gt=0, description="of the optimizer")
+    learning_rate: float | None = Field(None, gt=0, description="learning rate of the optimizer")
     max_token_trainer_length: int | None = Field(None, ge=1, description="tokens of one forward and backward")
-    checkpoint_dir: str | None = Field(None, description="where checkpoints are kept")
+    checkpoint_dir: str | None = Field(None, description="folder of the checkpoints")
     save_checkpoint_interval: int | None = Field(None, ge=0, description="steps between checkpoints")
 
 
 class Limits(Section):
-    """How much an agent may ask for."""
+    """The limits of an agent's requests."""
 
-    status_check_minutes: float = Field(30.0, ge=0, description="between two looks at a run whose state is the same")
-    active_runs: int = Field(20, ge=1, description="runs that are going on or waiting; the machine decides which go on")
+    status_check_minutes: float = Field(
+        30.0, ge=0, description="minutes between two status checks of a run whose state has not changed"
+    )
+    active_runs: int = Field(20, ge=1, description="runs that are running or queued")
     test_completions: int = Field(2048, ge=2, description="num_steps × group_size of one model in rl_test_inference")
     test_models: int = Field(16, ge=1, description="models in one rl_test_inference")
-    test_minutes: float = Field(10.0, gt=0, description="for one model in rl_test_inference")
-    test_models_at_once: int = Field(4, ge=1, description="models that are tested side by side")
-    test_requests_at_once: int = Field(16, ge=1, description="requests under way at once, for one tested model")
+    test_minutes: float = Field(10.0, gt=0, description="minutes for one model in rl_test_inference")
+    test_models_at_once: int = Field(4, ge=1, description="models that are tested concurrently")
+    test_requests_at_once: int = Field(16, ge=1, description="concurrent requests for one tested model")
 
 
 class Inference(Section):
-    """Where rl_test_inference asks, unless the environment variables say it (OPENROUTER_API_KEY, OPENAI_BASE_URL)."""
+    """The endpoint of rl_test_inference, if OPENROUTER_API_KEY and OPENAI_BASE_URL are not set."""
 
     base_url: str | None = Field(None, description="an OpenAI-style endpoint, up to and including /v1")
     api_key_env: str = Field("OPENAI_API_KEY", description="the environment variable that holds its key")
@@ -79,57 +83,57 @@ class Inference(Section):
 
 
 class Site(Section):
-    """The site file, palestra.yaml: which profile, what is locked besides, what is not locked after all, and limits."""
+    """The site file, palestra.yaml: the profile, further locks, locks of the profile that are lifted, and limits."""
 
     profile: Literal["local", "tinker"] = "local"
     env: EnvLocks = Field(default_factory=EnvLocks)
     server: ServerLocks = Field(default_factory=ServerLocks)
     trainer: TrainerLocks = Field(default_factory=TrainerLocks)
     run: dict[str, Any] = Field(default_factory=dict, description="any setting of a run, by its dotted name")
-    unlock: list[str] = Field(default_factory=list, description="locks of the profile that do not hold here")
+    unlock: list[str] = Field(default_factory=list, description="locks of the profile that are lifted")
     maximum: dict[str, float] = Field(default_factory=dict, description="the largest value of a setting of a run")
     limits: Limits = Field(default_factory=Limits)
     inference: Inference = Field(default_factory=Inference)
 
     @field_validator("run", "maximum")
     @classmethod
-    def _known_settings(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _known_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
         known = RunConfig.keys()
-        for key in given:
+        for key in settings:
             if key not in known:
                 raise ValueError(f"unknown setting {key!r}.{did_you_mean(key, known)}")
-        return given
+        return settings
 
     @field_validator("maximum")
     @classmethod
-    def _numbers(cls, given: dict[str, float]) -> dict[str, float]:
-        for key in given:
+    def _numbers(cls, maximum: dict[str, float]) -> dict[str, float]:
+        for key in maximum:
             if not any(word in type_name(RunConfig.settings()[key].annotation) for word in ("int", "float")):
                 raise ValueError(f"{key} is not a number, so it has no maximum; lock it under run: instead")
-        return given
+        return maximum
 
     @field_validator("run")
     @classmethod
-    def _valid_settings(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _valid_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
         try:
-            RunConfig.build(given)
+            RunConfig.build(settings)
         except PalestraError as error:
             raise ValueError(str(error)) from None
-        return given
+        return settings
 
     @field_validator("unlock")
     @classmethod
-    def _known_locks(cls, given: list[str]) -> list[str]:
+    def _known_locks(cls, unlock: list[str]) -> list[str]:
         known = [f"{section}.{name}" for section, name in _FIELDS]
-        for name in given:
+        for name in unlock:
             if name not in known:
                 raise ValueError(f"there is no lock {name!r}.{did_you_mean(name, known)}")
-        return given
+        return unlock
 
 
 @dataclass(frozen=True)
 class Lock:
-    """One setting that only the site decides. `setting` is the run's own setting that it holds, if it has one."""
+    """One setting that only the site decides. `setting` is the setting of RunConfig that it sets, if there is one."""
 
     section: LockSection
     name: str
@@ -144,14 +148,14 @@ class Lock:
 
     @property
     def is_open(self) -> bool:
-        """Its value is only known when the run starts, or follows another setting."""
+        """Its value is only known when the run starts, or depends on another setting."""
         return self.value in (CHOSEN_AT_START, THE_MODEL)
 
 
 _SECTIONS: dict[str, type[Section]] = {"env": EnvLocks, "server": ServerLocks, "trainer": TrainerLocks}
 _FIELDS = [(section, name) for section, model in _SECTIONS.items() for name in model.model_fields]
 
-# A lock -> the setting of a run that it decides.
+# A lock -> the setting of RunConfig that it sets.
 _SETTINGS = {
     "env.use_wandb": "track.report_to",
     "env.max_token_length": "rollout.max_new_tokens",
@@ -168,7 +172,7 @@ _SETTINGS = {
 
 
 def _local() -> dict[str, Any]:
-    """What the model and the machine at hand give."""
+    """Values that follow from the model and this machine."""
     workers = 16 * (os.cpu_count() or 1)
     return {
         "env.tokenizer_name": THE_MODEL,
@@ -214,11 +218,11 @@ def _tinker() -> dict[str, Any]:
 
 
 def locks_of(site: Site) -> list[Lock]:
-    """Every lock that holds: the profile's, then the site's own."""
+    """All locks: the profile's, then the site's own."""
     values = _local() if site.profile == "local" else _tinker()
     for section in _SECTIONS:
-        given = getattr(site, section).model_dump(exclude_none=True)
-        values |= {f"{section}.{name}": value for name, value in given.items()}
+        own = getattr(site, section).model_dump(exclude_none=True)
+        values |= {f"{section}.{name}": value for name, value in own.items()}
     locks = [_lock(key, value) for key, value in values.items() if key not in site.unlock]
     taken = {lock.setting for lock in locks if not lock.is_open}
     settings = RunConfig.settings()
@@ -237,9 +241,9 @@ def _lock(key: str, value: Any) -> Lock:
 
 
 def locked_settings(locks: list[Lock]) -> dict[str, Any]:
-    """The locks that decide settings of a run, as those settings."""
-    held = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open}
-    return {key: _as_setting(key, lock.value) for key, lock in held.items()}
+    """The settings of RunConfig that are locked, with their values."""
+    by_setting = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open}
+    return {key: _as_setting(key, lock.value) for key, lock in by_setting.items()}
 
 
 def _as_setting(key: str, value: Any) -> Any:
@@ -249,7 +253,7 @@ def _as_setting(key: str, value: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """A type as one reads it: `int`, `float | None`, `'a' | 'b'`."""
+    """A type as text: `int`, `float | None`, `'a' | 'b'`."""
     if isinstance(kind, type):
         return kind.__name__
     text = str(kind).replace("typing.", "").replace("NoneType", "None")
@@ -257,13 +261,13 @@ def type_name(kind: Any) -> str:
 
 
 def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Site:
-    """The site file: the one given, the one that PALESTRA_SITE names, ./palestra.yaml, or none at all."""
+    """The site file: `path`, the one that PALESTRA_SITE names, ./palestra.yaml, or the defaults."""
     named = path or (Path(environ[SITE_VARIABLE]) if environ.get(SITE_VARIABLE) else None)
     file = named or Path(SITE_FILE)
     if not file.is_file():
         if named is None:
             return Site()
-        raise PalestraError(f"there is no site file {file}; {SITE_VARIABLE} names it. `palestra locks` shows the form")
+        raise PalestraError(f"there is no site file {file}; {SITE_VARIABLE} names it. see `palestra locks --help`")
     sections = load_yaml(file)
     try:
         return Site.model_validate({key: value for key, value in sections.items() if value is not None})

@@ -36,8 +36,7 @@ def find_run(word: str) -> FoundRun | None:
     for path in _folders(word):
         row = next((row for row in rows if Path(row.folder).resolve() == path.resolve()), None)
         if row is not None or RunFolder(path).has_begun:
-            folder = RunFolder.open(path) if RunFolder(path).has_begun else RunFolder(path)
-            return FoundRun(folder, None if row is None else row.run_id)
+            return FoundRun(RunFolder(path), None if row is None else row.run_id)
     matches = (
         [row for row in rows if row.run_id == word]
         or [row for row in rows if word and row.run_id.startswith(word)]
@@ -86,7 +85,8 @@ def model_of(word: str) -> tuple[str, Path]:
             f"the run {run.folder.path} has no trained model yet; continue it with: "
             f"palestra train --resume {run.folder.path}"
         )
-    return str(run.folder.model), run.folder.export
+    folder = RunFolder.open(run.folder.path)
+    return str(folder.model), folder.export
 
 
 def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:

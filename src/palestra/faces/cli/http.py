@@ -1,4 +1,4 @@
-"""`palestra http`: the tools for whoever can send a request."""
+"""`palestra http`: the rl_* tools over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.faces.cli.serve import address_options
 @address_options(8003)
 @settings.debug_option
 def command(host: str, port: int, token: str | None) -> None:
-    """Serve the ten rl_* tools over HTTP, described at /docs and /openapi.json.
+    """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json.
 
     \b
     palestra http

@@ -1,4 +1,4 @@
-"""`palestra mcp`: the tools for an agent that speaks the Model Context Protocol."""
+"""`palestra mcp`: the rl_* tools over the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(over_http: bool, host: str, port: int, token: str | None) -> None:
     palestra mcp --http               many clients at http://127.0.0.1:8002/mcp
     claude mcp add palestra -- palestra mcp
 
-    What an agent may not change is shown by `palestra locks`.
+    `palestra locks` shows the settings that an agent may not change.
     """
     try:
         from palestra.faces.mcp_server import http_app, make_server, serve_stdio

@@ -1,4 +1,4 @@
-"""`palestra tools`: what the rl_* tools look like to a model."""
+"""`palestra tools`: the schemas of the rl_* tools."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import click
 
 @click.group("tools")
 def command() -> None:
-    """The rl_* tools by which an agent trains models."""
+    """The rl_* tools, with which an agent trains models."""
 
 
 @command.command("schema")
 @click.option("--json/--list", "as_json", default=True, help="The schemas (default), or a line for each tool.")
 def schema(as_json: bool) -> None:
-    """Print the schemas of the tools, in the form of OpenAI's function calling."""
+    """Print the schemas of the tools, in OpenAI's function-calling format."""
     from palestra.faces.rl_tools import tool_schemas
 
     schemas = tool_schemas()

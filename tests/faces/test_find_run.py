@@ -1,0 +1,113 @@
+"""One function finds a run by its id, name or folder; every command that takes a run or a model uses it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import FORMAT, RunFolder
+from palestra.faces.cli.find_run import find_run, model_of, require_run, require_run_id
+from palestra.runs.index import Index
+from palestra.runs.processes import this_host
+
+AddRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def add_run(home: Path, tmp_path: Path) -> AddRun:
+    """A run in the index whose folder is not in ./runs."""
+
+    def add(run_id: str, name: str, folder: str, model: bool = True) -> RunFolder:
+        run = RunFolder.create(tmp_path, name, RunConfig(), {}, at=tmp_path / "elsewhere" / folder)
+        if model:
+            run.model.mkdir()
+        now = time.time()
+        Index(home).add(
+            run_id=run_id, name=name, environment=name, folder=str(run.path), state="completed", host=this_host(),
+            created=now, launched=now, started=now, ended=now, kind="foreground",
+        )  # fmt: skip
+        return run
+
+    return add
+
+
+def test_a_run_is_found_by_id_beginning_name_folder_and_model(add_run: AddRun, tmp_path: Path) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-20260131-101500")
+    add_run("p2x7bbbb", "other", "other-20260131-101500")
+    words = ["k3f9aaaa", "k3f9", "clerk", "clerk-20260131-101500", str(run.path), f"{run.path}/", str(run.model)]
+    words.append(str(run.path.relative_to(tmp_path)))
+    for word in words:
+        found = find_run(word)
+        assert found is not None, word
+        assert found.folder.path.resolve() == run.path, word
+        assert require_run_id(word) == found.run_id == "k3f9aaaa", word
+        assert require_run(word).path.resolve() == run.path, word
+        model, export = model_of(word)
+        assert (Path(model).resolve(), export.resolve()) == (run.model, run.export), word
+
+
+def test_a_folder_in_runs_is_found_by_its_name_without_an_index(home: Path, tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "runs", "clerk", RunConfig(), {})
+    found = find_run(run.path.name)
+    assert found is not None
+    assert (found.folder.path, found.run_id) == (Path("runs") / run.path.name, None)
+    with pytest.raises(PalestraError, match="not in the index of runs; `palestra train --resume"):
+        require_run_id(run.path.name)
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("word", ["palestra/tiny", "Qwen/Qwen3-0.6B", "gpt2", "some/clerk", "nosuch", ""])
+def test_other_words_mean_models(add_run: AddRun, word: str) -> None:
+    add_run("k3f9aaaa", "clerk", "clerk-20260131-101500")
+    assert find_run(word) is None
+    assert model_of(word) == (word, Path("export"))
+
+
+def test_a_name_that_several_runs_have_is_refused_with_their_ids(add_run: AddRun) -> None:
+    add_run("k3f9aaaa", "clerk", "clerk-1")
+    add_run("k3x7bbbb", "clerk", "clerk-2")
+    for word in ("clerk", "k3"):
+        with pytest.raises(PalestraError, match=f"2 runs match '{word}'; give one id: k3x7bbbb, k3f9aaaa"):
+            find_run(word)
+
+
+@pytest.mark.parametrize("arguments", [("serve",), ("chat",), ("export", "--to", "hf"), ("eval", "--model.name")])
+def test_every_command_with_a_model_takes_a_run(cli: Any, add_run: AddRun, arguments: tuple[str, ...]) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
+    for word in ("k3f9", "clerk", str(run.path)):
+        answer = cli(*arguments, word) if arguments[0] == "eval" else cli(arguments[0], word, *arguments[1:])
+        assert answer.code == 2
+        assert f"{run.path} has no trained model yet" in answer.err
+        assert f"palestra train --resume {run.path}" in answer.err
+
+
+def test_env_commands_take_the_model_of_a_run(cli: Any, add_run: AddRun) -> None:
+    add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
+    for option in ("--model", "--model.name"):
+        assert "has no trained model yet" in cli("env", "evaluate", "calculator", option, "k3f9").err
+
+
+def test_a_run_is_resumed_by_its_id(cli: Any, add_run: AddRun) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1")
+    assert f"{run.path} was started from Python" in cli("train", "--resume", "k3f9").err
+
+
+def test_a_newer_run_folder_is_refused_by_every_command(cli: Any, add_run: AddRun) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1")
+    run.record_file.write_text(json.dumps({"format": FORMAT + 1, "name": "clerk"}))
+    for arguments in (("train", "--resume"), ("serve",), ("chat",)):
+        assert f"format {FORMAT + 1}, and this Palestra reads formats up to {FORMAT}" in cli(*arguments, "k3f9").err
