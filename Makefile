@@ -5,13 +5,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: demo test lint clean
+.PHONY: demo check test test-slow lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
 
+check: lint  ## style, types, unit and contract tests: a few minutes, for every commit
+	$(BIN)/python scripts/run_tests.py tests/unit tests/contract tests/test_layers.py
+
 test: lint  ## everything that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(BIN)/python scripts/run_tests.py
+
+test-slow: lint  ## everything, and what CI samples in full: every dataset of reasoning-gym
+	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
 
 lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,13 +16,13 @@ def test_the_code_is_the_example_file():
     assert example.split('"""\n\n', 1)[1] == CODE
 
 
-def test_the_code_runs_as_given(tmp_path):
+def test_the_code_runs_as_given(tmp_path, monkeypatch, capsys):
     short = CODE.replace('"train.max_steps": 15', '"train.max_steps": 1')
     assert short != CODE
     (tmp_path / "my_agent.py").write_text(short)
-    done = subprocess.run([sys.executable, "my_agent.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+% -> \d+% of the held-out cases pass", done.stdout)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("my_agent.py", run_name="__main__")
+    assert re.search(r"\d+% -> \d+% of the held-out cases pass", capsys.readouterr().out)
 
 
 def test_what_it_links_to_exists():

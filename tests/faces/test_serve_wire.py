@@ -91,7 +91,7 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, tmp_path):
+def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, cli, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     wire = ["--env-url", api, "--serve-port", port]
@@ -104,11 +104,10 @@ def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, 
         time.sleep(0.05)
     trainer.kill()
     _, said = trainer.communicate()
-    trainer, _ = start(tmp_path, *wire, "--resume", str(run))
-    out, err = trainer.communicate(timeout=120)
+    resumed = cli("train", *wire, "--resume", str(run), "--json")
     environment.done.set()
-    assert trainer.returncode == 0, err
-    summary = json.loads(out.splitlines()[-1])
+    assert resumed.code == 0, resumed.err
+    summary = json.loads(resumed.out.splitlines()[-1])
     assert summary["steps"] == 5
     rows = steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

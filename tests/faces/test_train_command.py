@@ -12,7 +12,13 @@ from pathlib import Path
 
 from palestra.core.run_folder import RunFolder
 
-PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
+# A background job of a script ignores SIGINT, and so do its children unless they take it back.
+INTERRUPTIBLE = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from palestra.faces.cli.main import main; main()",
+]
 
 
 def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
@@ -69,17 +75,16 @@ def test_measure_that_raises_is_recorded_and_training_goes_on(cli, agent_file):
     assert "the scales are broken" in rollout["scores"]["right_price"]["reason"]
 
 
-def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(agent_file, tmp_path):
-    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.4)\n    return str(ctx.expect)")
-    path = agent_file(slow)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path):
+    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.2)\n    return str(ctx.expect)")
     first = subprocess.Popen(
-        [*PALESTRA, "train", str(path), "--train.max_steps", "6", "--eval.cases", "1"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        [*INTERRUPTIBLE, "train", str(agent_file(slow)), "--train.max_steps", "5", "--eval.cases", "1"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert first.stdout is not None
     for line in first.stdout:
-        if line.startswith("step 2/6"):
+        if line.startswith("step 2/5"):
             first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=60)
     assert first.returncode == 130, err
@@ -87,12 +92,10 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(agent_fil
     command = shlex.split(next(line for line in err.splitlines() if "--resume" in line))
     assert command[:3] == ["palestra", "train", "--resume"]
 
-    second = subprocess.run(
-        [*PALESTRA, *command[1:], "--json"], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert second.returncode == 0, second.stderr
-    run = tmp_path / json.loads(second.stdout.splitlines()[-1])["run_dir"]
+    second = cli(*command[1:], "--json")
+    assert second.code == 0, second.err
+    run = Path(json.loads(second.out.splitlines()[-1])["run_dir"])
     assert run.name == Path(command[3]).name
-    assert "going on from step" in second.stderr
+    assert "going on from step" in second.err
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2, 3, 4, 5]

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-STEPS = 12
+from palestra.faces.cli.main import run as palestra
+
+STEPS = 9
 ARGUMENTS = [
     "--train.max_steps", str(STEPS), "--checkpoint.every", "1", "--train.problems_per_step", "3",
     "--rollout.group_size", "4", "--eval.cases", "6", "--seed", "5",
@@ -21,15 +24,20 @@ ARGUMENTS = [
 TIMED = ("seconds", "per_second", "per_s", "memory")
 
 
+def train(folder: Path, *arguments: str) -> int:
+    """`palestra train` in this process, in a folder of its own; its exit status."""
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return palestra(["train", *arguments])
+
+
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """The same in a process that can be killed, with as many threads: sums are then added up in the same order."""
+    folder.mkdir()
     command = [sys.executable, "-m", "palestra", "train", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()[-2000:]
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run_of(folder: Path) -> Path:
@@ -53,38 +61,33 @@ def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: rand
         time.sleep(0.02)
     time.sleep(rng.random() * 0.5)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.wait()
     assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("adapter", [[], ["--lora.r", "4"]], ids=["full", "lora"])
 def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path: Path, adapter: list[str]) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    straight.mkdir()
-    broken.mkdir()
-    finish(start(straight, *ARGUMENTS, *adapter))
     victim = start(broken, *ARGUMENTS, *adapter)
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
     assert len(metrics(run_of(broken))) < STEPS
-    finish(start(broken, "--resume", str(run_of(broken))))
+    assert train(broken, "--resume", str(run_of(broken))) == 0
+    assert train(straight, *ARGUMENTS, *adapter) == 0
 
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert_same_run(run_of(broken), run_of(straight), name)
 
 
-def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     straight, longer = tmp_path / "straight", tmp_path / "longer"
-    straight.mkdir()
-    longer.mkdir()
     constant = ["--train.scheduler", "constant"]  # others end where the run was to end
-    finish(start(straight, *ARGUMENTS, *constant, "--train.max_steps", "5"))
-    finish(start(longer, *ARGUMENTS, *constant, "--train.max_steps", "3"))
+    assert train(straight, *ARGUMENTS, *constant, "--train.max_steps", "5") == 0
+    assert train(longer, *ARGUMENTS, *constant, "--train.max_steps", "3") == 0
     run = run_of(longer)
-    shorter = start(longer, "--resume", str(run), "--train.max_steps", "3")
-    _, errors = shorter.communicate(timeout=100)
-    assert shorter.returncode != 0
-    assert b"longer, not shorter" in errors
-    finish(start(longer, "--resume", str(run), "--train.max_steps", "5"))
+    capsys.readouterr()
+    assert train(longer, "--resume", str(run), "--train.max_steps", "3") != 0
+    assert "longer, not shorter" in capsys.readouterr().err
+    assert train(longer, "--resume", str(run), "--train.max_steps", "5") == 0
     assert_same_run(run, run_of(straight), "model.safetensors")
     assert "max_steps: 5" in (run / "config.yaml").read_text()
 

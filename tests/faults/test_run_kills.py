@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 kills = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run_kills.py"))
-STEPS = 14
+STEPS = 10
 
 
 @pytest.mark.timeout(900)

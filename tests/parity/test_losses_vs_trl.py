@@ -8,6 +8,8 @@ import itertools
 import math
 import textwrap
 from collections import defaultdict
+from functools import cache
+from importlib.util import find_spec
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -20,9 +22,8 @@ from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
 from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 
-pytest.importorskip("trl")
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import nanstd
+if find_spec("trl") is None:
+    pytest.skip("pip install trl", allow_module_level=True)
 
 
 def policy_loss(objective, logprobs, old, row, advantages, **more):
@@ -34,6 +35,14 @@ ROWS, LENGTH, MAX_COMPLETION = 6, 9, 12
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CAP = 1.1  # low enough that both sides of it occur
+
+
+@cache
+def trl_trainer() -> Any:
+    """TRL's trainer, imported when the first test runs: it takes seconds, which collecting the tests need not."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return GRPOTrainer
 
 
 def _masks(pattern: str) -> tuple[Tensor, Tensor | None]:
@@ -73,18 +82,15 @@ def _mask(batch: dict[str, Any]) -> Tensor:
     return batch["completion_mask"] if batch["tool_mask"] is None else batch["completion_mask"] * batch["tool_mask"]
 
 
+@cache
 def _trl_block(method: str, assigned: str) -> CodeType:
     """The `if` statement in one of TRL's methods that assigns a variable, compiled by itself."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(GRPOTrainer, method))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(trl_trainer(), method))))
     for node in ast.walk(tree):
         first_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if isinstance(node, ast.If) and assigned in first_names:
             return compile(ast.Module([node], []), f"trl:{method}", "exec")
     raise AssertionError(f"TRL's {method} no longer assigns {assigned}")
-
-
-IMPORTANCE_BLOCK = _trl_block("_generate_and_score_completions", "vllm_importance_sampling_ratio")
-ADVANTAGE_BLOCK = _trl_block("_generate_and_score_completions", "mean_grouped_rewards")
 
 
 def _trl_importance_ratio(mode: str, batch: dict[str, Any]) -> Tensor:
@@ -104,7 +110,7 @@ def _trl_importance_ratio(mode: str, batch: dict[str, Any]) -> Tensor:
         "old_per_token_logps": batch["old"],
         "sampling_per_token_logps": batch["sampler"],
     }
-    exec(IMPORTANCE_BLOCK, scope)
+    exec(_trl_block("_generate_and_score_completions", "vllm_importance_sampling_ratio"), scope)
     return scope["vllm_importance_sampling_ratio"]
 
 
@@ -113,8 +119,8 @@ def _trl_trainer(objective: Objective, logprobs: Tensor, entropy: Tensor, coeffi
     corrected = objective.importance_correction != "none"
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
-        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
-        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=trl_trainer().get_off_policy_mask,
+        get_gamma_weights=trl_trainer().get_gamma_weights,
         args=SimpleNamespace(
             use_bias_correction_kl=objective.kl_bias_correction,
             delta=objective.delta,
@@ -171,7 +177,7 @@ def _trl_loss(objective: Objective, batch: dict[str, Any], coefficient: float = 
         inputs = {name: value for name, value in inputs.items() if value is not None}  # as TRL leaves them out
         if objective.importance_correction != "none":
             inputs["importance_sampling_ratio"] = _trl_importance_ratio(objective.importance_correction, part)
-        total = total + GRPOTrainer._compute_loss(trainer, None, inputs)
+        total = total + trl_trainer()._compute_loss(trainer, None, inputs)
     total.backward()
     return total.detach(), logprobs.grad, entropy.grad, trainer._metrics["train"]
 
@@ -295,6 +301,8 @@ def test_reported_metrics_equal_trls() -> None:
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_trls(scale: str) -> None:
+    from trl.trainer.utils import nanstd
+
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rewards[4:8] = 0.3
     scope = {
@@ -308,7 +316,7 @@ def test_advantages_equal_trls(scale: str) -> None:
         "rewards_per_func": rewards[:, None],
         "unscorable_mask": torch.zeros(12, dtype=torch.bool),
     }
-    exec(ADVANTAGE_BLOCK, scope)
+    exec(_trl_block("_generate_and_score_completions", "mean_grouped_rewards"), scope)
     ours = our_advantages(rewards, torch.arange(12) // 4, scale=scale)
     torch.testing.assert_close(ours, scope["advantages"], rtol=1e-6, atol=1e-9)
 
@@ -321,7 +329,7 @@ def test_entropy_controller_moves_as_trls_defaults_do(entropy: float) -> None:
     vars(trainer).update(use_adaptive_entropy=True, _last_world_entropy=0.0, _entropy_window_stats=None)
     vars(trainer.args).update(entropy_target=0.5, entropy_coef_delta=0.005, entropy_coef_max=1.0, entropy_coef_min=0.0)
     ids = torch.zeros(ROWS, 1, dtype=torch.long)
-    GRPOTrainer._compute_loss(
+    trl_trainer()._compute_loss(
         trainer,
         None,
         {

@@ -1,15 +1,43 @@
+import ast
+import inspect
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import palestra
 
+# What users import. A name may be added here; one that is taken away breaks their code.
+PUBLIC = (
+    "Agent Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult Tool "
+    "evaluate fail_reason function_tool judge measure pass_reason train_grpo"
+).split()
 
-@pytest.mark.parametrize("name", palestra.__all__)
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_there(name):
-    assert getattr(palestra, name) is not None
-    assert name in dir(palestra)
+    thing = getattr(palestra, name)
+    assert thing.__name__ == name
+    assert thing.__doc__
+    assert inspect.getmodule(thing).__name__.startswith("palestra.")
+
+
+def test_the_public_names_are_listed_for_help_for_star_imports_and_for_completion():
+    assert sorted(palestra.__all__) == sorted(PUBLIC)
+    assert dir(palestra) == sorted(PUBLIC)
+    star: dict[str, object] = {}
+    exec("from palestra import *", star)
+    assert star.keys() - {"__builtins__"} == set(PUBLIC)
+
+
+def test_type_checkers_find_each_name_where_it_is_loaded_from():
+    tree = ast.parse(inspect.getsource(palestra))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen.keys() == set(PUBLIC)
+    for name, module in seen.items():
+        assert getattr(import_module(module), name) is getattr(palestra, name)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -185,6 +185,7 @@ def pause(pauses: Pauses, seconds: float) -> None:
     pauses.end(session)
 
 
+@pytest.mark.serial
 def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
     pauses = Pauses(quick_s=0.05, patience_s=0.01)
     for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
@@ -192,6 +193,7 @@ def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
     assert waits(pauses)
 
 
+@pytest.mark.serial
 def test_a_slow_tool_holds_the_others_up_once_and_is_measured_on() -> None:
     pauses = Pauses(quick_s=0.05, patience_s=0.06)
     assert waits(pauses)

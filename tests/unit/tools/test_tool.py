@@ -42,7 +42,7 @@ def test_as_tool_gives_our_tool_back_and_wraps_functions():
     assert as_tool(add).name == "add"
 
 
-@pytest.mark.parametrize("thing", [3, "add", object()], ids=str)
+@pytest.mark.parametrize("thing", [3, "add", object()], ids=["int", "str", "object"])
 def test_as_tool_refuses_what_is_no_tool(thing):
     with pytest.raises(PalestraError, match="is not a tool"):
         as_tool(thing)
