@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from palestra.envs.env import Env, EnvConfig
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
-    from palestra.evals.suite import EvalSuite
+    from palestra.suite import EvalSuite
     from palestra.tools.tool import Tool, function_tool
 
 __all__ = [
@@ -36,7 +36,7 @@ _HOMES = {
     "Agent": "palestra.agents.agent",
     "Env": "palestra.envs.env",
     "EnvConfig": "palestra.envs.env",
-    "EvalSuite": "palestra.evals.suite",
+    "EvalSuite": "palestra.suite",
     "GRPOTrainer": "palestra.api",
     "GRPOTrainingConfig": "palestra.api",
     "GRPOTrainingResult": "palestra.api",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from palestra.rollout.chat import ChatCollector
-from palestra.rollout.run import Limits
 
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, ToolCall
 from palestra.envs.discover import discover
@@ -17,6 +15,8 @@ from palestra.envs.library.treasure import way
 from palestra.envs.load import load_env
 from palestra.envs.reasoning_gym_tasks import task_names
 from palestra.envs.running import RunningEnv
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector, endpoint_speakers
 
 Solver = Callable[[Problem, Sequence[Message]], Message]
 
@@ -101,15 +101,15 @@ class Scripted:
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], sampling: SamplingParams
-    ) -> tuple[Message, Finish]:
+    ) -> tuple[Message, Finish, int]:
         asked = next(m.text for m in messages if m.role == "user")
-        return self.solver(self.problems[asked], messages), "stop"
+        return self.solver(self.problems[asked], messages), "stop", 1
 
 
 def attempt(env: RunningEnv, problems: Sequence[Problem], solver: Solver, group_size: int = 1) -> list[Rollout]:
     chat = Scripted(solver, {str(p.input): p for p in problems})
-    collector = ChatCollector(env, chat, Limits(SamplingParams(100), max_tool_rounds=5))
-    groups = asyncio.run(collector.collect(problems, group_size, "test"))
+    collector = Collector(env, AttemptLimits(SamplingParams(100), max_tool_rounds=5), endpoint_speakers(chat))
+    groups = asyncio.run(collector.collect(problems, group_size, [p.id for p in problems]))
     return [rollout for group in groups for rollout in group.rollouts]
 
 

@@ -330,7 +330,7 @@ def test_what_a_process_prints_of_the_environment_does_not_stay_in_its_log(runs,
 @pytest.mark.serial
 def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_saves_what_is_done(runs):
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import palestra.api, palestra.train.session, transformers"], check=True)
+    subprocess.run([sys.executable, "-c", "import palestra.api, palestra.train.run, transformers"], check=True)
     imports_s = time.monotonic() - began
     shape = {"train.problems_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 40, "eval.cases": 2}
     began = time.monotonic()

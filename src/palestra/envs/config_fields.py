@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.envs.discover import Found
+from palestra.envs.discover import DiscoveredEnv
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 # as a text, so that the folder of the file does not become a place to import from
@@ -29,13 +29,17 @@ class EnvDescription:
     run_settings: dict[str, Any]
 
 
-def config_fields(found: Found, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+def config_fields(found: DiscoveredEnv, timeout_s: float = 30.0) -> list[dict[str, Any]]:
     """The fields of `config_init()`: name, type, default (the environment's own), description and JSON schema."""
     return describe_env(found, timeout_s=timeout_s).fields
 
 
 def describe_env(
-    found: Found, settings: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0, python: Path | None = None
+    found: DiscoveredEnv,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 30.0,
+    python: Path | None = None,
 ) -> EnvDescription:
     """Ask the environment for its config, with `settings` laid over it; what does not fit raises PalestraError.
 

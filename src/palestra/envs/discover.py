@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.envs.env import default_name
+from palestra.envs.reasoning_gym_tasks import FAMILY, task_names
 from palestra.envs.source import ClassSource, FileSource, full_name, read_source
 
 BASES = {"palestra.Env": "palestra", "palestra.envs.env.Env": "palestra", "atroposlib.envs.base.BaseEnv": "atropos"}
@@ -24,7 +25,7 @@ Origin = Literal["built-in", "configured", "installed"]
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredEnv:
     """An environment, as its source describes it. `dialect` says whose base class it has."""
 
     name: str
@@ -41,10 +42,10 @@ class Found:
 class Discovery:
     """All environments, and the files that could not be read, with the reason."""
 
-    environments: tuple[Found, ...]
+    environments: tuple[DiscoveredEnv, ...]
     errors: Mapping[Path, str]
 
-    def named(self, name: str) -> Found:
+    def named(self, name: str) -> DiscoveredEnv:
         """The one environment of this name."""
         found = [env for env in self.environments if env.name == name]
         if not found:
@@ -61,21 +62,19 @@ def discover(paths: Iterable[Path | str] = ()) -> Discovery:
     folders = [LIBRARY, *configured_paths(paths)]
     sources = [read_source(path) for folder in folders for path in python_files(folder)]
     classes = _Classes(sources)
-    found: list[Found] = []
+    found: list[DiscoveredEnv] = []
     for source in sources:
         origin: Origin = "built-in" if source.path.is_relative_to(LIBRARY) else "configured"
         if not source.path.name.startswith("_"):
             found += classes.environments(source, origin)
-    from palestra.envs.reasoning_gym_tasks import expand
-
     errors = {source.path: source.error for source in sources if source.error}
     for source, class_name in _installed(errors):
         more = _Classes([*sources, source]).environments(source, "installed")
         found += [env for env in more if env.class_name == class_name]
-    return Discovery(tuple(expand(found)), errors)
+    return Discovery(tuple(_one_for_each_task(found)), errors)
 
 
-def in_file(path: Path) -> list[Found]:
+def in_file(path: Path) -> list[DiscoveredEnv]:
     """The environments of one file; its neighbours are read too, for the bases that it may have there."""
     source = read_source(path)
     if source.error:
@@ -116,7 +115,7 @@ class _Classes:
                 self._by_module.setdefault(".".join(parts[start:]), []).append(source)
         self._extended = {base for s in sources for c in s.classes.values() for base in self._ends(s, c)}
 
-    def environments(self, source: FileSource, origin: Origin) -> list[Found]:
+    def environments(self, source: FileSource, origin: Origin) -> list[DiscoveredEnv]:
         """The environments that a file defines. A class without a name that others extend is their base, no more."""
         found = []
         for cls in source.classes.values():
@@ -126,7 +125,7 @@ class _Classes:
                 line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), "")
                 name = cls.constants.get("name") or default_name(cls.name)
                 config = cls.constants.get("env_config_cls")
-                found.append(Found(name, cls.name, source.path, line, origin, dialect, config))
+                found.append(DiscoveredEnv(name, cls.name, source.path, line, origin, dialect, config))
         return found
 
     def _dialect(self, source: FileSource, cls: ClassSource, seen: frozenset[tuple[Path, str]]) -> str | None:
@@ -182,3 +181,14 @@ def _module_file(module: str) -> Path | None:
             if Path(folder, tail).is_file():
                 return Path(folder, tail)
     return None
+
+
+def _one_for_each_task(found: Iterable[DiscoveredEnv]) -> Iterator[DiscoveredEnv]:
+    """The one environment that plays any dataset, as one for each dataset."""
+    for env in found:
+        if env.name == FAMILY and env.origin == "built-in":
+            for task in task_names():
+                text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."
+                yield replace(env, name=f"{FAMILY}/{task}", description=text, preset={"task": task})
+        else:
+            yield env

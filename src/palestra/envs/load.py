@@ -13,14 +13,14 @@ from pydantic import BaseModel, ValidationError
 from palestra.core.config import explain
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.import_file import import_file
-from palestra.envs.discover import LIBRARY, Found, discover, in_file
+from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
 
 _WANTED = "An environment file defines a subclass of palestra.Env"
 
 
-def find_env(name_or_file: str) -> Found:
+def find_env(name_or_file: str) -> DiscoveredEnv:
     """`calculator`, `my_env.py`, or `my_env.py:Class` where a file has several."""
     file, _, class_name = name_or_file.partition(":")
     if not file.endswith(".py"):
@@ -46,7 +46,7 @@ def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> Ru
     return RunningEnv(cls(config))
 
 
-def env_class(found: Found) -> type[Env]:
+def env_class(found: DiscoveredEnv) -> type[Env]:
     """Import the class. Built-in ones are modules of Palestra, all others files of their own."""
     if found.dialect != "palestra":
         raise PalestraError(

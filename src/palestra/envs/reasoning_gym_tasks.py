@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from palestra.envs.discover import Found
 
 FAMILY = "reasoning_gym"
 _NAME = re.compile(r'^DATASET_NAME\s*=\s*["\']([\w-]+)["\']', re.MULTILINE)
@@ -30,14 +24,3 @@ def task_names() -> tuple[str, ...]:
             declared = _NAME.search(text)
             names |= {literal or (declared[1] if declared else "") for literal in _REGISTERED.findall(text)}
     return tuple(sorted(names - _NOT_A_TASK - {""}))
-
-
-def expand(found: Iterable[Found]) -> Iterator[Found]:
-    """The one environment that plays any dataset, as one for each dataset."""
-    for env in found:
-        if env.name == FAMILY and env.origin == "built-in":
-            for task in task_names():
-                text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."
-                yield replace(env, name=f"{FAMILY}/{task}", description=text, preset={"task": task})
-        else:
-            yield env

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from palestra.core.errors import PalestraError
 from palestra.core.messages import as_messages
@@ -17,7 +17,7 @@ from palestra.core.types import Message, Problem
 from palestra.evals.measures import as_measures
 
 if TYPE_CHECKING:
-    from palestra.evals.report import EvalReport
+    pass
 
 Record = Mapping[str, Any]
 InputFn = Callable[[Record], Any]
@@ -64,7 +64,7 @@ class EvalSuite:
         expect_fn: ExpectFn | None = None,
         measures: Sequence[Any] = (),
         name: str = "suite",
-    ) -> EvalSuite:
+    ) -> Self:
         """One case per record. `input_fn` gives the user's text or messages (default: record["input"]),
         `expect_fn` what the measures compare with (default: record.get("expect"))."""
         cases = [
@@ -79,7 +79,7 @@ class EvalSuite:
         return cls(cases, measures, name)
 
     @classmethod
-    def from_jsonl(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+    def from_jsonl(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """One JSON object a line; empty lines are skipped."""
         records = []
         for number, line in enumerate(_lines(path), start=1):
@@ -95,12 +95,12 @@ class EvalSuite:
         return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
-    def from_csv(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+    def from_csv(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """A CSV file with a header; every value is text."""
         return cls.from_records(csv.DictReader(_lines(path)), input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
-    def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> EvalSuite:
+    def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """A Parquet file, a row a case."""
         try:
             import pyarrow.parquet
@@ -114,7 +114,7 @@ class EvalSuite:
     @classmethod
     def from_hf_dataset(
         cls, path_or_dataset: Any, input_fn: InputFn | None = None, *, split: str = "train", **options: Any
-    ) -> EvalSuite:
+    ) -> Self:
         """A Hugging Face dataset, or the name of one on the hub (then its `split`)."""
         if isinstance(path_or_dataset, (str, Path)):
             try:
@@ -127,7 +127,7 @@ class EvalSuite:
             )
         return cls.from_records(path_or_dataset, input_fn, **options)
 
-    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[EvalSuite, EvalSuite]:
+    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Self, Self]:
         """(train, held-out), drawn by `seed`; both keep the order of the cases."""
         if not 0.0 < held_out < 1.0:
             raise PalestraError(f"held_out={held_out}; expected a share between 0 and 1, for example 0.2")
@@ -137,13 +137,6 @@ class EvalSuite:
         chosen = set(random.Random(seed).sample(range(len(self)), count))
         train = [case for i, case in enumerate(self.cases) if i not in chosen]
         return replace(self, cases=train), replace(self, cases=[self.cases[i] for i in sorted(chosen)])
-
-    def evaluate(self, agent: Any, **options: Any) -> EvalReport:
-        """Score an agent on every case, without training."""
-        from palestra.api import evaluate
-
-        report: EvalReport = evaluate(agent, self, **options)
-        return report
 
 
 def _default_input(record: Record) -> Any:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from palestra.algo.batching import MicroBatch
 from palestra.engine.cpu.norms import FastNorms
-from palestra.learner.head import LogitRule, ScoringHead
+from palestra.learner.head import ScoringHead
 from palestra.learner.last_layer import last_mlp_at
+from palestra.learner.logit_rule import logit_rule
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import use_tree_attention
@@ -155,14 +156,3 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 def causal_lm(model: Any) -> Any:
     """The Hugging Face model itself, out of its adapter wrapper if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def logit_rule(model: Any, temperature: float) -> LogitRule:
-    """What the model does to its logits after the output layer; temperature 0 trains at 1."""
-    config = model.config
-    multiplier = 1.0
-    if scaling := getattr(config, "logits_scaling", None):
-        multiplier = 1.0 / scaling
-    elif scale := getattr(config, "logit_scale", None):
-        multiplier = float(scale)
-    return LogitRule(multiplier, getattr(config, "final_logit_softcapping", None), temperature or 1.0)

@@ -7,7 +7,6 @@ computed again in the backward pass instead of being kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,19 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.learner.logit_rule import LogitRule
+
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
-
-
-@dataclass(frozen=True)
-class LogitRule:
-    """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature."""
-
-    multiplier: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
 
 
 def score_tokens(

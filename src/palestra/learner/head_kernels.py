@@ -3,15 +3,12 @@
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from palestra.learner.head import LogitRule
+from palestra.learner.logit_rule import LogitRule
 
 BLOCK = 2048
 

@@ -19,8 +19,8 @@ from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
-from palestra.rollout.chat import ChatCollector
-from palestra.rollout.run import Limits
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 
 SMALL = EnvConfig(train_size=3, held_out_size=2)
 
@@ -33,13 +33,17 @@ class Says:
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[dict], sampling: SamplingParams) -> Any:
         said = self.speak(messages)
-        return said if isinstance(said, Message) else Message("assistant", said), "stop"
+        return said if isinstance(said, Message) else Message("assistant", said), "stop", 1
 
 
 def play(env: Env, speak: Callable[[Sequence[Message]], Any], count: int = 3) -> list[Rollout]:
     running = RunningEnv(env)
-    collector = ChatCollector(running, Says(speak), Limits(SamplingParams(50), max_tool_rounds=20))
-    groups = asyncio.run(collector.collect(running.problems("train")[:count], 1, "test"))
+    collector = Collector(
+        running, AttemptLimits(SamplingParams(50), max_tool_rounds=20), endpoint_speakers(Says(speak))
+    )
+    problems = running.problems("train")[:count]
+    groups = asyncio.run(collector.collect(problems, 1, [p.id for p in problems]))
+    require_one_good(groups)
     return [group.rollouts[0] for group in groups]
 
 

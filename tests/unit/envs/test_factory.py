@@ -12,8 +12,8 @@ from palestra.core.types import Message, SamplingParams, ToolCall
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.rollout.chat import ChatCollector
-from palestra.rollout.run import Limits
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 
 
 class Counter:
@@ -62,8 +62,8 @@ class Counts:
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[dict], sampling: SamplingParams) -> Any:
         if messages[-1].role == "tool":
-            return Message("assistant", "done"), "stop"
-        return Message("assistant", "", tool_calls=(ToolCall("c", "up", {"by": 2}),)), "stop"
+            return Message("assistant", "done"), "stop", 1
+        return Message("assistant", "", tool_calls=(ToolCall("c", "up", {"by": 2}),)), "stop", 1
 
 
 def environment(factory: Any, suite: EvalSuite = SUITE, **more: Any) -> RunningEnv:
@@ -72,8 +72,11 @@ def environment(factory: Any, suite: EvalSuite = SUITE, **more: Any) -> RunningE
 
 
 def play(env: RunningEnv, group_size: int = 2) -> list:
-    collector = ChatCollector(env, Counts(), Limits(SamplingParams(50)))
-    return asyncio.run(collector.collect(env.problems("train"), group_size, "test"))
+    problems = env.problems("train")
+    collector = Collector(env, AttemptLimits(SamplingParams(50)), endpoint_speakers(Counts()))
+    groups = asyncio.run(collector.collect(problems, group_size, [p.id for p in problems]))
+    require_one_good(groups)
+    return groups
 
 
 def test_every_rollout_has_an_instance_of_its_own_and_its_reward():

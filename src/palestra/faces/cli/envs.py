@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from palestra.envs.discover import Found
+    from palestra.envs.discover import DiscoveredEnv
 
 
 @click.command("envs")
@@ -41,7 +41,7 @@ def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
         click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
 
 
-def _rows(environments: list[Found], show_all: bool) -> list[tuple[str, str]]:
+def _rows(environments: list[DiscoveredEnv], show_all: bool) -> list[tuple[str, str]]:
     """Name and description of each; environments that differ only in their preset are one row."""
     rows = [(e.name, e.description or e.class_name) for e in environments if show_all or not e.preset]
     if not show_all:

@@ -11,7 +11,7 @@ from typing import Any
 from palestra.core.errors import did_you_mean
 from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription
-from palestra.envs.discover import Found
+from palestra.envs.discover import DiscoveredEnv
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField, env_fields, require_valid, run_fields
 from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
@@ -25,7 +25,7 @@ _TOLD_TO_ATROPOS = ("timeout", "num_requests_for_eval", "server_type")  # of its
 class Draft:
     """The environment, what may be set, what is locked, and what has been set so far."""
 
-    found: Found
+    found: DiscoveredEnv
     run_settings: Mapping[str, Any]  # what the environment says suits it
     fields: Mapping[str, ConfigField]
     site: Site
@@ -33,7 +33,7 @@ class Draft:
     edited: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Found, description: EnvDescription, site: Site) -> Draft:
+    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> Draft:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}

@@ -10,11 +10,11 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.envs.config_fields import EnvDescription, describe_env
-from palestra.envs.discover import Found
+from palestra.envs.discover import DiscoveredEnv
 from palestra.faces.cli.train_wire import WIRE_DEFAULTS
 
 
-def describe(found: Found, settings: Mapping[str, Any] | None = None) -> EnvDescription:
+def describe(found: DiscoveredEnv, settings: Mapping[str, Any] | None = None) -> EnvDescription:
     """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
     told = describe_env(found, settings, python=python_of(found))
     if found.dialect == "palestra":
@@ -22,7 +22,7 @@ def describe(found: Found, settings: Mapping[str, Any] | None = None) -> EnvDesc
     return replace(told, run_settings={**WIRE_DEFAULTS, **told.run_settings})
 
 
-def python_of(found: Found) -> Path | None:
+def python_of(found: DiscoveredEnv) -> Path | None:
     """The Python that can import an environment; None is ours."""
     if found.dialect != "atropos":
         return None
