@@ -48,13 +48,12 @@ def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: py
 def test_a_result_exports_itself_to_ollama_and_tells_the_command(
     run: RunFolder, tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from palestra.train.session import Outcome
-
     from palestra.agents.agent import Agent
     from palestra.result import GRPOTrainingResult
+    from palestra.train.run import Outcome
 
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0)  # type: ignore[arg-type]
+    outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0, run.path / "report.html")
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)
     made = result.to_ollama("clerk", quantization="f16")
     assert f"run: ollama create clerk -f {made.modelfile}" in caplog.text
