@@ -53,7 +53,7 @@ def test_a_result_exports_itself_to_ollama_and_tells_the_command(
     from palestra.train.run import Outcome
 
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0, run.report_page)  # type: ignore[arg-type]
+    outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0, run.path / "report.html")
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)
     made = result.to_ollama("clerk", quantization="f16")
     assert f"run: ollama create clerk -f {made.modelfile}" in caplog.text
