@@ -32,7 +32,6 @@ class Recipe:
 
 COMMON = {
     "model.name": "palestra/smollm2",
-    "model.master_weights": "true",
     "model.kv_memory_gib": 4,
     "train.learning_rate": 2e-5,
     "train.warmup_steps": 5,

@@ -124,10 +124,8 @@ class GRPOTrainer:
                 layer = self._config.to_run_config(problems).model_dump()
             case RunConfig():
                 layer = self._config.model_dump()
-            case None:
-                layer = GRPOTrainingConfig().to_run_config(problems).model_dump()
             case _:
-                layer = dict(self._config)
+                layer = dict(self._config or {})
         return RunConfig.build(dict(layer), {"model": {"name": self._model_name, **self._overrides}})
 
     def _load(self, config: RunConfig) -> Any:

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import write_text
 
+LORA_LEARNING_RATE = 1e-4  # adapters want about ten times the rate of full fine-tuning
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 
 
@@ -33,7 +34,9 @@ class ModelSection(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
-    master_weights: bool = Field(False, description="keep float32 master weights beside bfloat16 ones")
+    master_weights: bool = Field(
+        True, description="full fine-tuning in bfloat16 keeps float32 master weights: small updates are not lost"
+    )
     engine: Literal["auto", "paged", "plain"] = Field(
         "auto", description="the sampler: auto takes the paged engine where the model allows it"
     )
@@ -45,7 +48,7 @@ class ModelSection(Section):
 class TrainSection(Section):
     """The objective and the optimizer."""
 
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0, description="1e-4 unless given where lora.r > 0")
     epochs: int = Field(1, ge=1, description="passes over the training cases")
     max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
     problems_per_step: int = Field(4, ge=1, description="problems in one optimizer step; each gets a group of rollouts")
@@ -131,7 +134,7 @@ class LoraSection(Section):
 
     r: int = Field(0, ge=0, description="rank; 0 trains all weights")
     alpha: int = Field(32, ge=1)
-    dropout: float = Field(0.05, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
     target_modules: list[str] | None = Field(None, description="default: all linear layers")
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
 
@@ -196,6 +199,12 @@ class RunConfig(Section):
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)
+
+    @model_validator(mode="after")
+    def _suit_the_learning_rate_to_lora(self) -> RunConfig:
+        if self.lora.r and "learning_rate" not in self.train.model_fields_set:
+            self.train.learning_rate = LORA_LEARNING_RATE
+        return self
 
     @classmethod
     def build(cls, *layers: Mapping[str, Any]) -> RunConfig:

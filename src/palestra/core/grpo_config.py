@@ -77,7 +77,7 @@ class GRPOTrainingConfig(BaseModel):
     max_steps: int | None = None
     per_device_batch_size: int = 2  # problems
     gradient_accumulation_steps: int = 2
-    learning_rate: float = 1e-5
+    learning_rate: float = 1e-5  # 1e-4 with LoRA, unless given
     max_grad_norm: float = 1.0
     num_generations: int = 4
     max_completion_length: int = 1024  # all turns of a rollout together
@@ -88,7 +88,7 @@ class GRPOTrainingConfig(BaseModel):
     use_lora: bool = False
     lora_r: int = 16
     lora_alpha: int = 32
-    lora_dropout: float = 0.05
+    lora_dropout: float = 0.0
     lora_target_modules: list[str] | None = None
     load_in_4bit: bool = False
     max_tool_calling_iterations: int = 5
@@ -126,6 +126,8 @@ class GRPOTrainingConfig(BaseModel):
             "track": {"report_to": self._trackers()},
         }
         for name, path in _SAME.items():
+            if name == "learning_rate" and name not in self.model_fields_set:
+                continue
             *section, key = path.split(".")
             target = layer
             for part in section:
