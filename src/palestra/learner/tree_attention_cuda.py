@@ -2,13 +2,12 @@
 
 Both halves are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
 backward pass gives each half the merged output and log-sum-exp, which makes its gradients exact, so
-neither a mask nor a second copy of the prompt's keys ever exists. On a CPU the halves are computed
-by the plain formula: the oracle of the GPU kernels.
+neither a mask nor a second copy of the prompt's keys ever exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -163,18 +162,10 @@ def _half(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """([n, H, D] output, [H, n] log-sum-exp) of segments of queries over segments of keys."""
-    if q.is_cuda:
-        found = torch.ops.aten._flash_attention_forward(
-            q, k, v, q_bounds, k_bounds, max_q, max_k, 0.0, causal, False, scale=scale
-        )
-        return found[0].contiguous(), found[1]
-    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    for queries, keys in _segments(q_bounds, k_bounds):
-        scores = _scores(q[queries], k[keys], causal, scale)
-        lse[:, queries] = scores.logsumexp(-1)
-        weights = (scores - lse[:, queries, None]).exp()
-        out[queries] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
-    return out, lse
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, q_bounds, k_bounds, max_q, max_k, 0.0, causal, False, scale=scale
+    )
+    return found[0].contiguous(), found[1]
 
 
 def _half_backward(
@@ -191,46 +182,11 @@ def _half_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.is_cuda:
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
-        )
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    for queries, keys in _segments(q_bounds, k_bounds):
-        g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]
-        weights = (_scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()
-        inner = (g * out[queries].transpose(0, 1)).sum(-1, keepdim=True)
-        d_scores = weights * (g @ _heads(v[keys], heads).transpose(1, 2) - inner) * scale
-        dq[queries] = (d_scores @ _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
-        dk[keys] = _group_sum(d_scores.transpose(1, 2) @ q[queries].transpose(0, 1).float(), k)
-        dv[keys] = _group_sum(weights.transpose(1, 2) @ g, v)
-    return dq, dk, dv
-
-
-def _segments(q_bounds: Tensor, k_bounds: Tensor) -> Iterator[tuple[slice, slice]]:
-    q, k = q_bounds.tolist(), k_bounds.tolist()
-    for i in range(len(q) - 1):
-        yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """[n, K, D] -> [H, n, D] float32, each key-value head repeated for its queries' heads."""
-    return x.transpose(0, 1).float().repeat_interleave(heads // x.shape[1], 0)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q.transpose(0, 1).float() @ _heads(k, q.shape[1]).transpose(1, 2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores
-
-
-def _group_sum(gradient: Tensor, like: Tensor) -> Tensor:
-    """[H, n, D] -> [n, K, D]: the heads that share a key-value head, added."""
-    return gradient.unflatten(0, (like.shape[1], -1)).sum(1).transpose(0, 1).to(like.dtype)
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _bounds(lengths: list[int]) -> Tensor:

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch import Tensor
 
 from palestra.algo.batching import Tree
+from palestra.learner import tree_attention_cuda
 from palestra.learner.tree_attention import Layout, masked_trees
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
 TREES = (Tree(0, 5, (3, 4, 1)), Tree(13, 0, (6,)), Tree(19, 4, (2, 2)), Tree(27, 3, ()))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def half(q, k, v, q_bounds, k_bounds, max_q, max_k, causal, scale):
+    """The formula of what the flash kernel computes for one half."""
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    for queries, keys in _segments(q_bounds, k_bounds):
+        scores = _scores(q[queries], k[keys], causal, scale)
+        lse[:, queries] = scores.logsumexp(-1)
+        weights = (scores - lse[:, queries, None]).exp()
+        out[queries] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
+    return out, lse
+
+
+def half_backward(grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, causal, scale):
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    for queries, keys in _segments(q_bounds, k_bounds):
+        g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]
+        weights = (_scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()
+        inner = (g * out[queries].transpose(0, 1)).sum(-1, keepdim=True)
+        d_scores = weights * (g @ _heads(v[keys], heads).transpose(1, 2) - inner) * scale
+        dq[queries] = (d_scores @ _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
+        dk[keys] = _group_sum(d_scores.transpose(1, 2) @ q[queries].transpose(0, 1).float(), k)
+        dv[keys] = _group_sum(weights.transpose(1, 2) @ g, v)
+    return dq, dk, dv
+
+
+def _segments(q_bounds: Tensor, k_bounds: Tensor) -> Iterator[tuple[slice, slice]]:
+    q, k = q_bounds.tolist(), k_bounds.tolist()
+    for i in range(len(q) - 1):
+        yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[n, K, D] -> [H, n, D] float32, each key-value head repeated for its queries' heads."""
+    return x.transpose(0, 1).float().repeat_interleave(heads // x.shape[1], 0)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q.transpose(0, 1).float() @ _heads(k, q.shape[1]).transpose(1, 2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def _group_sum(gradient: Tensor, like: Tensor) -> Tensor:
+    """[H, n, D] -> [n, K, D]: the heads that share a key-value head, added."""
+    return gradient.unflatten(0, (like.shape[1], -1)).sum(1).transpose(0, 1).to(like.dtype)
+
+
+@pytest.fixture(autouse=True)
+def formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flash kernels run on GPUs alone; what is tested here is how their two halves are put together."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(tree_attention_cuda, "_half", half)
+        monkeypatch.setattr(tree_attention_cuda, "_half_backward", half_backward)
 
 
 @pytest.mark.parametrize("device", DEVICES)
