@@ -42,8 +42,9 @@ def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:
 
 
 def test_with_echo_the_model_learns_its_tools_as_well(tmp_path: Path) -> None:
-    result = train(tmp_path, {"echo.coefficient": 0.05})
+    result = train(tmp_path, {"echo.coefficient": 0.05, "train.max_steps": 8})
     assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 2)) + 0.15
+    assert result.after.pass_rate.rate > 0.75
     assert mean_of(result, "echo_loss", slice(-3, None)) < mean_of(result, "echo_loss", slice(0, 2))
 
 
