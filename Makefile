@@ -1,4 +1,4 @@
-# Two commands do everything on a bare machine: `make demo` and `make test`.
+# On a bare machine `make demo` and `make test` do everything; `make check` is the quick part of the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

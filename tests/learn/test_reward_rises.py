@@ -10,7 +10,9 @@ from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.result import GRPOTrainingResult
 
-SHORT = {"train.max_steps": 12, "train.problems_per_step": 10, "train.scheduler": "constant", "eval.cases": 60}
+SHORT = {"train.max_steps": 7, "train.problems_per_step": 10, "train.scheduler": "constant", "eval.cases": 60}
+# In a second pass over the same rollouts the ratio is no longer 1: only then do these losses differ from the default.
+TWO_PASSES = {"train.max_steps": 5, "train.iterations": 2}
 
 
 def train(folder: Path, *layers: dict[str, Any]) -> GRPOTrainingResult:
@@ -26,24 +28,27 @@ def mean_of(result: GRPOTrainingResult, name: str, steps: slice) -> float:
     "layer",
     [
         pytest.param({}, id="default"),
-        pytest.param({"train.loss": "dr_grpo"}, id="dr_grpo"),
-        pytest.param({"train.loss": "cispo"}, id="cispo"),
+        pytest.param({"train.loss": "dr_grpo", **TWO_PASSES}, id="dr_grpo"),
+        pytest.param({"train.loss": "cispo", **TWO_PASSES}, id="cispo"),
         pytest.param({"train.loss": "gspo"}, id="gspo"),
         pytest.param({"lora.r": 8, "train.learning_rate": 5e-3}, id="lora"),
     ],
 )
 def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:
     result = train(tmp_path, layer)
-    assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 2)) + 0.15
-    assert result.after.pass_rate.rate > result.before.pass_rate.rate + 0.15
+    assert mean_of(result, "reward_mean", slice(-2, None)) > mean_of(result, "reward_mean", slice(0, 1)) + 0.3
+    assert result.before.pass_rate.rate < 0.5
+    assert result.after.pass_rate.rate > 0.75
 
 
 def test_with_echo_the_model_learns_its_tools_as_well(tmp_path: Path) -> None:
-    result = train(tmp_path, {"echo.coefficient": 0.05})
+    result = train(tmp_path, {"echo.coefficient": 0.05, "train.max_steps": 8})
     assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 2)) + 0.15
+    assert result.after.pass_rate.rate > 0.75
     assert mean_of(result, "echo_loss", slice(-3, None)) < mean_of(result, "echo_loss", slice(0, 2))
 
 
+@pytest.mark.serial  # who shares a batch with whom, and so the sampler's last bits, depends on how fast tools answer
 def test_the_same_seed_gives_the_same_metrics_and_weights(tmp_path: Path) -> None:
     short = {"train.max_steps": 3, "train.problems_per_step": 4, "eval.cases": 10}
     first, second, other = (

@@ -6,14 +6,13 @@ Skipped where Triton is not installed. The interpreter is slow, so the models ar
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
+RunKernels = Callable[..., tuple[int, str]]
 
 SCRIPT = """
 import json, sys
@@ -134,13 +133,6 @@ print("SAME")
 """
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    import torch
-
-    env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=env)
-
-
 @pytest.mark.parametrize(
     ("family", "more", "lean", "programs"),
     [
@@ -151,18 +143,21 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_cuda_path_samples_what_the_cpu_path_samples(
-    family: str, more: dict[str, Any], lean: bool, programs: int
+    run_kernels: RunKernels, family: str, more: dict[str, Any], lean: bool, programs: int
 ) -> None:
     asked = {"family": family, "more": more, "lean": lean, "programs": programs, "grammar": family == "gemma2"}
-    done = run(SCRIPT, json.dumps(asked))
-    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+    status, said = run_kernels(SCRIPT, json.dumps(asked))
+    assert status == 0, said[-3000:]
+    assert said.endswith("SAME\n")
 
 
-def test_the_gated_product_is_the_gate_times_the_value() -> None:
-    done = run(PRODUCT)
-    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+def test_the_gated_product_is_the_gate_times_the_value(run_kernels: RunKernels) -> None:
+    status, said = run_kernels(PRODUCT)
+    assert status == 0, said[-3000:]
+    assert said.endswith("SAME\n")
 
 
-def test_in_half_precision_the_lean_way_rounds_as_the_module_does() -> None:
-    done = run(HALF)
-    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+def test_in_half_precision_the_lean_way_rounds_as_the_module_does(run_kernels: RunKernels) -> None:
+    status, said = run_kernels(HALF)
+    assert status == 0, said[-3000:]
+    assert said.endswith("SAME\n")

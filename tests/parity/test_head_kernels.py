@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -35,9 +33,7 @@ print("SAME")
 """
 
 
-def test_the_heads_kernels_give_what_the_plain_formula_gives() -> None:
-    import torch
-
-    env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env)
-    assert done.stdout.endswith("SAME\n"), done.stderr[-3000:]
+def test_the_heads_kernels_give_what_the_plain_formula_gives(run_kernels: Callable[..., tuple[int, str]]) -> None:
+    status, said = run_kernels(SCRIPT)
+    assert status == 0, said[-3000:]
+    assert said.endswith("SAME\n")
