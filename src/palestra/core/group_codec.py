@@ -1,9 +1,10 @@
-"""Groups and rollouts as plain data: one form for the wire and `env process`, and its rows for the run folder.
+"""Groups and rollouts as JSON: columns of a group for the wire and `env process`, one line a rollout on disk.
 
 A group is written in columns with one entry for each rollout, by the names of the Atropos wire: `tokens`, `masks`
-(the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`.
-Our own columns say the rest: `turns` ([maker, token count] pairs), `versions`, `stops`, `errors`, `verdicts`,
-`tool_results`. What a foreign environment leaves out is read as far as its masks tell.
+(the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
+and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
+`versions`, `stops`, `errors`, `verdicts`, `tool_results`, `seconds`, `tool_seconds`. What a foreign environment
+leaves out is read as far as its masks tell.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)
@@ -67,7 +68,7 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
     rollouts = group.rollouts
     masked = [r.error is not None or (mask_truncated and r.stop == "truncated") for r in rollouts]
-    return {
+    columns = {
         "problem_id": group.problem_id,
         "scores": [r.reward for r in rollouts],
         "passed": [r.passed for r in rollouts],
@@ -81,8 +82,11 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
         "tool_results": [[_result_to_dict(result) for result in r.tool_results] for r in rollouts],
         "stops": [r.stop for r in rollouts],
         "errors": [r.error for r in rollouts],
-        "seconds": [round(r.seconds, 3) for r in rollouts],
+        "seconds": [round(r.seconds, 4) for r in rollouts],
+        "tool_seconds": [round(r.tool_seconds, 4) for r in rollouts],
     }
+    advantages = [r.advantages.tolist() for r in rollouts if r.advantages is not None]
+    return columns | ({"advantages": advantages} if len(advantages) == len(rollouts) else {})
 
 
 def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int) -> Group:
@@ -111,6 +115,8 @@ def _rollout_from_dict(
         tool_results=tuple(_result_from_dict(result) for result in _entry(columns, "tool_results", i) or ()),
         scores={"score": Score(reward, reward >= 1.0)} if scores is None and error is None else scores or {},
         reward=reward,
+        seconds=_entry(columns, "seconds", i) or 0.0,
+        tool_seconds=_entry(columns, "tool_seconds", i) or 0.0,
         error=error,
         advantages=_advantages(columns, i, trained),
     )
@@ -118,10 +124,10 @@ def _rollout_from_dict(
 
 def _turns(columns: Mapping[str, Any], i: int, trained: Array, shared: int, version: int) -> tuple[Turn, ...]:
     ids = np.asarray(columns["tokens"][i], dtype=np.int32)
-    logprobs = _logprobs(columns, i, trained)
+    logprobs = _logprobs(columns, i, len(ids))
     versions = np.asarray(_entry(columns, "versions", i) or np.full(len(ids), version), dtype=np.int32)
     runs = _entry(columns, "turns", i)
-    if runs is None:
+    if runs is None or _is_overridden(columns, i):
         runs = [["template", shared]] + [
             ["model" if by_model else "template", len(list(run))] for by_model, run in groupby(trained[shared:])
         ]
@@ -142,8 +148,12 @@ def _trained(columns: Mapping[str, Any], i: int) -> Array:
     """[T] bool: which tokens train. The first has nothing before it that could predict it."""
     mask = np.asarray(columns["masks"][i]) != NOT_TRAINED
     mask[:1] = False
-    override = _entry(columns, "overrides", i) or {}
-    return np.zeros_like(mask) if override.get("set_advantage_to_zero") else mask
+    return np.zeros_like(mask) if _is_overridden(columns, i) else mask
+
+
+def _is_overridden(columns: Mapping[str, Any], i: int) -> bool:
+    """Whether the environment asks that this sequence trains nothing."""
+    return bool((_entry(columns, "overrides", i) or {}).get("set_advantage_to_zero"))
 
 
 def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) -> int:
@@ -153,11 +163,11 @@ def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) ->
     return min(alike, min(map(len, tokens)) - 1)
 
 
-def _logprobs(columns: Mapping[str, Any], i: int, trained: Array) -> Array:
-    """[T] the sampler's; NaN everywhere if that of a trained token is missing."""
+def _logprobs(columns: Mapping[str, Any], i: int, length: int) -> Array:
+    """[T] the sampler's; NaN where they are not known."""
     row = _entry(columns, "inference_logprobs", i)
-    values = np.full(len(trained), np.nan) if row is None else np.asarray(row, dtype=np.float32)
-    return np.full(len(trained), np.nan) if (values[trained] > 0).any() else values
+    values = np.full(length, np.nan) if row is None else np.asarray(row, dtype=np.float32)
+    return np.where(values > 0, np.nan, values)
 
 
 def _advantages(columns: Mapping[str, Any], i: int, trained: Array) -> Array | None:
@@ -207,8 +217,9 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
 def _turn_to_dict(turn: Turn) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
-        values = np.round(turn.logprobs.astype(np.float64), 4).tolist()
-        record |= {"logprobs": values, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
+        values = np.round(turn.logprobs.astype(np.float64), 4)
+        known = np.where(np.isnan(values), None, values).tolist()  # JSON has no NaN
+        record |= {"logprobs": known, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
     return record
 
 

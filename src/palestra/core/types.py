@@ -79,9 +79,9 @@ class Turn:
         _set(self, "token_ids", _array(self.token_ids, np.int32))
         _set(self, "logprobs", _array(self.logprobs, np.float32))
         _set(self, "versions", _filled(self.versions, expected, np.int32))
-        if len(self.logprobs) != expected:
-            found = len(self.logprobs)
-            raise ValueError(f"a {self.maker} turn of {count} tokens has {found} logprobs; expected {expected}")
+        for name in ("logprobs", "versions"):
+            if (found := len(getattr(self, name))) != expected:
+                raise ValueError(f"a {self.maker} turn of {count} tokens has {found} {name}; expected {expected}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Turn) and _equal(self, other)

@@ -39,7 +39,7 @@ class WireClient:
             "wandb_project": config.track.project,
             "batch_size": config.train.problems_per_step * config.rollout.group_size,
             "max_token_len": context_tokens,
-            "checkpoint_dir": str(folder.env_checkpoints),
+            "checkpoint_dir": str(folder.env_checkpoints.resolve()),  # by it the API knows a resumed run
             "save_checkpoint_interval": config.checkpoint.every,
             "starting_step": starting_step,
             "num_steps": config.train.max_steps,

@@ -81,10 +81,16 @@ class Exchange:
         self.journal.close()
 
     async def register(self, registration: Registration) -> int:
-        """A trainer (again): its settings hold from now on; what waits is kept."""
-        self.registration, self.step, self._counted = registration, registration.starting_step, 0
-        settings = registration.model_dump()
-        await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
+        """A trainer, new or resumed: its settings hold from now on; what waits is kept.
+
+        A resumed one gets the batches since its last checkpoint again. They are not for another run.
+        """
+        async with self._taking:
+            if self.registration is not None and self.registration.checkpoint_dir != registration.checkpoint_dir:
+                await self._forget(self.last_batch)
+            self.registration, self.step, self._counted = registration, registration.starting_step, 0
+            settings = registration.model_dump()
+            await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
         return uuid.uuid4().int
 
     async def register_env(self, asked: EnvRegistration) -> Env | None:

@@ -156,7 +156,7 @@ class Feed:
         self.recent_scores.extend(group.rewards)
 
     async def _attempt(self, source: ProblemSource) -> Group | None:
-        """A group with signal where there is one within the limit; None where every attempt failed, which is told."""
+        """A group with signal where there is one within `train.refill_limit`; None if every attempt failed."""
         try:
             groups = (await gather(source, 1, self.config, version=0)).groups
         except PalestraError as error:
@@ -166,4 +166,5 @@ class Feed:
             self.watcher.note(str(error))
             return None
         self._failures = 0
-        return groups[-1]
+        # the last one has signal if any has, unless its problem is broken
+        return next(g for g in reversed(groups) if any(r.error is None for r in g.rollouts))

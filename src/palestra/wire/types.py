@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from palestra.core.types import Maker, StopReason
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_BATCH_SIZE = 65_536
@@ -44,6 +46,24 @@ class EnvIdentifier(Body):
     env_id: int
 
 
+class Verdict(Body):
+    """One measure's score of one rollout."""
+
+    value: float
+    passed: bool
+    reason: str = ""
+    error: bool = False
+
+
+class ToolCallResult(Body):
+    """That a tool was called, and how it went; the text is among the messages."""
+
+    id: str
+    name: str
+    ok: bool
+    seconds: float = 0.0
+
+
 class ScoredGroup(Body):
     """The scored sequences of one problem. Masks are -100 where a token is not trained."""
 
@@ -59,13 +79,15 @@ class ScoredGroup(Body):
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None
-    # what Palestra's own environments add, so that a trainer sees as much as it does of rollouts in its own process
-    turns: list[list[tuple[Literal["model", "environment", "template"], Annotated[int, Field(ge=0)]]]] | None = None
+    # what Palestra's own environments add, so that a trainer knows as much as of rollouts in its own process
+    turns: list[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] | None = None
     versions: list[list[int]] | None = None
-    stops: list[Literal["answered", "truncated", "tool_limit", "failed"]] | None = None
+    stops: list[StopReason] | None = None
     errors: list[str | None] | None = None
-    verdicts: list[dict[str, dict[str, Any]]] | None = None
-    tool_results: list[list[dict[str, Any]]] | None = None
+    verdicts: list[dict[str, Verdict]] | None = None
+    tool_results: list[list[ToolCallResult]] | None = None
+    seconds: list[float] | None = None
+    tool_seconds: list[float] | None = None
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
 
@@ -90,24 +112,26 @@ class ScoredGroup(Body):
         lengths = [len(sequence) for sequence in self.tokens]
         if 0 in lengths:
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
-        for name in ("scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_results"):
-            _agree(name, len(self.tokens), getattr(self, name))
-        for name in (
-            "masks",
-            "advantages",
-            "ref_logprobs",
-            "inference_logprobs",
-            "versions",
-            "distill_token_ids",
-            "distill_logprobs",
-        ):
-            rows = getattr(self, name)
-            _agree(name, len(lengths), rows)
-            for i, row in enumerate(rows or ()):
+        for name in (*_PER_SEQUENCE, *_PER_TOKEN):
+            _agree(name, len(lengths), getattr(self, name))
+        for name in _PER_TOKEN:
+            for i, row in enumerate(getattr(self, name) or ()):
                 if len(row) != lengths[i]:
                     expected = f"expected one for each of its {lengths[i]} tokens"
                     raise ValueError(f"{name}: sequence {i} has {len(row)} entries; {expected}")
+        for i, turns in enumerate(self.turns or ()):
+            if (count := sum(tokens for _, tokens in turns)) != lengths[i]:
+                raise ValueError(f"turns: sequence {i} has {lengths[i]} tokens, its turns {count} together")
         return self
+
+
+_PER_SEQUENCE = (
+    "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_results", "seconds",
+    "tool_seconds",
+)  # fmt: skip
+_PER_TOKEN = (
+    "masks", "advantages", "ref_logprobs", "inference_logprobs", "versions", "distill_token_ids", "distill_logprobs",
+)  # fmt: skip
 
 
 def _agree(name: str, sequences: int, rows: Sequence[Any] | None) -> None:

@@ -1,6 +1,7 @@
 """Turns that are sampled with a grammar: by both samplers, whoever else is in the batch."""
 
 import asyncio
+import json
 from typing import Any, Literal
 
 import numpy as np
@@ -11,10 +12,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.core.types import Grammar, Sampled, SamplingParams
+from palestra.core.types import SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.policy.local import LocalPolicy
-from palestra.policy.naive import PlainPolicy
+from palestra.policy.naive import NaivePolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.tools.arguments import read_arguments
 
@@ -65,13 +66,11 @@ def chat(tiny_tokenizer: Any) -> ChatFormat:
     return ChatFormat(tiny_tokenizer)
 
 
-@pytest.fixture(scope="module")
-def grammar(chat: ChatFormat) -> Grammar:
-    return chat.call_grammars.of([tool.schema for tool in TOOLS.values()])
+GRAMMAR = json.dumps([tool.schema for tool in TOOLS.values()])
 
 
-def turns(policy: Any, chat: ChatFormat, grammars: list[Grammar | None], first_seed: int = 0) -> list[Sampled]:
-    async def main() -> list[Sampled]:
+def turns(policy: Any, chat: ChatFormat, grammars: list[str | None], first_seed: int = 0) -> list[Turn]:
+    async def main() -> list[Turn]:
         sessions = policy.fork(policy.open([5, 9, 33]), len(grammars))
         params = [
             SamplingParams(120, stop_token_ids=chat.stop_token_ids, seed=first_seed + i, grammar=g)
@@ -82,18 +81,20 @@ def turns(policy: Any, chat: ChatFormat, grammars: list[Grammar | None], first_s
     return asyncio.run(main())
 
 
-@pytest.fixture(params=["paged", "plain"])
-def policy(request: pytest.FixtureRequest, model: Qwen3ForCausalLM) -> Any:
-    return LocalPolicy(model, kv_memory_gib=0.05) if request.param == "paged" else PlainPolicy(model)
+@pytest.fixture(params=["paged", "naive"])
+def policy(request: pytest.FixtureRequest, model: Qwen3ForCausalLM, tiny_tokenizer: Any) -> Any:
+    if request.param == "paged":
+        return LocalPolicy(model, tiny_tokenizer, kv_memory_gib=0.05)
+    return NaivePolicy(model, tiny_tokenizer)
 
 
 def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
-    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
 ) -> None:
     calls = 0
-    for turn in turns(policy, chat, [grammar] * 100):
+    for turn in turns(policy, chat, [GRAMMAR] * 100):
         text = tiny_tokenizer.decode(turn.token_ids)
-        found = chat.read(turn.token_ids).tool_calls
+        found = chat.read(turn.token_ids.tolist()).tool_calls
         if text.count(OPEN) > text.count("</tool_call>"):
             assert turn.finish == "length"  # the budget ended inside of the call
             found = found[:-1]
@@ -105,33 +106,33 @@ def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
 
 
 def test_text_is_sampled_as_without_a_grammar(
-    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
 ) -> None:
     opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
-    free, held = turns(policy, chat, [None] * 40), turns(policy, chat, [grammar] * 40)
+    free, held = turns(policy, chat, [None] * 40), turns(policy, chat, [GRAMMAR] * 40)
     whole = 0
     for one, other in zip(free, held, strict=True):
         if opening not in one.token_ids:
             assert one == other
             whole += 1
         else:
-            end = one.token_ids.index(opening) + 1
-            assert one.token_ids[:end] == other.token_ids[:end]
-            assert one.logprobs[:end] == other.logprobs[:end]
-            assert one.token_ids != other.token_ids
+            end = one.token_ids.tolist().index(opening) + 1
+            assert one.token_ids[:end].tolist() == other.token_ids[:end].tolist()
+            assert one.logprobs[:end].tolist() == other.logprobs[:end].tolist()
+            assert one.token_ids.tolist() != other.token_ids.tolist()
     assert 0 < whole < 40
 
 
 def test_a_turn_does_not_depend_on_the_others_of_its_batch(
-    policy: Any, chat: ChatFormat, grammar: Grammar, tiny_tokenizer: Any
+    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
 ) -> None:
-    mixed = turns(policy, chat, [grammar, None] * 20)
+    mixed = turns(policy, chat, [GRAMMAR, None] * 20)
     opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
     chosen = [*[i for i in range(0, 40, 2) if opening in mixed[i].token_ids][:2], 1]
     assert len(chosen) == 3
     for i in chosen:
-        [alone] = turns(policy, chat, [grammar if i % 2 == 0 else None], first_seed=i)
-        assert alone.token_ids == mixed[i].token_ids
+        [alone] = turns(policy, chat, [GRAMMAR if i % 2 == 0 else None], first_seed=i)
+        assert alone.token_ids.tolist() == mixed[i].token_ids.tolist()
         assert alone.logprobs == pytest.approx(mixed[i].logprobs, abs=1e-5)
 
 
@@ -175,7 +176,7 @@ def test_top_k_counts_allowed_tokens() -> None:
     assert (tokens.item(), logprobs.item()) == (5, 0.0)
 
 
-def test_a_server_of_others_refuses_a_grammar(grammar: Grammar) -> None:
+def test_a_server_of_others_refuses_a_grammar() -> None:
     policy = RemotePolicy("http://127.0.0.1:9")
     with pytest.raises(PalestraError, match="constrain_tool_calls"):
-        asyncio.run(policy.sample(policy.open([1]), SamplingParams(4, grammar=grammar)))
+        asyncio.run(policy.sample(policy.open([1]), SamplingParams(4, grammar=GRAMMAR)))

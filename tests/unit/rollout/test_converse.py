@@ -1,4 +1,4 @@
-"""Talking question by question, with a policy that says what the test wants."""
+"""A chat session, question by question, with a policy whose answers the test has written."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ import pytest
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.core.types import Sampled, SamplingParams
-from palestra.rollout.converse import Talk
-from palestra.rollout.run import Limits
+from palestra.core.types import SamplingParams, Turn
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.converse import ChatSession
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
 
 
 @dataclass(eq=False)
-class Session:
+class TokenSession:
     token_ids: list[int]
 
 
@@ -26,13 +26,13 @@ class Scripted:
 
     tokenizer: object
     script: list[str | None]
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[TokenSession] = field(default_factory=list)
     open_now: int = 0
     version: int = 0
 
     def open(self, prompt_ids):
         self.open_now += 1
-        self.sessions.append(Session(list(prompt_ids)))
+        self.sessions.append(TokenSession(list(prompt_ids)))
         return self.sessions[-1]
 
     def append(self, session, token_ids):
@@ -48,7 +48,7 @@ class Scripted:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         session.token_ids += ids
         finish = "stop" if text.endswith("<|im_end|>") else "length"
-        return Sampled(tuple(ids), tuple(-0.1 for _ in ids), finish)
+        return Turn("model", ids, [-0.1] * len(ids), finish=finish)
 
 
 @function_tool
@@ -58,32 +58,32 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.fixture
-def talk_of(tiny_tokenizer):
+def session_of(tiny_tokenizer):
     def make(*script):
         policy = Scripted(tiny_tokenizer, list(script))
-        limits = Limits(SamplingParams(100))
-        return Talk(policy, ChatFormat(tiny_tokenizer), [add], limits, "Be brief."), policy
+        limits = AttemptLimits(SamplingParams(100))
+        return ChatSession(policy, ChatFormat(tiny_tokenizer), [add], limits, "Be brief."), policy
 
     return make
 
 
-def ask(talk, text):
-    told = []
-    stop = asyncio.run(talk.say(text, told.append))
-    return stop, [(message.role, message.text) for message in told]
+def ask(chat, text):
+    messages = []
+    stop = asyncio.run(chat.say(text, messages.append))
+    return stop, [(message.role, message.text) for message in messages]
 
 
-def test_tools_are_called_and_each_message_is_told(talk_of):
-    talk, _ = talk_of(CALL, "It is 5.<|im_end|>")
-    assert ask(talk, "2 + 3?") == ("answered", [("assistant", ""), ("tool", "5"), ("assistant", "It is 5.")])
-    assert [message.role for message in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+def test_tools_are_called_and_each_message_is_told(session_of):
+    chat, _ = session_of(CALL, "It is 5.<|im_end|>")
+    assert ask(chat, "2 + 3?") == ("answered", [("assistant", ""), ("tool", "5"), ("assistant", "It is 5.")])
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_the_second_question_goes_on_in_the_tokens_of_the_first(talk_of, tiny_tokenizer):
-    talk, policy = talk_of("<think>hm</think>Hello.<|im_end|>", "Bye.<|im_end|>")
-    ask(talk, "Hi")
+def test_the_second_question_goes_on_in_the_tokens_of_the_first(session_of, tiny_tokenizer):
+    chat, policy = session_of("<think>hm</think>Hello.<|im_end|>", "Bye.<|im_end|>")
+    ask(chat, "Hi")
     before = list(policy.sessions[0].token_ids)
-    ask(talk, "So long")
+    ask(chat, "So long")
     (session,) = policy.sessions
     assert session.token_ids[: len(before)] == before, "thinking included: nothing is rendered again"
     assert tiny_tokenizer.decode(session.token_ids[len(before) :]) == (
@@ -91,45 +91,45 @@ def test_the_second_question_goes_on_in_the_tokens_of_the_first(talk_of, tiny_to
     )
 
 
-def test_after_an_answer_that_was_cut_off_the_conversation_is_rendered_anew(talk_of, tiny_tokenizer):
-    talk, policy = talk_of("On and on", "Fine.<|im_end|>")
-    assert ask(talk, "Hi")[0] == "truncated"
-    ask(talk, "Stop")
+def test_after_an_answer_that_was_cut_off_the_conversation_is_rendered_anew(session_of, tiny_tokenizer):
+    chat, policy = session_of("On and on", "Fine.<|im_end|>")
+    assert ask(chat, "Hi")[0] == "truncated"
+    ask(chat, "Stop")
     text = tiny_tokenizer.decode(policy.sessions[1].token_ids)
     assert "On and on<|im_end|>\n<|im_start|>user\nStop" in text
 
 
-def test_a_failed_answer_leaves_the_conversation_as_it_was(talk_of):
-    talk, policy = talk_of("Hello.<|im_end|>", None, "Yes.<|im_end|>")
-    ask(talk, "Hi")
-    before = list(talk.messages)
+def test_a_failed_answer_leaves_the_conversation_as_it_was(session_of):
+    chat, policy = session_of("Hello.<|im_end|>", None, "Yes.<|im_end|>")
+    ask(chat, "Hi")
+    before = list(chat.messages)
     with pytest.raises(PalestraError, match="full"):
-        ask(talk, "Still there?")
-    assert talk.messages == before
+        ask(chat, "Still there?")
+    assert chat.messages == before
     assert policy.open_now == 0
-    assert ask(talk, "Again?")[0] == "answered"
+    assert ask(chat, "Again?")[0] == "answered"
 
 
-def test_reset_forgets_all_but_the_instructions(talk_of):
-    talk, policy = talk_of("Hello.<|im_end|>")
-    ask(talk, "Hi")
-    talk.reset()
-    assert [message.text for message in talk.messages] == ["Be brief."]
+def test_reset_forgets_all_but_the_instructions(session_of):
+    chat, policy = session_of("Hello.<|im_end|>")
+    ask(chat, "Hi")
+    chat.reset()
+    assert [message.text for message in chat.messages] == ["Be brief."]
     assert policy.open_now == 0
 
 
-def test_the_message_being_written_can_be_looked_at(talk_of, tiny_tokenizer):
-    talk, policy = talk_of(CALL, "It is five.<|im_end|>")
+def test_the_message_being_written_can_be_looked_at(session_of, tiny_tokenizer):
+    chat, policy = session_of(CALL, "It is five.<|im_end|>")
     seen, sample = [], policy.sample
 
     async def slowly(session, params):
         half = tiny_tokenizer.encode("It is", add_special_tokens=False)
         session.token_ids += half
-        seen.append(talk.so_far)
+        seen.append(chat.so_far)
         del session.token_ids[-len(half) :]
         return await sample(session, params)
 
     policy.sample = slowly
-    ask(talk, "2 + 3?")
+    ask(chat, "2 + 3?")
     assert seen == ["It is", "It is"], "of each message by itself"
-    assert talk.so_far == ""
+    assert chat.so_far == ""

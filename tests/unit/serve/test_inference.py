@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import httpx
@@ -9,12 +10,14 @@ import openai
 import pytest
 import torch
 
-from palestra.core.types import SamplingParams
-from palestra.serve.completer import TextStream, certain
+from palestra.core.types import Message, SamplingParams
+from palestra.core.weights import Weights
+from palestra.serve.completer import SamplingRequest, TextStream, certain
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import load_completer
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
+QUESTION = Message("user", "What is 3 + 4?")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def direct(model, prompt_ids, **params):
 
 
 def test_sglang_form_gives_the_engines_own_ids_and_logprobs(model, http):
-    ids = list(model.chat.prompt([model_message()]).token_ids)
+    ids = model.chat.prompt([QUESTION]).token_ids.tolist()
     asked = {"max_new_tokens": 12, "temperature": 1.0, "seed": 5, "n": 3, "stop": [1, "zzz"]}
     body = {"input_ids": ids, "sampling_params": asked, "return_logprob": True}
     results = http.post("/generate", json=body).json()
@@ -62,24 +65,18 @@ def test_sglang_form_gives_the_engines_own_ids_and_logprobs(model, http):
         assert about["finish_reason"]["type"] == ("stop" if ended else "length")
     first = direct(model, ids, max_new_tokens=12, seed=5)
     rows = results[0]["meta_info"]["output_token_logprobs"]
-    assert [row[1] for row in rows] == list(first.token_ids)[: len(rows)]
-    assert [row[0] for row in rows] == pytest.approx(list(first.logprobs)[: len(rows)], abs=1e-5)
-
-
-def model_message():
-    from palestra.core.types import Message
-
-    return Message("user", "What is 3 + 4?")
+    assert [row[1] for row in rows] == first.token_ids.tolist()[: len(rows)]
+    assert [row[0] for row in rows] == pytest.approx(first.logprobs.tolist()[: len(rows)], abs=1e-5)
 
 
 def test_vllm_form_is_told_apart_by_its_fields(model, http):
-    ids = list(model.chat.prompt([model_message()]).token_ids)
+    ids = model.chat.prompt([QUESTION]).token_ids.tolist()
     body = {"prompt": {"prompt_token_ids": ids}, "logprobs": 0, "n": 2, "max_tokens": 5, "seed": 5}
     result = http.post("/generate", json=body).json()
     assert len(result["text"]) == len(result["finish_reasons"]) == len(result["logprobs"]) == 2
     first = direct(model, ids, max_new_tokens=5, seed=5)
-    assert [int(next(iter(entry[0]))) for entry in result["logprobs"][0]] == list(first.token_ids)
-    assert [next(iter(entry[0].values())) for entry in result["logprobs"][0]] == pytest.approx(first.logprobs, abs=1e-5)
+    assert [int(next(iter(entry[0]))) for entry in result["logprobs"][0]] == first.token_ids.tolist()
+    assert [next(iter(entry[0].values())) for entry in result["logprobs"][0]] == pytest.approx(first.logprobs.tolist(), abs=1e-5)
 
 
 def test_single_sglang_request_is_answered_by_one_object(http):
@@ -90,7 +87,7 @@ def test_single_sglang_request_is_answered_by_one_object(http):
 
 
 def test_eos_is_among_the_tokens_and_not_in_the_text(model, http):
-    ids = list(model.chat.prompt([model_message()]).token_ids)
+    ids = model.chat.prompt([QUESTION]).token_ids.tolist()
     for seed in range(20):
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 200, "seed": seed}, "return_logprob": True}
         result = http.post("/generate", json=body).json()
@@ -209,10 +206,32 @@ def test_new_weights_are_served_at_once(serve):
         torch.manual_seed(0)
         for weight in model.policy.engine.model.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)
-    model.policy.refresh(1)
+    model.policy.update(Weights(1, dict, model.policy.engine.model))
     after = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert after != before
     assert http.get("/health").json()["policy_version"] == 1
+    body = {"text": "What is", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    about = http.post("/generate", json=body).json()["meta_info"]
+    assert (about["weight_version"], about["weight_versions"]) == ("1", [1, 1, 1])
+
+
+def test_each_token_has_the_version_that_sampled_it():
+    model = load_completer("palestra/tiny")
+
+    async def main():
+        params = SamplingParams(40, seed=1)  # without stop tokens it samples all 40
+        running = asyncio.create_task(model.complete(SamplingRequest((5, 6, 7), 1, params)))
+        while not (running.done() or model.policy.engine.busy):
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        model.policy.update(Weights(1, dict, model.policy.engine.model))
+        return await running
+
+    (completion,) = asyncio.run(main())
+    assert len(completion.versions) == len(completion.token_ids) == 40
+    assert set(completion.versions) == {0, 1}
+    assert completion.versions == sorted(completion.versions)
 
 
 def test_text_that_may_become_a_stop_or_a_call_is_held_back():

@@ -21,9 +21,15 @@ def firsts(delivery) -> list[int]:
     return [json.loads(body)["tokens"][0][0] for body in delivery.groups]
 
 
+def trainer(batch_size: int = 4, step: int = 0, run: str = "a") -> Registration:
+    return Registration(
+        batch_size=batch_size, max_token_len=64, num_steps=10, starting_step=step, checkpoint_dir=f"runs/{run}"
+    )
+
+
 async def started(folder, batch_size: int = 4, **options) -> Exchange:
     exchange = Exchange(folder, **options)
-    await exchange.register(Registration(batch_size=batch_size, max_token_len=64, num_steps=10))
+    await exchange.register(trainer(batch_size))
     assert await exchange.take() is None
     return exchange
 
@@ -71,6 +77,71 @@ def test_batch_whose_answer_was_lost_is_given_again_until_it_is_acknowledged(tmp
         assert firsts(second) == [2, 3]
         assert await again.take(after=second.number) is None
         again.close()
+
+    asyncio.run(scenario())
+
+
+def test_batches_since_the_last_checkpoint_come_again_in_order_and_count_once(tmp_path):
+    """The trainer is killed after four batches with a checkpoint after the second; then the API is, too."""
+
+    async def first_life():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(5)])
+        deliveries = [await exchange.take(after=n, saved=2 if n > 2 else 0) for n in range(4)]
+        assert [d.number for d in deliveries] == [1, 2, 3, 4]
+        assert exchange.step == 4
+        exchange.close()
+        return deliveries
+
+    async def second_life(made):
+        exchange = Exchange(tmp_path)
+        await exchange.register(trainer(2, step=2))
+        assert exchange.step == 2, "that of the checkpoint"
+        assert await exchange.take(after=2, saved=2) == made[2]
+        assert exchange.step == 3
+        assert await exchange.take(after=2, saved=2) == made[2], "its answer was lost"
+        assert exchange.step == 3, "and it counts once"
+        exchange.close()
+        exchange = Exchange(tmp_path)  # the API alone is restarted: the trainer does not register again
+        assert exchange.step == 3
+        assert await exchange.take(after=2, saved=2) == made[2]
+        assert exchange.step == 3
+        assert await exchange.take(after=3, saved=2) == made[3]
+        assert exchange.step == 4
+        fresh = await exchange.take(after=4, saved=2)
+        assert (fresh.number, firsts(fresh), exchange.step) == (5, [4], 5)
+        assert await exchange.take(after=5, saved=4) is None
+        exchange.close()
+
+    made = asyncio.run(first_life())
+    asyncio.run(second_life(made))
+
+
+def test_batches_in_a_checkpoint_are_forgotten_and_others_are_kept(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(4)])
+        for after, saved in ((0, 0), (1, 0), (2, 0), (3, 2)):
+            await exchange.take(after, saved)
+        exchange.close()
+        again = Exchange(tmp_path)
+        # a trainer that asks for what it said to have saved gets what comes after
+        assert (await again.take(after=0, saved=0)).number == 3
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_batches_of_one_run_are_not_given_to_the_next(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(3)])
+        assert firsts(await exchange.take(after=0, saved=0)) == [0]
+        assert firsts(await exchange.take(after=1, saved=0)) == [1]
+        await exchange.register(trainer(2, run="b"))
+        delivery = await exchange.take(after=0, saved=0)
+        assert (firsts(delivery), delivery.number, exchange.step) == ([2], 3, 1)
+        exchange.close()
 
     asyncio.run(scenario())
 

@@ -11,14 +11,14 @@ import pytest
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.types import SamplingParams
+from palestra.core.types import Group, Rollout, SamplingParams, Turn
 from palestra.envs.load import load_env
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.serve.inference import inference_app
-from palestra.train.loop import Watcher
-from palestra.train.serving import load_completer
-from palestra.train.setup import build_collectors
+from palestra.serve.loading import load_completer
+from palestra.train.tasks import agent_collector
+from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
 from palestra.wire.feed import Feed
 from palestra.wire.server import trajectory_app
@@ -29,10 +29,10 @@ SHORT = SamplingParams(max_new_tokens=12, seed=5)
 
 class Notes(Watcher):
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.notes: list[str] = []
 
     def note(self, text: str) -> None:
-        self.said.append(text)
+        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,11 @@ def make_feed(api: httpx.Client, model, model_url: str, **settings) -> tuple[Fee
     config = RunConfig.build(settings)
 
     async def make_collector() -> Collector:
-        return build_collectors(env, RemotePolicy(model_url, give_up_s=0), ChatFormat(model.tokenizer), config)[0]
+        policy = RemotePolicy(model_url, give_up_s=0)
+        return agent_collector(env, policy, ChatFormat(model.tokenizer), config, training=True)
 
     wire = WireClient(str(api.base_url), gone_s=0)
-    return Feed(env.name, env.problems("train"), make_collector, config, wire, notes), notes
+    return Feed(env.name, env, make_collector, config, wire, notes), notes
 
 
 def test_sampling_over_http_gives_the_tokens_and_logprobs_of_the_policy_itself(model, model_url):
@@ -85,9 +86,11 @@ def test_sampling_over_http_gives_the_tokens_and_logprobs_of_the_policy_itself(m
     assert held == ([5, 6, 7, 8, *one.token_ids, 9, 10, *two.token_ids], [5, 6, 7, 8])
     own = load_completer("palestra/tiny").policy
     own_one, own_two, _ = asyncio.run(turns(own))
-    assert (one.token_ids, two.token_ids) == (own_one.token_ids, own_two.token_ids)
-    assert one.logprobs == pytest.approx(own_one.logprobs, abs=1e-5)
-    assert two.logprobs == pytest.approx(own_two.logprobs, abs=1e-5)
+    for remote_turn, own_turn in ((one, own_one), (two, own_two)):
+        assert remote_turn.token_ids.tolist() == own_turn.token_ids.tolist()
+        assert remote_turn.logprobs.tolist() == pytest.approx(own_turn.logprobs.tolist(), abs=1e-5)
+        assert remote_turn.versions.tolist() == own_turn.versions.tolist() == [0] * len(own_turn.token_ids)
+        assert remote_turn.finish == own_turn.finish
 
 
 def test_a_conversation_that_the_server_refuses_fails_the_rollout(model_url):
@@ -119,7 +122,7 @@ def test_nothing_runs_ahead_of_the_trainer_by_more_than_a_batch(api, model, mode
     assert len(groups) == 4
     assert len({str(group["tokens"]) for group in groups}) == 4
     assert all(group["env_id"] == 0 and len(group["tokens"]) == 2 for group in groups)
-    assert notes.said[-1] == "the trainer has all the groups that it asked for"
+    assert notes.notes[-1] == "the trainer has all the groups that it asked for"
 
 
 def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
@@ -133,7 +136,7 @@ def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
 
     feed.make_collector = make_and_lose
     asyncio.run(feed.run())
-    assert "the trajectory API went away" in notes.said[-1]
+    assert "the trajectory API went away" in notes.notes[-1]
 
 
 def test_groups_that_cannot_fill_a_batch_are_told_with_the_remedy(api, model, model_url):
@@ -149,7 +152,7 @@ def test_a_training_that_is_over_is_not_fed_but_the_next_is_waited_for(api, mode
 
     async def main() -> None:
         running = asyncio.create_task(feed.run())
-        while not any("waiting for the next" in text for text in notes.said):
+        while not any("waiting for the next" in text for text in notes.notes):
             assert not running.done()
             await asyncio.sleep(0.02)
         assert feed.posted_groups == 0
@@ -168,4 +171,52 @@ def test_an_inference_server_that_is_never_there_ends_it_with_the_reason(api, mo
     feed, notes = make_feed(api, model, "http://127.0.0.1:9")
     with pytest.raises(PalestraError, match="--serve-port"):
         asyncio.run(feed.run())
-    assert sum("every rollout failed" in text for text in notes.said) == 7
+    assert sum("every rollout failed" in text for text in notes.notes) == 7
+
+
+class ScriptedCollector:
+    """Gives the scripted groups in turn: a list of rewards each, None where an attempt failed."""
+
+    def __init__(self, *script: list[float | None]) -> None:
+        self.script = list(script)
+
+    async def collect(self, problems, group_size, seed_keys, on_rollout=None) -> list[Group]:
+        return [Group(problem.id, tuple(map(self.rollout, self.script.pop(0)))) for problem in problems]
+
+    def rollout(self, reward: float | None) -> Rollout:
+        turns = (Turn("template", (1, 2)), Turn("model", (3,), (-0.5,)))
+        if reward is None:
+            return Rollout("p", turns[:1], (), "failed", error="broken")
+        return Rollout("p", turns, (), "answered", reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("script", "posted"),
+    [
+        ([[1.0, 1.0], [1.0, 0.0]], [1.0, 0.0]),
+        ([[1.0, 1.0], [0.5, 0.5], [0.0, 0.0]], [0.0, 0.0]),
+        ([[1.0, 1.0], [None, None], [None, None]], [1.0, 1.0]),
+        ([[None, None], [None, 1.0], [None, None]], [1.0, 1.0]),
+    ],
+    ids=["one with signal", "none with signal", "then broken problems", "one attempt that did not fail"],
+)
+def test_a_group_without_signal_is_replaced_and_a_broken_problem_is_not_posted(api, model, model_url, script, posted):
+    register_trainer(api, batch_size=2, num_steps=1)
+    feed, _ = make_feed(api, model, model_url, **{"train.filter_equal_groups": True, "train.refill_limit": 2})
+
+    async def make_collector():
+        return ScriptedCollector(*script)
+
+    feed.make_collector = make_collector
+
+    async def main() -> list[dict]:
+        running = asyncio.create_task(feed.run())
+        while not feed.posted_groups:
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.02)
+        batch = await asyncio.to_thread(lambda: api.get("/batch").json()["batch"])
+        await asyncio.wait_for(running, 20)
+        return batch
+
+    (group,) = asyncio.run(main())
+    assert group["scores"] == posted

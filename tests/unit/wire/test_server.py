@@ -19,8 +19,8 @@ ENV = {"max_token_length": 128, "desired_name": "sums", "weight": 1.0, "group_si
 
 
 def group(**changes):
-    plain = {"tokens": [[1, 2, 3], [1, 2, 4]], "masks": [[-100, 2, 3], [-100, 2, 4]], "scores": [1.0, 0.0]}
-    return plain | changes
+    small = {"tokens": [[1, 2, 3], [1, 2, 4]], "masks": [[-100, 2, 3], [-100, 2, 4]], "scores": [1.0, 0.0]}
+    return small | changes
 
 
 @pytest.fixture
@@ -67,6 +67,10 @@ def test_groups_go_round_with_every_field(trained):
         env_id=0, advantages=[[0.0, 1.0, 1.0]] * 2, inference_logprobs=[[1.0, -0.5, -0.25]] * 2, ref_logprobs=[],
         messages=[[{"role": "user", "content": "hi"}]] * 2, overrides=[{}, {"set_advantage_to_zero": True}],
         group_overrides={"group_size": 2}, generation_params={"temperature": 1.0}, images=[],
+        turns=[[["template", 1], ["model", 2]]] * 2, versions=[[0, 4, 5]] * 2, stops=["answered", "truncated"],
+        errors=[None, "broken"], seconds=[0.5, 0.25], tool_seconds=[0.0, 0.125],
+        verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False}}, {}],
+        tool_results=[[{"id": "c", "name": "add", "ok": True, "seconds": 0.5}], []],
     )  # fmt: skip
     assert trained.post("/scored_data", json=whole).json() == {"status": "received"}
     packed = gzip.compress(json.dumps([group(env_id=0, scores=[0.25, 0.5])]).encode())
@@ -85,6 +89,27 @@ def test_groups_go_round_with_every_field(trained):
     assert trained.get("/info").json()["batch_size"] == -1
 
 
+def test_a_killed_trainer_gets_the_batches_since_its_checkpoint_again(serve, tmp_path):
+    run = {"checkpoint_dir": "runs/a", "batch_size": 2, "max_token_len": 128, "num_steps": 10}
+    with httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30) as api:
+        api.post("/register", json=run)
+        for i in range(4):
+            api.post("/scored_data", json=group(scores=[float(i), 0.0]))
+
+        def batch(after: int, saved: int):
+            answer = api.get("/batch", params={"after": after, "saved": saved}).json()
+            scores = [g["scores"][0] for g in answer["batch"] or ()]
+            return answer.get("number"), scores, api.get("/status").json()["current_step"]
+
+        assert [batch(0, 0), batch(1, 0), batch(2, 1)] == [(1, [0.0], 1), (2, [1.0], 2), (3, [2.0], 3)]
+        api.post("/register", json={**run, "starting_step": 1})  # killed, and resumed from its checkpoint at step 1
+        assert api.get("/status").json()["current_step"] == 1
+        assert [batch(1, 1), batch(2, 1), batch(3, 1)] == [(2, [1.0], 2), (3, [2.0], 3), (4, [3.0], 4)]
+        assert batch(4, 4) == (None, [], 4)
+        for wrong in ("after=-1", "after=1&saved=x"):
+            assert api.get(f"/batch?{wrong}").status_code == 422
+
+
 BAD = {
     "no tokens": ({"tokens": []}, "tokens"),
     "an empty sequence": ({"tokens": [[], [1, 2, 4]]}, "sequence 0 is empty"),
@@ -98,6 +123,13 @@ BAD = {
     "too few logprobs": ({"inference_logprobs": [[-0.5]] * 2}, "inference_logprobs: sequence 0"),
     "advantages for one": ({"advantages": [[0.0, 1.0, 1.0]]}, "advantages has 1"),
     "messages without roles": ({"messages": [[{"text": "hi"}]] * 2}, "'role' and 'content'"),
+    "turns for one": ({"turns": [[["template", 3]]]}, "turns has 1"),
+    "turns that do not add up": ({"turns": [[["template", 1], ["model", 1]]] * 2}, "sequence 0 has 3 tokens"),
+    "a turn by nobody": ({"turns": [[["judge", 3]]] * 2}, "turns.0.0.0"),
+    "a stop for no reason": ({"stops": ["answered", "bored"]}, "stops.1"),
+    "versions too short": ({"versions": [[1], [1]]}, "versions: sequence 0 has 1"),
+    "a verdict without a value": ({"verdicts": [{"right": {"passed": True}}, {}]}, "verdicts.0.right.value"),
+    "a tool result without a name": ({"tool_results": [[{"id": "c", "ok": True}], []]}, "tool_results.0.0.name"),
 }
 
 
@@ -112,8 +144,9 @@ def test_malformed_group_is_refused_with_the_reason(trained, case):
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 def test_scores_that_are_no_numbers_are_refused(trained, score):
-    body = json.dumps(group(scores=[1.0, score]))
-    assert trained.post("/scored_data", content=body).status_code == 422
+    verdict = {"value": score, "passed": False}
+    for changes in ({"scores": [1.0, score]}, {"verdicts": [{"right": verdict}, {}]}, {"seconds": [score, 1.0]}):
+        assert trained.post("/scored_data", content=json.dumps(group(**changes))).status_code == 422
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"null", b'{"a": 1}', b"\xff\xfe", b"[" * 100_000])

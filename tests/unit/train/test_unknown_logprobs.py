@@ -1,0 +1,86 @@
+"""Samples whose logprobs the sampler did not tell (NaN): token by token, they count as the current policy's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from palestra.core.config import RunConfig
+from palestra.core.types import Sample
+from palestra.learner.base import Batch
+from palestra.learner.local import LocalLearner
+from palestra.models.loading import load_model
+from palestra.train.schedule import coefficients_at
+from palestra.train.update import update
+
+NOW, EARLIER = 3, 2  # policy versions
+
+
+def samples(logprobs: tuple[float, float], version: int) -> list[Sample]:
+    rows = [((5, 6, 7, 8), 1.0), ((5, 6, 9, 10), -1.0)]
+    mask = (False, False, True, True)
+    return [Sample(ids, mask, (False,) * 4, (0.0, 0.0, *logprobs), a, 0, 2, version) for ids, a in rows]
+
+
+def trained(batch: list[Sample], **settings) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights of the embedded model after one step, and the step's metrics."""
+    config = RunConfig.build({"rollout.temperature": 1.0, "train.learning_rate": 1e-3, **settings})
+    learner = LocalLearner(load_model("palestra/tiny").model, config=config)
+    metrics = update(learner, batch, config, coefficients_at(0, config, None, 0.0), NOW)
+    return torch.cat([p.detach().flatten() for p in learner.model.parameters()]), metrics
+
+
+def own_logprobs(batch: list[Sample]) -> list[np.ndarray]:
+    config = RunConfig.build({"rollout.temperature": 1.0})
+    return LocalLearner(load_model("palestra/tiny").model, config=config).forward(Batch(batch))
+
+
+def test_samples_without_logprobs_train_as_the_learners_own():
+    own, _ = trained(samples((-3.0, -3.0), NOW))
+    correction = {"train.importance_correction": "token_truncate"}
+    unknown, metrics = trained(samples((math.nan, math.nan), EARLIER), **correction)
+    assert torch.equal(own, unknown)
+    assert not {"kl_sampler", "sampler_gap_max"} & set(metrics)
+    assert metrics["ratio_max"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_unknown_logprobs_leave_the_known_ones_the_behaviour_policys():
+    first, second = samples((-20.0, -3.0), EARLIER)  # less likely than now, so that its ratio is above 1
+    unknown = [first, replace(second, logprobs=(0.0, 0.0, math.nan, -2.0))]
+    filled = np.where(np.isnan(unknown[1].logprobs), own_logprobs(unknown)[1], unknown[1].logprobs)
+    correction = {"train.importance_correction": "token_truncate", "train.importance_cap": 1.5}
+    weights, metrics = trained(unknown, **correction)
+    expected, as_known = trained([first, replace(second, logprobs=filled)], **correction)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+    assert metrics["ratio_max"] > 1.0
+    assert math.isclose(metrics["ratio_max"], as_known["ratio_max"], rel_tol=1e-5)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_logprobs_of_an_earlier_version_are_the_behaviour_policys():
+    _, metrics = trained(samples((-3.0, -3.0), EARLIER))
+    assert metrics["ratio_max"] != 1.0
+    assert metrics["sampler_gap_max"] > 0
+
+
+def test_each_token_has_the_behaviour_policy_of_its_own_version():
+    mixed = [replace(s, versions=[NOW, NOW, EARLIER, NOW]) for s in samples((-3.0, -3.0), NOW)]
+    own = own_logprobs(mixed)
+    as_own = [
+        replace(s, versions=EARLIER, logprobs=(0.0, 0.0, -3.0, float(row[3]))) for s, row in zip(mixed, own, strict=True)
+    ]
+    weights, expected = trained(mixed)[0], trained(as_own)[0]
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+    assert not torch.equal(weights, trained(samples((-3.0, -3.0), NOW))[0])
+
+
+def test_several_passes_take_the_unknown_logprobs_of_the_first():
+    passes = {"train.iterations": 2}
+    own, _ = trained(samples((-3.0, -3.0), NOW), **passes)
+    unknown, metrics = trained(samples((math.nan, math.nan), EARLIER), **passes)
+    assert torch.equal(own, unknown)
+    assert metrics["ratio_max"] != 1.0, "the second pass is off-policy"
