@@ -2,7 +2,8 @@ from collections import Counter
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
-from palestra.train.loop import draw, total_steps
+from palestra.train.group_source import draw
+from palestra.train.loop import total_steps
 
 PROBLEMS = [Problem(str(i), f"question {i}") for i in range(10)]
 
