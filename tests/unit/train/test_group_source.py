@@ -1,9 +1,7 @@
 from collections import Counter
 
-from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.train.group_source import draw
-from palestra.train.loop import total_steps
 
 PROBLEMS = [Problem(str(i), f"question {i}") for i in range(10)]
 
@@ -19,9 +17,3 @@ def test_the_stream_is_the_same_however_it_is_cut() -> None:
     whole = draw(PROBLEMS, 0, 23, seed=1)
     assert draw(PROBLEMS, 0, 7, seed=1) + draw(PROBLEMS, 7, 16, seed=1) == whole
     assert draw(PROBLEMS, 0, 23, seed=2) != whole
-
-
-def test_total_steps_cover_all_epochs_unless_limited() -> None:
-    config = RunConfig.build({"train": {"epochs": 3, "problems_per_step": 4}})
-    assert total_steps(config, 10) == 9
-    assert total_steps(RunConfig.build({"train": {"max_steps": 5}}), 10) == 5
