@@ -247,7 +247,7 @@ class RunFolder:
         longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
         last = self.last_checkpoint()
         steps = max(self.config.train.max_steps or 0, 0 if last is None else step_of(last))
-        if max_steps <= steps:
+        if (longer.train.max_steps or 0) <= steps:  # as read by the config: the command line gives text
             raise PalestraError(
                 f"train.max_steps={max_steps}, but {self.path} has {steps} steps already; a resumed run can be made "
                 "longer, not shorter"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,11 @@ class Training:
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         version = state.policy_version
         if any(s.policy_mask.any() for s in samples):
-            if config.model.sleep_mode:
-                self.policy.sleep()
-            metrics |= update(self.learner, samples, config, coefficients, version)
+            with self._policy_asleep():
+                metrics |= update(self.learner, samples, config, coefficients, version)
             if config.train.target_entropy is not None:
                 metrics["entropy_coefficient"] = coefficients.entropy
             version += 1
-            if config.model.sleep_mode:
-                self.policy.wake()
             self.policy.update(self.learner.weights(version))
         self.state = replace(
             state,
@@ -119,6 +117,18 @@ class Training:
         if self.checkpoints is not None and every and self.state.step % every == 0:
             self.checkpoint(metrics.get("reward_mean", float("-inf")))
         return metrics
+
+    @contextmanager
+    def _policy_asleep(self) -> Iterator[None]:
+        """The learner has the KV cache's memory inside, where `model.sleep_mode` says so."""
+        if not self.config.model.sleep_mode:
+            yield
+            return
+        self.policy.sleep()
+        try:
+            yield
+        finally:
+            self.policy.wake()
 
     @property
     def entropy_coefficient(self) -> float:

@@ -20,11 +20,11 @@ def write_weights(folder: Path) -> None:
 
 
 def save(root: Path, step: int) -> Path:
-    return save_checkpoint(step_folder(root, step), TrainState(step=step, cursor=step * 4), write_weights)
+    return save_checkpoint(step_folder(root, step), TrainState(step=step, source={"cursor": step * 4}), write_weights)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
-    assert read_checkpoint(save(tmp_path, 3)) == TrainState(step=3, cursor=12)
+    assert read_checkpoint(save(tmp_path, 3)) == TrainState(step=3, source={"cursor": 12})
 
 
 def test_a_corrupt_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(tmp_path: Path) 
 
 def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    save_checkpoint(step_folder(tmp_path, 1), TrainState(step=1, cursor=99), write_weights)
-    assert read_checkpoint(step_folder(tmp_path, 1)).cursor == 99
+    save_checkpoint(step_folder(tmp_path, 1), TrainState(step=1, source={"cursor": 99}), write_weights)
+    assert read_checkpoint(step_folder(tmp_path, 1)).source == {"cursor": 99}
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:

@@ -1,26 +1,406 @@
-from collections import Counter
+"""The loop with a fake learner and policy: what is called when, what is kept, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loop_fakes import PROBLEMS, attempt, make_loop
 
 from palestra.core.config import RunConfig
-from palestra.core.types import Problem
-from palestra.train.loop import draw, total_steps
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Rollout
+from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
+from palestra.train.group_source import draw
+from palestra.train.loop import Interrupted, total_steps
+from palestra.train.schedule import learning_rate_at
+from palestra.train.watcher import Watcher
 
-PROBLEMS = [Problem(str(i), f"question {i}") for i in range(10)]
-
-
-def test_every_problem_comes_once_an_epoch() -> None:
-    stream = draw(PROBLEMS, 0, 30, seed=1)
-    for epoch in range(3):
-        assert Counter(p.id for p in stream[epoch * 10 : epoch * 10 + 10]) == Counter(p.id for p in PROBLEMS)
-    assert stream[:10] != stream[10:20]
+Play = Callable[[int, str], Sequence[Rollout]]
 
 
-def test_the_stream_is_the_same_however_it_is_cut() -> None:
-    whole = draw(PROBLEMS, 0, 23, seed=1)
-    assert draw(PROBLEMS, 0, 7, seed=1) + draw(PROBLEMS, 7, 16, seed=1) == whole
-    assert draw(PROBLEMS, 0, 23, seed=2) != whole
+def equal(number: int, problem: str) -> list[Rollout]:
+    """Siblings that are told apart by nothing."""
+    return [attempt(problem, 1.0) for _ in range(2)]
+
+
+def differ(number: int, problem: str) -> list[Rollout]:
+    return [attempt(problem, reward) for reward in (0.0, 1.0)]
+
+
+def only(*numbers: int) -> Play:
+    """Signal in the groups of these draws alone."""
+    return lambda number, problem: (differ if number in numbers else equal)(number, problem)
+
+
+def test_a_step_gathers_learns_and_then_gives_the_policy_the_next_version() -> None:
+    loop = make_loop(steps=2)
+    loop.training.run()
+    step = ["collect 2", "forward_backward", "optim_step"]
+    assert loop.calls == [*step, "update 1", *step, "update 2"]
+    assert loop.policy.weight == loop.learner.weight == 2
+    assert (loop.training.state.step, loop.training.state.policy_version) == (2, 2)
+    assert [step for step, _ in loop.tracker.rows] == [1, 2]
+    assert loop.tracker.groups == [(1, 2), (2, 2)]
+    assert loop.tracker.rows[0][1]["loss"] == 0.5
+
+
+def test_the_seed_of_a_group_is_the_runs_seed_and_the_number_of_its_draw() -> None:
+    loop = make_loop({"seed": 7}, steps=2)
+    loop.training.run()
+    assert loop.collector.keys == ["7/0", "7/1", "7/2", "7/3"]
+
+
+def test_a_step_without_signal_moves_the_schedules_on_and_publishes_nothing() -> None:
+    layer = {"train.scheduler": "linear", "train.refill_limit": 0, "echo.coefficient": 1.0, "echo.schedule": "linear"}
+    loop = make_loop(layer, steps=4, play=only(0, 1, 4, 5, 6, 7))  # nothing in the second step
+    loop.training.run()
+    updates = [call for call in loop.calls if call.startswith("update")]
+    assert updates == ["update 1", "update 2", "update 3"]
+    train = loop.training.config.train
+    assert loop.learner.rates == [learning_rate_at(step, train, 4) for step in (0, 2, 3)]
+    assert [loss.echo_coefficient for loss in loop.learner.losses] == pytest.approx([1.0, 1 / 3, 0.0])
+    assert "loss" not in loop.tracker.rows[1][1]
+    assert loop.tracker.rows[1][1]["equal_reward_groups"] == 1.0
+    assert (loop.training.state.step, loop.training.state.policy_version) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "play", "collected"),
+    [
+        ({"train.refill_limit": 2}, only(), [2, 2, 2]),
+        ({"train.refill_limit": 2}, only(1, 2), [2, 1]),
+        ({"train.refill_limit": 1}, only(0, 3), [2, 1]),
+        ({"train.refill_limit": 0}, only(), [2]),
+        ({"train.filter_equal_groups": False}, only(), [2]),
+    ],
+    ids=["none found", "one more", "limit met", "off", "no filter"],
+)
+def test_refilling_draws_fresh_problems_up_to_the_limit(
+    layer: Mapping[str, Any], play: Play, collected: list[int]
+) -> None:
+    loop = make_loop(layer, steps=1, play=play)
+    loop.training.run()
+    assert [call for call in loop.calls if call.startswith("collect")] == [f"collect {n}" for n in collected]
+    drawn = sum(collected)
+    assert loop.collector.keys == [f"0/{i}" for i in range(drawn)]  # never the same twice
+    assert loop.training.state.source == {"cursor": drawn}
+    assert loop.tracker.groups == [(1, drawn)]
+
+
+def test_a_source_that_cannot_be_refilled_is_asked_once() -> None:
+    loop = make_loop(steps=1, play=equal)
+    loop.training.source.refills = False  # type: ignore[misc]
+    loop.training.run()
+    assert loop.calls == ["collect 2"]
+
+
+def test_a_problem_that_fails_alone_in_a_refill_does_not_end_the_run() -> None:
+    def play(number: int, problem: str) -> list[Rollout]:
+        if number == 2:  # the one that takes the place of number 1
+            return [attempt(problem, 0.0, error="it does not start")] * 2
+        return only(0, 3)(number, problem)  # type: ignore[return-value]
+
+    loop = make_loop(steps=1, play=play)
+    loop.training.run()
+    [(_, metrics)] = loop.tracker.rows
+    assert metrics["rollout_failures"] == 2
+    assert metrics["loss"] == 0.5
+
+
+def test_a_step_in_which_every_attempt_fails_ends_the_run_with_the_first_error() -> None:
+    loop = make_loop(play=lambda number, problem: [attempt(problem, 0.0, error=f"number {number} is broken")] * 2)
+    with pytest.raises(PalestraError, match="step 1: every rollout failed; the first error was number 0 is broken"):
+        loop.training.run()
+
+
+def test_different_score_names_in_one_step_are_reported_each_on_its_own() -> None:
+    def play(number: int, problem: str) -> list[Rollout]:
+        return [attempt(problem, reward, name="ab"[number % 2]) for reward in (0.0, 1.0)]
+
+    for combine in ("sum_then_normalise", "normalise_then_sum"):
+        loop = make_loop({"train.combine": combine}, steps=1, play=play)
+        loop.training.run()
+        [(_, metrics)] = loop.tracker.rows
+        assert metrics["pass_rate/a"] == metrics["pass_rate/b"] == 0.5
+        assert metrics["loss"] == 0.5
+
+
+@dataclass
+class OldGroups:
+    """A source that gives groups of chosen versions, as a queue between two processes would."""
+
+    versions: Iterator[int]
+    max_staleness: int | None
+    refills: bool = True
+    given: int = 0
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {}
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        self.given += count
+        ages = [next(self.versions) for _ in range(count)]
+        return [Group("p", tuple(attempt("p", r, version=version + age) for r in (0.0, 1.0))) for age in ages]
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.given = state.get("given", 0)
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("limit", "ages", "given", "dropped", "oldest"),
+    [
+        (0, [0, -1, 0], 3, 1, 0),
+        (1, [-2, -3, -1, 0], 4, 2, 1),
+        (None, [-9, -1], 2, 0, 9),
+    ],
+)
+def test_stale_groups_are_dropped_replaced_and_counted(
+    limit: int | None, ages: list[int], given: int, dropped: int, oldest: int
+) -> None:
+    source = OldGroups(iter(ages), limit)
+    loop = make_loop(steps=1, source=source)
+    loop.training.run()
+    [(_, metrics)] = loop.tracker.rows
+    assert source.given == given
+    assert metrics.get("stale_groups_dropped", 0) == dropped
+    assert metrics["staleness_max"] == oldest
+    assert metrics["rollouts"] == 4
+
+
+def test_a_step_whose_groups_are_all_stale_trains_nothing_and_goes_on() -> None:
+    loop = make_loop(steps=1, source=OldGroups(iter([-1] * 6), 0))
+    loop.training.run()
+    assert loop.calls == []
+    assert loop.tracker.rows[0][1]["stale_groups_dropped"] == 6
+    assert loop.training.state.step == 1
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (4, [4]), (6, [])])
+def test_evaluations_come_at_every_so_many_steps_but_not_at_the_last(every: int, expected: list[int]) -> None:
+    loop, seen = make_loop({"eval.every": every}, steps=6), []
+    loop.training.run(lambda step: seen.append((step, len(loop.tracker.rows))))
+    assert seen == [(step, step) for step in expected]
+
+
+def test_the_watcher_hears_of_every_step_and_of_training_going_on_after_an_evaluation() -> None:
+    class Heard(Watcher):
+        words: list[str] = []  # noqa: RUF012
+
+        def phase(self, name: str, total: int) -> None:
+            self.words.append(f"{name} {total}")
+
+        def advance(self, done: int, metrics: dict[str, float]) -> None:
+            self.words.append(f"{done} {metrics['loss']}")
+
+    loop = make_loop({"eval.every": 2}, steps=3)
+    loop.training.watcher = Heard()
+    loop.training.run()
+    assert Heard.words == ["training 3", "1 0.5", "2 0.5", "training 3", "3 0.5"]
+
+
+def names(checkpoints: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in step_checkpoints(checkpoints)]
+
+
+def passing(*steps: int) -> Play:
+    """Two groups a step: both siblings pass one of them in these steps, so that the mean reward is higher."""
+
+    def play(number: int, problem: str) -> list[Rollout]:
+        better = number % 2 and number // 2 + 1 in steps
+        return [attempt(problem, reward) for reward in ((1.0, 1.0) if better else (0.0, 1.0))]
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        ({"checkpoint.keep_last": 2}, [3, 5, 6]),
+        ({"checkpoint.keep_last": 1, "checkpoint.keep_best": False}, [6]),
+        ({"checkpoint.keep_last": 3, "checkpoint.keep_best": False}, [4, 5, 6]),
+        ({"checkpoint.every": 4}, [4, 6]),  # the last one always
+        ({"checkpoint.every": 0}, [6]),
+    ],
+)
+def test_the_newest_checkpoints_and_the_best_are_kept(
+    layer: Mapping[str, Any], kept: list[int], tmp_path: Path
+) -> None:
+    every = {"checkpoint.every": 1, "train.refill_limit": 0}
+    loop = make_loop(every, layer, steps=6, checkpoints=tmp_path, play=passing(3))
+    loop.training.run()
+    assert names(tmp_path) == kept
+
+
+def test_a_resumed_loop_goes_on_where_the_checkpoint_was_written(tmp_path: Path) -> None:
+    layer = {"checkpoint.every": 1, "train.target_entropy": 2.0, "train.refill_limit": 1}
+    play = only(*range(0, 40, 2))
+    straight = make_loop(layer, steps=4, play=play)
+    straight.training.run()
+
+    first = make_loop(layer, steps=2, checkpoints=tmp_path, play=play)
+    first.training.run()
+    second = make_loop(layer, steps=4, checkpoints=tmp_path, play=play)
+    folder = step_folder(tmp_path, 2)
+    second.training.resume(folder, read_checkpoint(folder))
+    assert second.calls == ["update 2"]  # the policy samples from the weights of the checkpoint
+    assert second.policy.weight == second.learner.weight == 2
+    assert second.training.entropy_coefficient == pytest.approx(0.01)
+    second.training.run()
+    assert first.collector.keys + second.collector.keys == straight.collector.keys
+    one, other = second.training.state, straight.training.state
+    assert (one.step, one.source, one.policy_version) == (other.step, other.source, other.policy_version)
+    assert one.entropy_coefficient == other.entropy_coefficient == pytest.approx(0.02)
+    assert second.learner.weight == straight.learner.weight == 4
+
+
+def interrupt_at(number: int) -> Play:
+    def play(drawn: int, problem: str) -> list[Rollout]:
+        if drawn == number:
+            signal.raise_signal(signal.SIGINT)
+        return differ(drawn, problem)
+
+    return play
+
+
+def test_ctrl_c_while_sampling_saves_the_last_whole_step(tmp_path: Path) -> None:
+    loop = make_loop(checkpoints=tmp_path, play=interrupt_at(5))  # in the third step
+    with pytest.raises(Interrupted) as raised:
+        loop.training.run()
+    assert raised.value.checkpoint == step_folder(tmp_path, 2)
+    state = read_checkpoint(raised.value.checkpoint)
+    assert (state.step, state.source, state.policy_version) == (2, {"cursor": 4}, 2)
+    assert (raised.value.checkpoint / "weight").read_text() == "2"
+
+
+def test_ctrl_c_while_learning_waits_for_the_end_of_the_step(tmp_path: Path) -> None:
+    loop = make_loop(checkpoints=tmp_path)
+    loop.learner.on_step = lambda weight: signal.raise_signal(signal.SIGINT) if weight == 1 else None
+    with pytest.raises(Interrupted) as raised:
+        loop.training.run()
+    assert raised.value.checkpoint == step_folder(tmp_path, 2)
+    assert read_checkpoint(raised.value.checkpoint).source == {"cursor": 4}
+    assert [step for step, _ in loop.tracker.rows] == [1, 2]
+    assert loop.calls[-1] == "update 2"
+
+
+def test_ctrl_c_without_checkpoints_is_a_plain_one() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        make_loop(play=interrupt_at(1)).training.run()
+    assert not isinstance(raised.value, Interrupted)
+
+
+def failing_at(step: int, error: Exception) -> Callable[[int], None]:
+    def fail(weight: int) -> None:
+        if weight == step - 1:
+            raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (PalestraError("group 3: the loss is nan"), "group 3: the loss is nan"),
+        (KeyError("sampled_tokens"), "KeyError: 'sampled_tokens'"),
+    ],
+)
+def test_any_other_error_names_the_step_and_the_last_good_checkpoint(
+    error: Exception, words: str, tmp_path: Path
+) -> None:
+    loop = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path)
+    loop.learner.on_step = failing_at(4, error)
+    with pytest.raises(PalestraError) as raised:
+        loop.training.run()
+    assert str(raised.value) == f"step 4: {words}. The last good checkpoint is {step_folder(tmp_path, 2)}"
+    assert raised.value.__cause__ is error
+    assert loop.training.state.step == 3  # what failed does not count
+    assert names(tmp_path) == [2]
+
+
+def test_an_error_in_the_first_step_says_that_there_is_no_checkpoint_yet(tmp_path: Path) -> None:
+    loop = make_loop(checkpoints=tmp_path)
+    loop.learner.on_step = failing_at(1, RuntimeError("no"))
+    with pytest.raises(PalestraError, match=r"step 1: RuntimeError: no\. No checkpoint had been written yet"):
+        loop.training.run()
+
+
+def test_in_sleep_mode_the_policy_sleeps_while_the_learner_works() -> None:
+    loop = make_loop({"model.sleep_mode": True}, steps=1)
+    loop.training.run()
+    assert loop.calls == ["collect 2", "sleep", "forward_backward", "optim_step", "wake", "update 1"]
+
+
+def test_a_policy_is_woken_when_the_learner_fails() -> None:
+    loop = make_loop({"model.sleep_mode": True}, steps=1)
+    loop.learner.on_step = failing_at(1, PalestraError("the loss is nan"))
+    with pytest.raises(PalestraError, match="the loss is nan"):
+        loop.training.run()
+    assert loop.calls[-1] == "wake"
+
+
+def test_a_step_without_signal_wakes_nobody() -> None:
+    loop = make_loop({"model.sleep_mode": True, "train.refill_limit": 0}, steps=1, play=equal)
+    loop.training.run()
+    assert loop.calls == ["collect 2"]
+
+
+def test_the_entropy_controller_moves_by_what_the_step_measured_and_rests_without_signal() -> None:
+    layer = {"train.target_entropy": 2.0, "train.entropy_coefficient": 0.1, "train.refill_limit": 0}
+    loop = make_loop(layer, steps=5, play=only(0, 1, 2, 3, 6, 7, 8, 9))  # nothing in the third step
+
+    def measured(weight: int) -> None:
+        loop.learner.entropy = 1.0 if weight < 2 else 3.0
+
+    loop.learner.on_step = measured
+    loop.training.run()
+    used = [loss.entropy_coefficient for loss in loop.learner.losses]
+    assert used == pytest.approx([0.1, 0.105, 0.11, 0.115])
+    reported = [row.get("entropy_coefficient") for _, row in loop.tracker.rows]
+    assert reported == [used[0], used[1], None, used[2], used[3]]
+    assert loop.training.state.entropy_coefficient == pytest.approx(0.11)  # one down at last
+
+
+def test_a_step_taken_by_hand_needs_no_total_and_no_folder() -> None:
+    loop = make_loop(steps=None)
+    assert loop.training.step()["loss"] == 0.5
+    assert loop.training.state.step == 1
+    with pytest.raises(PalestraError, match="no folder"):
+        loop.training.checkpoint()
 
 
 def test_total_steps_cover_all_epochs_unless_limited() -> None:
     config = RunConfig.build({"train": {"epochs": 3, "problems_per_step": 4}})
     assert total_steps(config, 10) == 9
     assert total_steps(RunConfig.build({"train": {"max_steps": 5}}), 10) == 5
+    with pytest.raises(PalestraError, match=r"say when to stop with train\.max_steps"):
+        total_steps(config, None)
+
+
+def test_the_loop_draws_the_shuffled_stream_of_its_problems() -> None:
+    seen: list[str] = []
+
+    def play(number: int, problem: str) -> list[Rollout]:
+        seen.append(problem)
+        return differ(number, problem)
+
+    loop = make_loop({"seed": 3}, steps=6, play=play)
+    loop.training.run()
+    assert seen == [p.id for p in draw(PROBLEMS, 0, 12, seed=3)]

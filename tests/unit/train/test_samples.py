@@ -9,11 +9,11 @@ from palestra.train.samples import group_advantages, has_signal, to_sample, to_s
 
 TURNS = (
     Turn("template", (1, 2, 3)),
-    Turn("model", (4, 5), logprobs=(-0.5, -0.25), policy_version=7),
+    Turn("model", (4, 5), logprobs=(-0.5, -0.25), versions=7),
     Turn("template", (6,)),
     Turn("environment", (7, 8)),
     Turn("template", (9,)),
-    Turn("model", (10,), logprobs=(-1.0,), policy_version=8),
+    Turn("model", (10,), logprobs=(-1.0,), versions=8),
 )
 
 
@@ -24,17 +24,17 @@ def rollout(reward: float, **changes: object) -> Rollout:
 
 def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
     sample = to_sample(rollout(1.0), 0.5, group=3)
-    assert sample.token_ids == tuple(range(1, 11))
+    assert sample.token_ids.tolist() == list(range(1, 11))
     assert sample.prompt_length == 3
     assert sample.group == 3
-    assert sample.policy_version == 7
+    assert sample.versions.tolist() == [0, 0, 0, 7, 7, 0, 0, 0, 0, 8]
 
 
 def test_only_model_made_tokens_are_trained_and_only_tool_bodies_observed() -> None:
     sample = to_sample(rollout(1.0), 0.5, group=0)
-    assert [i for i, t in zip(sample.token_ids, sample.trained, strict=True) if t] == [4, 5, 10]
-    assert [i for i, t in zip(sample.token_ids, sample.observed, strict=True) if t] == [7, 8]
-    assert [lp for lp, t in zip(sample.logprobs, sample.trained, strict=True) if t] == [-0.5, -0.25, -1.0]
+    assert [i for i, t in zip(sample.token_ids, sample.policy_mask, strict=True) if t] == [4, 5, 10]
+    assert [i for i, t in zip(sample.token_ids, sample.echo_mask, strict=True) if t] == [7, 8]
+    assert [lp for lp, t in zip(sample.logprobs, sample.policy_mask, strict=True) if t] == [-0.5, -0.25, -1.0]
 
 
 def test_a_truncated_rollout_stays_in_the_baseline_but_trains_nothing() -> None:
@@ -42,10 +42,10 @@ def test_a_truncated_rollout_stays_in_the_baseline_but_trains_nothing() -> None:
     advantages = group_advantages([group], TrainSection(), {"right": 1.0})
     assert advantages[0][0] > 0 > advantages[0][1]
     first, second = to_samples([group], advantages, mask_truncated=True)
-    assert any(first.trained)
-    assert not any(second.trained)
-    assert not any(second.observed)
-    assert any(to_samples([group], advantages, mask_truncated=False)[1].trained)
+    assert any(first.policy_mask)
+    assert not any(second.policy_mask)
+    assert not any(second.echo_mask)
+    assert any(to_samples([group], advantages, mask_truncated=False)[1].policy_mask)
 
 
 def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:

@@ -90,7 +90,7 @@ def test_tokens_are_trained_as_they_were_sampled(trainer: StepTrainer) -> None:
 def test_a_group_shares_its_prompt_and_differs_in_its_answers(trainer: StepTrainer) -> None:
     outputs = trainer.generate_group_outputs("Say something.")
     assert len({o.prompt_ids for o in outputs}) == 1
-    assert len({o.sampled.token_ids for o in outputs}) == len(outputs) == 8
+    assert len({tuple(o.sampled.token_ids.tolist()) for o in outputs}) == len(outputs) == 8
     assert [o.text for o in trainer.generate_group_outputs("Say something.")] == [o.text for o in outputs]
 
 
@@ -118,7 +118,9 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     history = trainer.train(ROWS)
     assert [row["step"] for row in history] == [1, 2, 3]
     assert [row["epoch"] for row in history] == pytest.approx([2 / 3, 4 / 3, 2.0])
-    assert sorted(p.name for p in trainer.folder.iterdir()) == ["checkpoint-2", "final", "metrics.jsonl"]
+    files = ["config.yaml", "metrics.jsonl", "report.html", "report.json", "rollouts.jsonl", "run.json"]
+    assert sorted(p.name for p in trainer.folder.iterdir() if p.is_file()) == files
+    assert sorted(p.name for p in trainer.folder.iterdir() if p.is_dir()) == ["checkpoint-2", "final", "model"]
     saved = json.loads((trainer.folder / "checkpoint-2" / "training_config.json").read_text())
     assert saved.pop("timestamp")
     assert saved == {

@@ -1,0 +1,173 @@
+"""A learner, a policy and a collector of a few lines each: the loop without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.algo.step_loss import StepLoss
+from palestra.core.config import RunConfig
+from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
+from palestra.core.weights import Weights
+from palestra.learner.base import Batch
+from palestra.train.group_source import GroupSource, ProblemSource
+from palestra.train.loop import Training
+
+PROBLEMS = [Problem(str(i), f"question {i}") for i in range(10)]
+SMALL = {"train.problems_per_step": 2, "rollout.group_size": 2, "train.learning_rate": 1.0, "rollout.max_new_tokens": 8}
+
+Calls = list[str]
+
+
+@dataclass
+class FakeOutputs:
+    batch: Batch
+    entropy: float
+
+    def logprobs(self) -> list[Array]:
+        return [np.full(len(s.token_ids), -1.0, dtype=np.float32) for s in self.batch.samples]
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss": 0.5, "entropy": self.entropy, "tokens_computed": 8.0}
+
+
+@dataclass
+class FakeLearner:
+    """Its one weight counts the optimizer steps."""
+
+    calls: Calls
+    entropy: float = 1.0
+    weight: int = 0
+    losses: list[StepLoss] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    on_step: Callable[[int], None] = lambda weight: None  # called before the weight changes
+
+    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+        self.calls.append("forward reference" if reference else "forward")
+        return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in batch.samples]
+
+    def forward_backward(self, batch: Batch, loss: StepLoss) -> FakeOutputs:
+        self.calls.append("forward_backward")
+        self.losses.append(loss)
+        return FakeOutputs(batch, self.entropy)
+
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+        self.calls.append("optim_step")
+        self.on_step(self.weight)
+        self.rates.append(learning_rate)
+        self.weight += 1
+        return 1.0
+
+    def weights(self, version: int) -> Weights:
+        weight = self.weight
+        return Weights(version, lambda: {"weight": weight})
+
+    def save(self, folder: Path) -> None:
+        (folder / "weight").write_text(str(self.weight))
+
+    def load(self, folder: Path) -> None:
+        self.weight = int((folder / "weight").read_text())
+
+    def export(self, folder: Path) -> Path:
+        raise NotImplementedError
+
+
+@dataclass
+class FakePolicy:
+    """Takes weights and says so. Nobody samples from it: the collector makes the rollouts up."""
+
+    calls: Calls
+    version: int = 0
+    weight: int = 0
+
+    def update(self, weights: Weights) -> None:
+        self.version, self.weight = weights.version, weights.tensors()["weight"]
+        self.calls.append(f"update {self.version}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+
+def attempt(problem: str, reward: float, *, version: int = 0, name: str = "right", error: str | None = None) -> Rollout:
+    """A prompt of two tokens and an answer of three."""
+    if error is not None:
+        return Rollout(problem, (), (), "failed", error=error)
+    turns = (Turn("template", (1, 2)), Turn("model", (3, 4, 5), (-0.5, -0.5, -0.5), version, "stop"))  # type: ignore[arg-type]
+    return Rollout(problem, turns, (), "answered", scores={name: Score(reward, reward == 1.0)}, reward=reward)
+
+
+@dataclass
+class FakeCollector:
+    """`play` gives the siblings of the problem drawn as number n; by default they differ."""
+
+    calls: Calls
+    policy: FakePolicy
+    play: Callable[[int, str], Sequence[Rollout]] = lambda number, problem: [attempt(problem, r) for r in (0.0, 1.0)]
+    keys: list[str] = field(default_factory=list)
+
+    async def collect(
+        self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: Any = None
+    ) -> list[Group]:
+        await asyncio.sleep(0)
+        self.calls.append(f"collect {len(problems)}")
+        self.keys += seed_keys
+        numbers = [int(key.rpartition("/")[2]) for key in seed_keys]
+        return [
+            Group(p.id, tuple(sampled_by(r, self.policy.version) for r in self.play(n, p.id)))
+            for n, p in zip(numbers, problems, strict=True)
+        ]
+
+
+def sampled_by(rollout: Rollout, version: int) -> Rollout:
+    turns = tuple(replace(t, versions=version) if t.maker == "model" else t for t in rollout.turns)
+    return replace(rollout, turns=turns)
+
+
+@dataclass
+class FakeTracker:
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    groups: list[tuple[int, int]] = field(default_factory=list)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(row)))
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        self.groups.append((step, len(groups)))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Loop:
+    """A training of fakes; `calls` tells in which order they were called."""
+
+    training: Training
+    learner: FakeLearner
+    policy: FakePolicy
+    collector: FakeCollector
+    tracker: FakeTracker
+    calls: Calls
+
+
+def make_loop(
+    *layers: Mapping[str, Any],
+    steps: int | None = 4,
+    checkpoints: Path | None = None,
+    source: GroupSource | None = None,
+    **collector: Any,
+) -> Loop:
+    config = RunConfig.build(SMALL, *layers)
+    calls: Calls = []
+    learner, policy = FakeLearner(calls), FakePolicy(calls)
+    collects, tracker = FakeCollector(calls, policy, **collector), FakeTracker()
+    source = source or ProblemSource(collects, PROBLEMS, {}, config.rollout.group_size, config.seed)
+    training = Training(config, source, policy, learner, tracker, steps, checkpoints)  # type: ignore[arg-type]
+    return Loop(training, learner, policy, collects, tracker, calls)
