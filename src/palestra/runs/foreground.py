@@ -1,11 +1,14 @@
-"""Lists a training in a terminal in the index, beside those in the background."""
+"""Lists a training that runs in this process in the index, beside those in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,40 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
-from palestra.runs.processes import this_host, this_process
+from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
 from palestra.runs.recovery import reconcile
 
 log = logging.getLogger("palestra")
+
+
+@contextlib.contextmanager
+def listed(folder: Path) -> Iterator[None]:
+    """List the run while it trains, unless its supervisor does. A folder in which another process trains is refused."""
+    if has_supervisor():
+        yield
+        return
+    run = ForegroundRun()
+    run.begin(folder)
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.end("stopped")
+        raise
+    except BaseException as error:
+        run.end("failed", f"{type(error).__name__}: {error}")
+        raise
+    run.end("completed")
+
+
+def refuse_busy(folder: Path) -> None:
+    """Refuse a folder in which another process trains, before anything is loaded."""
+    if not has_supervisor():
+        ForegroundRun().refuse_busy(folder)
+
+
+def has_supervisor() -> bool:
+    """Whether a supervisor keeps the run's row. On Windows runs are not listed at all."""
+    return RUN_VARIABLE in os.environ or sys.platform == "win32"
 
 
 class ForegroundRun:
@@ -36,7 +69,6 @@ class ForegroundRun:
                 self._index = index
 
     def refuse_busy(self, folder: Path) -> None:
-        """Refuse a folder in which another process trains."""
         index = self._open_index()
         row = None if index is None else _row_of(index, folder.resolve())
         if row is not None and row.state in ACTIVE:

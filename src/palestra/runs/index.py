@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import secrets
@@ -124,6 +123,8 @@ class Index:
 
     def _create(self, lock_path: Path) -> None:
         """Made aside and renamed, so that whoever finds the file finds its tables in it."""
+        import fcntl  # Windows has none, and runs are not listed there
+
         with lock_path.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for a lock when it switches to WAL
             if not self.path.exists():

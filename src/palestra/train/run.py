@@ -22,7 +22,7 @@ from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
-from palestra.runs.listing import listed
+from palestra.runs.foreground import listed
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, read_checkpoint
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation

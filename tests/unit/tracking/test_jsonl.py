@@ -7,7 +7,9 @@ from pathlib import Path
 
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score
-from palestra.tracking.jsonl import JsonlTracker, write_eval_rollouts
+from palestra.evals.report import EvalReport
+from palestra.tracking.jsonl import JsonlTracker
+from palestra.train.evaluation import read_evaluation, write_evaluation
 
 
 def rollout(problem_id: str, text: str = "hi") -> Rollout:
@@ -32,10 +34,14 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats_and_a_cut_line(tmp_path: 
 
 def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    write_eval_rollouts(run, "before", [rollout("a"), rollout("b")])
-    write_eval_rollouts(run, 50, [rollout("a")])
+    write_evaluation(run.eval_file("before"), EvalReport.of([rollout("a"), rollout("b")], 1.0))
+    write_evaluation(run.eval_file(50), EvalReport.of([rollout("a")], 1.0))
     assert [row["problem_id"] for row in run.eval_rollouts("before")] == ["a", "b"]
-    write_eval_rollouts(run, "before", [rollout("c")])
+    write_evaluation(run.eval_file("before"), EvalReport.of([rollout("c")], 1.0))
     assert [row["problem_id"] for row in run.eval_rollouts("before")] == ["c"]
     assert json.loads(run.eval_file(50).read_text())["passed"] is True
     assert run.eval_names() == ["before", 50]
+    read = read_evaluation(run.eval_file("before"))
+    assert read is not None
+    assert (read.pass_rate.passed, read.pass_rate.n) == (1, 1)
+    assert read_evaluation(run.eval_file("after")) is None

@@ -65,13 +65,6 @@ def load_libraries(console: Console, model: str) -> None:
         disable_progress_bar()
 
 
-def gpu_name() -> str:
-    """The name of the GPU; empty without one."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""

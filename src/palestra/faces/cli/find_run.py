@@ -124,10 +124,10 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def _index_rows() -> list[Row]:
-    """The rows of the index; none if it cannot be read, or on Windows, which has no fcntl."""
+    """The rows of the index; none if it cannot be read."""
     try:
         from palestra.runs.index import Index, palestra_home
 
         return Index(palestra_home(), create=False).rows()
-    except (ImportError, sqlite3.Error, OSError):
+    except (sqlite3.Error, OSError):
         return []

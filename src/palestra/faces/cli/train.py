@@ -176,7 +176,7 @@ def _train_env(
 def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> PreparedRun:
     from palestra.faces.cli.agent_file import load_agent_file
     from palestra.faces.cli.find_run import require_run
-    from palestra.runs.listing import refuse_busy
+    from palestra.runs.foreground import refuse_busy
 
     run = require_run(name)
     refuse_busy(run.path)

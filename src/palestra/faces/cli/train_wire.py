@@ -47,7 +47,7 @@ def train_on_url(
     """Serve the model, train it over the wire, and print the results."""
     from palestra.faces.cli.find_run import require_run
     from palestra.faces.cli.serve import require_serve_extra
-    from palestra.runs.listing import refuse_busy
+    from palestra.runs.foreground import refuse_busy
 
     require_serve_extra()
     if resume is None:
