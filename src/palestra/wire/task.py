@@ -22,6 +22,7 @@ from palestra.wire.client import WireClient
 from palestra.wire.groups import ModelLimits, read_group
 
 _POLL_S = 0.2
+_SHUTDOWN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class WireTask:
-    """Groups come from a trajectory API. `scored_by` is an environment of ours by which the model can be scored here.
+    """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
 
-    `served` is told the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    `served` is called with the inference URL and the tokenizer; `check` may raise while groups are waited for.
     """
 
     client: WireClient
@@ -55,17 +56,29 @@ class WireTask:
     def source(self, parts: Parts) -> WireSource:
         parts.config.rollout.require_free_calls("environments over the wire sample with settings of their own")
         if not isinstance(parts.policy, LocalPolicy):
-            raise PalestraError("serving a model while it is trained needs the paged engine; model.engine says plain")
+            raise PalestraError(
+                "serving a model while it is trained needs the paged engine; set model.engine to auto or paged, and use "
+                "a model that it supports"
+            )
         limits = ModelLimits(parts.policy.engine.vocabulary, context_of(self.loaded))
         completer = completer_of(self.loaded, parts.policy)
         completer.on_request = _TemperatureNote(parts.config.rollout.temperature, parts.watcher.note)
         serving = Serving(completer, self.address, parts.runner)
-        self.served(serving.url, parts.tokenizer)
         last = self.folder.last_checkpoint()
         step = 0 if last is None else step_of(last)
         parts.runner.run(self.client.register(parts.config, step, limits.context_tokens, self.folder))
-        keeps = parts.config.checkpoint.every > 0
-        return WireSource(self.client, limits, serving, parts.watcher.note, self.check, keeps)
+        serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
+        self.served(serving.url, parts.tokenizer)
+        return WireSource(
+            self.client,
+            limits,
+            serving,
+            parts.watcher.note,
+            self.check,
+            keeps_batches=parts.config.checkpoint.every > 0,
+            reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
+            echo=parts.config.echo.coefficient > 0,
+        )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
         return None if self.scored_by is None else self.scored_by.evaluator(parts)
@@ -75,8 +88,8 @@ class WireTask:
 class WireSource:
     """Batches of the trajectory API, in the order of their numbers.
 
-    The inference server lives in the runner's event loop, so it answers while groups are waited for and stands
-    still during a step: nobody samples from half-changed weights.
+    The inference server runs in the runner's event loop, so it answers while groups are waited for and pauses
+    during a step: nobody samples from half-changed weights.
     """
 
     client: WireClient
@@ -88,6 +101,7 @@ class WireSource:
     batch: int = 0  # the number of the last one
     saved: int = 0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    echo: bool = False  # tool results are learned, too
     refills: bool = False  # environments choose what they post
     max_staleness: int | None = None
 
@@ -103,8 +117,11 @@ class WireSource:
                 return groups
 
     def _read(self, rows: Sequence[Mapping[str, Any]], version: int) -> list[Group]:
-        """The groups that can be trained; a bad one is told of and left out."""
+        """The groups that can be trained; a bad one is left out, with a note."""
         groups: list[Group] = []
+        if self.echo and not any(columns.get("turns") for columns in rows):
+            self.echo = False
+            self.note("echo.coefficient has no effect: these environments do not say which tokens are tool results")
         for i, columns in enumerate(rows):
             name = f"batch-{self.batch}/{i}"
             try:
@@ -128,32 +145,36 @@ class WireSource:
 
 
 class Serving:
-    """The inference server as a task of the runner's loop: it goes on whenever the runner runs something."""
+    """The inference server as a task of the runner's loop: it answers whenever the runner runs something."""
 
     def __init__(self, completer: Completer, address: Address, runner: asyncio.Runner) -> None:
-        sock = open_port(address.host, address.port, address.token)
-        self.url = url_of(sock)
+        self._socket = open_port(address.host, address.port, address.token)
+        self.url = url_of(self._socket)
         self._runner = runner
         self._server = Server(inference_app(completer, token=address.token))
-        self._task = runner.get_loop().create_task(self._server.serve(sockets=[sock]))
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._runner.get_loop().create_task(self._server.serve(sockets=[self._socket]))
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._runner.run(asyncio.wait_for(self._task, 20))
+        if self._task is not None:
+            self._runner.run(asyncio.wait_for(self._task, _SHUTDOWN_S))
 
 
 class _TemperatureNote:
-    """Tells once of requests at another temperature than the learner's: their logprobs would not agree."""
+    """A note at the first request at another temperature than the learner's: their logprobs would not agree."""
 
     def __init__(self, temperature: float, note: Callable[[str], None]) -> None:
         self._temperature = temperature
         self._note = note
-        self._told = False
+        self._is_written = False
 
     def __call__(self, request: SamplingRequest) -> None:
         other = request.params.temperature
-        if other != self._temperature and not self._told:
-            self._told = True
+        if other != self._temperature and not self._is_written:
+            self._is_written = True
             self._note(
                 f"an environment samples at temperature {other:g}, the learner scores at {self._temperature:g}; "
                 f"if it is for training, set --rollout.temperature {other:g}"
