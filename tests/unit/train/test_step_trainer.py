@@ -164,7 +164,7 @@ def test_what_was_done_before_an_error_counts(random_model: Any, tiny: Any, tmp_
         return float("nan") if trainer.step == 2 and expected == "e" else share_of_letter(output, "e")
 
     trainer = StepTrainer(random_model, tiny.tokenizer, reward, settings(tmp_path, train={"max_steps": 5}))
-    with pytest.raises(PalestraError, match="step 3: .* is nan"):
+    with pytest.raises(PalestraError, match=r"step 3: .* is nan"):
         trainer.train(ROWS)
     assert sorted(set(steps)) == [0, 1, 2]
     assert trainer.step == 2
