@@ -228,14 +228,16 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     from palestra.learner.local import LocalLearner
     from palestra.policy.local import LocalPolicy
     from palestra.train.samples import group_advantages, to_samples
-    from palestra.train.setup import build_collectors
+    from palestra.train.schedule import coefficients_at
+    from palestra.train.tasks import agent_collector
+    from palestra.train.update import update
 
     model, tokenizer = build(scenario)
     rollout = {"group_size": scenario["group"], "temperature": 1.0, "max_new_tokens": scenario["new"]}
     config = RunConfig.build({"train": {"mask_truncated": False}, "rollout": rollout})
     policy = LocalPolicy(model, tokenizer)
     world = Lookups(scenario, steps, random.Random(0))
-    collector, _ = build_collectors(world, policy, ChatFormat(tokenizer), config)  # type: ignore[arg-type]
+    collector = agent_collector(world, policy, ChatFormat(tokenizer), config, training=True)  # type: ignore[arg-type]
     learner = LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id)
     problems, n = world.problems("train"), scenario["prompts"]
     records = []
@@ -244,11 +246,13 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
         for step in range(steps):
             wall, cpu, before = time.perf_counter(), time.process_time(), fed[0]
             batch = problems[step * n : (step + 1) * n]
-            groups = runner.run(collector.collect(batch, scenario["group"], str(step)))
+            keys = [f"{step}/{i}" for i in range(len(batch))]
+            groups = runner.run(collector.collect(batch, scenario["group"], keys))
             sampling = time.process_time() - cpu
             advantages = group_advantages(groups, config.train, world.reward_weights)
-            learner.step(to_samples(groups, advantages, mask_truncated=False), config.train)
-            policy.refresh(learner.publish())
+            samples = to_samples(groups, advantages, mask_truncated=False)
+            update(learner, samples, config, coefficients_at(step, config, None, entropy=0.0), version=step)
+            policy.update(learner.weights(step + 1))
             sampled = sum(r.sampled_tokens for g in groups for r in g.rollouts)
             record = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
             records.append(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,8 @@ class StepTrainer:
         """`rollout.group_size` answers to one prompt; the prompt is computed once for all."""
         problem = Problem(str(self.step), as_input(prompt))
         [group] = self._sample(self._collector([problem], None), [problem])
+        if failed := next((r.error for r in group.rollouts if r.error is not None), None):
+            raise PalestraError(failed)
         return [Output(r.messages[-1].text, tuple(r.turns[0].token_ids.tolist()), r.turns[1]) for r in group.rollouts]
 
     def calculate_advantages(self, rewards: Sequence[float], group: Sequence[int] | None = None) -> list[float]:
@@ -152,14 +154,15 @@ class StepTrainer:
         last = first + total_steps(self.config, len(problems))
         history: list[dict[str, float]] = []
 
-        def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
-            self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
-            history.append(self._told(metrics) | {"step": float(step)})
-            if (every := self.config.checkpoint.every) and step % every == 0:
-                self.save_checkpoint(f"checkpoint-{step}", step)
-            return history[-1]
+        def work() -> None:
+            def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+                self._state = run.training.state
+                self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
+                history.append(self._told(metrics))
+                if (every := self.config.checkpoint.every) and step % every == 0:
+                    self.save_checkpoint(f"checkpoint-{step}")
+                return history[-1]
 
-        def work() -> TrainState:
             with asyncio.Runner() as runner:
                 run = Run.build(
                     self.config,
@@ -170,18 +173,20 @@ class StepTrainer:
                     loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
                     policy=self._policy,
                     learner=self._learner,
-                    state=self._state,
+                    state=self._at_first_of(problems),
                     steps=last,
                     keeps_checkpoints=False,
                 )
-                run.train()
-                return run.training.state
+                try:
+                    run.train()
+                finally:
+                    self._state = run.training.state
 
-        self._state = outside_event_loop(work)
+        outside_event_loop(work)
         self.save_checkpoint("final")
         return history
 
-    def save_checkpoint(self, name: str, step: int | None = None) -> Path:
+    def save_checkpoint(self, name: str) -> Path:
         """The model (its adapter, where it has one), the tokenizer and training_config.json."""
         train = self.config.train
         folder = save_hf(self.model, self.tokenizer, self.folder / name)
@@ -191,7 +196,7 @@ class StepTrainer:
             "num_epochs": train.epochs,
             "max_steps": train.max_steps,
             "num_generations": self.config.rollout.group_size,
-            "step": self.step if step is None else step,
+            "step": self.step,
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         write_json(folder / "training_config.json", settings)
@@ -211,6 +216,11 @@ class StepTrainer:
             return folder
         record = {"agent": "step trainer", "tools": []}
         return RunFolder.create(self.folder.parent, self.folder.name, self.config, record, at=self.folder)
+
+    def _at_first_of(self, problems: Sequence[Problem]) -> TrainState:
+        """Where the trainer stands, with the next draw at the first problem of a pass over them."""
+        drawn = int(self._state.source.get("cursor", 0))
+        return replace(self._state, source={"cursor": -(-drawn // len(problems)) * len(problems)})
 
     def _sample(self, collector: Collector, problems: Sequence[Problem]) -> list[Group]:
         drawn = int(self._state.source.get("cursor", 0))

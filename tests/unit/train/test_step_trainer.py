@@ -137,6 +137,47 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in history]
 
 
+def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(
+    random_model: Any, tiny: Any, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    def reward(output: str, expected: str) -> float:
+        seen.append(expected)
+        return share_of_letter(output, "e")
+
+    config = settings(tmp_path, train={"max_steps": None, "problems_per_step": 1}, rollout={"group_size": 2})
+    trainer = StepTrainer(random_model, tiny.tokenizer, reward, config)
+    trainer.train_step("Hi", "by hand")
+    history = trainer.train([("Say something.", "a"), ("Count to three.", "b"), ("Who are you?", "c")])
+    assert sorted(set(seen[2:])) == ["a", "b", "c"]
+    assert len(seen) == 2 + 3 * 2
+    assert [row["step"] for row in history] == [2, 3, 4]
+    assert trainer.step == 4
+
+
+def test_what_was_done_before_an_error_counts(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def reward(output: str, expected: str) -> float:
+        steps.append(trainer.step)
+        return float("nan") if trainer.step == 2 and expected == "e" else share_of_letter(output, "e")
+
+    trainer = StepTrainer(random_model, tiny.tokenizer, reward, settings(tmp_path, train={"max_steps": 5}))
+    with pytest.raises(PalestraError, match=r"step 3: .* is nan"):
+        trainer.train(ROWS)
+    assert sorted(set(steps)) == [0, 1, 2]
+    assert trainer.step == 2
+    metrics = trainer.train_step("Say something.", "by hand")
+    assert metrics["step"] == 3
+    assert metrics["staleness_max"] == 0
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_told(trainer: StepTrainer) -> None:
+    with pytest.raises(PalestraError, match="context"):
+        trainer.generate_group_outputs("word " * 5000)
+
+
 def test_the_users_optimizer_and_scheduler_do_the_stepping(
     trainer: StepTrainer, random_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
