@@ -30,17 +30,13 @@ class Recipe:
     settings: dict[str, Any]
 
 
-COMMON = {
+COMMON = {  # how long, and how many at once; how it learns is left to the defaults
     "model.name": "palestra/smollm2",
     "model.kv_memory_gib": 4,
-    "train.learning_rate": 2e-5,
-    "train.warmup_steps": 5,
     "train.max_steps": 50,
     "train.problems_per_step": 64,
-    "train.refill_limit": 0,
     "train.tokens_per_micro_batch": 8192,
     "rollout.group_size": 16,
-    "rollout.temperature": 0.8,
     "env.train_size": 20000,
     "env.held_out_size": 500,
     "checkpoint.every": 0,
