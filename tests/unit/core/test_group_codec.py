@@ -169,7 +169,9 @@ def test_columns_given_as_null_are_as_good_as_absent():
 
 
 def test_messages_that_cannot_be_read_are_left_out():
-    group = group_from_dict(columns(messages=[[{"role": "user", "content": "hi"}], [{"role": "judge"}]]), "g", version=0)
+    group = group_from_dict(
+        columns(messages=[[{"role": "user", "content": "hi"}], [{"role": "judge"}]]), "g", version=0
+    )
     assert [r.messages for r in group.rollouts] == [(Message("user", "hi"),), ()]
 
 

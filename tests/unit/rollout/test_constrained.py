@@ -105,9 +105,7 @@ def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
     assert calls >= 5
 
 
-def test_text_is_sampled_as_without_a_grammar(
-    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
-) -> None:
+def test_text_is_sampled_as_without_a_grammar(policy: Any, chat: ChatFormat, tiny_tokenizer: Any) -> None:
     opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
     free, held = turns(policy, chat, [None] * 40), turns(policy, chat, [GRAMMAR] * 40)
     whole = 0
@@ -123,9 +121,7 @@ def test_text_is_sampled_as_without_a_grammar(
     assert 0 < whole < 40
 
 
-def test_a_turn_does_not_depend_on_the_others_of_its_batch(
-    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
-) -> None:
+def test_a_turn_does_not_depend_on_the_others_of_its_batch(policy: Any, chat: ChatFormat, tiny_tokenizer: Any) -> None:
     mixed = turns(policy, chat, [GRAMMAR, None] * 20)
     opening = tiny_tokenizer.convert_tokens_to_ids(OPEN)
     chosen = [*[i for i in range(0, 40, 2) if opening in mixed[i].token_ids][:2], 1]

@@ -76,7 +76,9 @@ def test_vllm_form_is_told_apart_by_its_fields(model, http):
     assert len(result["text"]) == len(result["finish_reasons"]) == len(result["logprobs"]) == 2
     first = direct(model, ids, max_new_tokens=5, seed=5)
     assert [int(next(iter(entry[0]))) for entry in result["logprobs"][0]] == first.token_ids.tolist()
-    assert [next(iter(entry[0].values())) for entry in result["logprobs"][0]] == pytest.approx(first.logprobs.tolist(), abs=1e-5)
+    assert [next(iter(entry[0].values())) for entry in result["logprobs"][0]] == pytest.approx(
+        first.logprobs.tolist(), abs=1e-5
+    )
 
 
 def test_single_sglang_request_is_answered_by_one_object(http):
