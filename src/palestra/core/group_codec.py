@@ -14,6 +14,7 @@ leaves out is read as far as its masks tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, takewhile
@@ -218,7 +219,7 @@ def _turn_to_dict(turn: Turn) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
         values = np.round(turn.logprobs.astype(np.float64), 4)
-        known = np.where(np.isnan(values), None, values).tolist()  # JSON has no NaN
+        known = [None if math.isnan(value) else value for value in values.tolist()]  # JSON has no NaN
         record |= {"logprobs": known, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
     return record
 

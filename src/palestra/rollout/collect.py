@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Problem, Rollout
+from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, run_attempt
@@ -94,10 +94,23 @@ def token_speakers(policy: Policy[Any], chat: ChatFormat) -> Callable[[Sequence[
             sessions = policy.fork(policy.open(prompts[0].token_ids.tolist()), len(prompts))
         else:
             prompts = [chat.prompt(*opening) for opening in openings]
-            sessions = [policy.open(prompt.token_ids.tolist()) for prompt in prompts]
+            sessions = _open_all(policy, prompts)
         return [TokenSpeaker(policy, s, chat, p) for s, p in zip(sessions, prompts, strict=True)]
 
     return start
+
+
+def _open_all(policy: Policy[Any], prompts: Sequence[Turn]) -> list[Any]:
+    """A session for each prompt, or none if one is refused."""
+    sessions: list[Any] = []
+    try:
+        for prompt in prompts:
+            sessions.append(policy.open(prompt.token_ids.tolist()))
+    except PalestraError:
+        for session in sessions:
+            policy.close(session)
+        raise
+    return sessions
 
 
 def endpoint_speakers(endpoint: ChatEndpoint) -> Callable[[Sequence[Episode]], list[Speaker]]:

@@ -50,8 +50,8 @@ class FunctionCollector:
         episodes = [episode for row in rows for episode in row]
         try:
             prompts = [[to_dict(message) for message in episode.prompt] for episode in episodes]
-            output = await asyncio.to_thread(self.function, prompts, self.trainer)
-            columns = _checked(output, len(prompts))
+            call = asyncio.to_thread(self.function, prompts, self.trainer)
+            columns = _checked(await from_outside("rollout_func", call), len(prompts))
             rollouts = await asyncio.gather(
                 *(
                     self._rollout(problem, episode, columns, i)

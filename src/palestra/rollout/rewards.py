@@ -52,7 +52,10 @@ def call_reward_function(
         key: [value] * len(rollouts) for key, value in problem.row.items() if key not in ("prompts", "completions")
     }
     columns |= {key: list(values) for key, values in (extra or {}).items()}
-    values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
+    try:
+        values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
+    except Exception as error:
+        raise PalestraError(f"reward function {name} raised {type(error).__name__}: {error}") from error
     if len(values) != len(rollouts):
         raise PalestraError(
             f"reward function {name} gave {len(values)} values for {len(rollouts)} completions; return one each"

@@ -57,8 +57,8 @@ class WireTask:
         parts.config.rollout.require_free_calls("environments over the wire sample with settings of their own")
         if not isinstance(parts.policy, LocalPolicy):
             raise PalestraError(
-                "serving a model while it is trained needs the paged engine; set model.engine to auto or paged, and use "
-                "a model that it supports"
+                "serving a model while it is trained needs the paged engine; "
+                "set model.engine to auto or paged, and use a model that it supports"
             )
         limits = ModelLimits(parts.policy.engine.vocabulary, context_of(self.loaded))
         completer = completer_of(self.loaded, parts.policy)

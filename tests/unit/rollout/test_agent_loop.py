@@ -1,82 +1,20 @@
 """The agent loop, with a policy whose turns the test has written."""
 
 import asyncio
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
-from palestra.core.types import Message, Problem, Rollout, SamplingParams, Score, ToolResult, Turn
+from palestra.core.types import Message, Problem, Rollout, SamplingParams, Turn
 from palestra.rollout.agent_loop import AttemptLimits, run_attempt
 from palestra.rollout.speakers import TokenSpeaker
 
-
-@dataclass(eq=False)
-class Spoken:
-    token_ids: list[int]
-    left: list[str]
-
-
-@dataclass
-class ScriptedPolicy:
-    """Says the given texts, turn by turn."""
-
-    tokenizer: object
-    script: list[str]
-    version: int = 3
-    closed: int = 0
-    seeds: list[int] = field(default_factory=list)
-
-    def open(self, prompt_ids: Sequence[int]) -> Spoken:
-        return Spoken(list(prompt_ids), list(self.script))
-
-    def append(self, session: Spoken, token_ids: Sequence[int]) -> None:
-        session.token_ids += token_ids
-
-    def close(self, session: Spoken) -> None:
-        self.closed += 1
-
-    async def sample(self, session: Spoken, params: SamplingParams) -> Turn:
-        self.seeds.append(params.seed)
-        ids = self.tokenizer.encode(session.left.pop(0), add_special_tokens=False)  # type: ignore[attr-defined]
-        finish = "length" if len(ids) > params.max_new_tokens else "stop"
-        ids = ids[: params.max_new_tokens]
-        session.token_ids += ids
-        return Turn("model", ids, [-0.1] * len(ids), self.version, finish)
-
-
-@dataclass
-class Episode:
-    prompt: Sequence[Message] = (Message("system", "Use tools."), Message("user", "What is 2 + 3?"))
-    tools: Sequence[object] = ()
-    replies: list[Sequence[Message]] = field(default_factory=list)
-    broken: bool = False
-    closed: bool = False
-
-    async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return self.replies.pop(0) if self.replies else ()
-
-    async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
-        if self.broken:
-            raise ConnectionError("the scoring server is gone")
-        return {"right": Score(1.0, "5" in messages[-1].text)}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: One.
-        b: Other.
-    """
-    return a + b
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, ScriptedSession, add
 
 
 @function_tool
@@ -90,11 +28,7 @@ def slow(a: int) -> int:
     return a
 
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-ANSWER = "It is 5.<|im_end|>"
-
-
-def play(tokenizer, script: list[str], episode: Episode, budget: int = 400, **limits: float) -> Rollout:
+def play(tokenizer, script: list[str], episode: ScriptedEpisode, budget: int = 400, **limits: float) -> Rollout:
     chat = ChatFormat(tokenizer)
     policy = ScriptedPolicy(tokenizer, script)
     sampling = SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100)
@@ -103,12 +37,13 @@ def play(tokenizer, script: list[str], episode: Episode, budget: int = 400, **li
     rollout = asyncio.run(run_attempt(speaker, episode, Problem("p", "q"), AttemptLimits(sampling, **limits)))
     assert policy.closed == 1
     assert not episode.closed, "reward functions may look at it before the collector closes it"
-    assert len(set(policy.seeds)) == len(policy.seeds)  # no two turns share their noise
+    seeds = [params.seed for params in policy.params]
+    assert seeds == list(range(100, 100 + len(seeds))), "no two turns share their noise"
     return rollout
 
 
 def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) -> None:
-    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], ScriptedEpisode(tools=[add]))
     assert [m.role for m in rollout.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert rollout.messages[3].text == "5"
     assert rollout.stop == "answered"
@@ -117,7 +52,7 @@ def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) ->
 
 
 def test_the_record_is_what_the_template_renders_in_one_go(tiny_tokenizer) -> None:
-    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], ScriptedEpisode(tools=[add]))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     conversation = [
         {"role": "system", "content": "Use tools."},
@@ -132,7 +67,7 @@ def test_the_record_is_what_the_template_renders_in_one_go(tiny_tokenizer) -> No
 
 
 def test_only_the_body_of_a_tool_result_is_the_environments(tiny_tokenizer) -> None:
-    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]))
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], ScriptedEpisode(tools=[add]))
     assert [tiny_tokenizer.decode(t.token_ids) for t in rollout.turns if t.maker == "environment"] == ["5"]
 
 
@@ -146,7 +81,7 @@ def test_only_the_body_of_a_tool_result_is_the_environments(tiny_tokenizer) -> N
     ],
 )
 def test_a_bad_call_gets_an_error_that_the_model_can_read(tiny_tokenizer, call: str, reason: str) -> None:
-    rollout = play(tiny_tokenizer, [call, ANSWER], Episode(tools=[add]))
+    rollout = play(tiny_tokenizer, [call, ANSWER], ScriptedEpisode(tools=[add]))
     assert rollout.stop == "answered"
     assert not rollout.tool_results[0].ok
     assert rollout.messages[3].text.startswith("Error:")
@@ -155,32 +90,32 @@ def test_a_bad_call_gets_an_error_that_the_model_can_read(tiny_tokenizer, call: 
 
 def test_the_token_budget_counts_all_turns(tiny_tokenizer) -> None:
     used = len(tiny_tokenizer.encode(CALL, add_special_tokens=False))
-    rollout = play(tiny_tokenizer, [CALL, ANSWER], Episode(tools=[add]), budget=used + 2)
+    rollout = play(tiny_tokenizer, [CALL, ANSWER], ScriptedEpisode(tools=[add]), budget=used + 2)
     assert rollout.stop == "truncated"
     assert rollout.sampled_tokens == used + 2
 
 
 def test_tool_rounds_are_limited(tiny_tokenizer) -> None:
-    rollout = play(tiny_tokenizer, [CALL] * 5, Episode(tools=[add]), max_tool_rounds=2)
+    rollout = play(tiny_tokenizer, [CALL] * 5, ScriptedEpisode(tools=[add]), max_tool_rounds=2)
     assert rollout.stop == "tool_limit"
     assert len(rollout.tool_results) == 2
 
 
 def test_a_tool_that_takes_too_long_is_answered_with_an_error(tiny_tokenizer) -> None:
     call = '<tool_call>\n{"name": "slow", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
-    rollout = play(tiny_tokenizer, [call, ANSWER], Episode(tools=[slow]), tool_timeout_s=0.05)
+    rollout = play(tiny_tokenizer, [call, ANSWER], ScriptedEpisode(tools=[slow]), tool_timeout_s=0.05)
     assert "longer than" in rollout.tool_results[0].content
 
 
 def test_an_environment_may_reply(tiny_tokenizer) -> None:
-    episode = Episode(replies=[[Message("user", "Are you sure?")]])
+    episode = ScriptedEpisode(replies=[[Message("user", "Are you sure?")]])
     rollout = play(tiny_tokenizer, ["It is 4.<|im_end|>", ANSWER], episode)
     assert [m.text for m in rollout.messages[-3:]] == ["It is 4.", "Are you sure?", "It is 5."]
     assert [tiny_tokenizer.decode(t.token_ids) for t in rollout.turns if t.maker == "environment"] == ["Are you sure?"]
 
 
 def test_a_broken_environment_is_recorded_and_not_raised(tiny_tokenizer) -> None:
-    rollout = play(tiny_tokenizer, [ANSWER], Episode(broken=True))
+    rollout = play(tiny_tokenizer, [ANSWER], ScriptedEpisode(broken=True))
     assert rollout.stop == "failed"
     assert rollout.error == "scoring raised ConnectionError: the scoring server is gone"
 
@@ -189,7 +124,7 @@ def test_a_broken_environment_is_recorded_and_not_raised(tiny_tokenizer) -> None
 def test_a_session_that_holds_other_tokens_than_the_record_is_an_error(tiny_tokenizer, held: list[int]) -> None:
     policy = ScriptedPolicy(tiny_tokenizer, [])
 
-    async def sample(session: Spoken, params: SamplingParams) -> Turn:
+    async def sample(session: ScriptedSession, params: SamplingParams) -> Turn:
         session.token_ids[:] = held
         return Turn("model", [3], [-0.1], finish="stop")
 

@@ -1,11 +1,20 @@
 """Rollouts made by the user's own function, as TRL's rollout_func."""
 
+import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from palestra import Agent, EvalSuite, train_grpo
+from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Problem
+from palestra.rollout.custom import FunctionCollector
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ScriptedEnvironment, ScriptedPolicy
 
 CONFIG = {
     "train.max_steps": 1, "train.problems_per_step": 2, "train.refill_limit": 0, "rollout.group_size": 2,
@@ -64,3 +73,50 @@ def test_what_does_not_fit_is_told(tmp_path, change, words):
 
     with pytest.raises(PalestraError, match=words):
         train(tmp_path, bad)
+
+
+def collect(tokenizer: Any, environment: ScriptedEnvironment, function: Any, *rewards: Any) -> list[Group]:
+    policy, chat = ScriptedPolicy(tokenizer, []), ChatFormat(tokenizer)
+    collector = FunctionCollector(environment, function, None, chat, policy, rewards)
+    return asyncio.run(collector.collect([Problem("p", "2 + 3?"), Problem("q", "1 + 4?")], 2, ["a", "b"]))
+
+
+def fives(prompts: list, trainer: Any) -> dict:
+    return {
+        "prompt_ids": [[1, 2]] * len(prompts),
+        "completion_ids": [[3, 4, 5]] * len(prompts),
+        "logprobs": [[[-0.5, -9.0], [-0.25, -9.0], [0.0, -9.0]]] * len(prompts),
+        "env_mask": [[1, 0, 1]] * len(prompts),
+    }
+
+
+def test_the_models_tokens_and_the_environments_are_told_apart(tiny_tokenizer):
+    environment = ScriptedEnvironment()
+    groups = collect(tiny_tokenizer, environment, fives)
+    assert [g.problem_id for g in groups] == ["p", "q"]
+    prompt, first, result, last = groups[1].rollouts[1].turns
+    assert [t.maker for t in (prompt, first, result, last)] == ["template", "model", "environment", "model"]
+    assert (first.token_ids.tolist(), result.token_ids.tolist(), last.token_ids.tolist()) == ([3], [4], [5])
+    assert (first.logprobs.tolist(), last.logprobs.tolist()) == ([-0.5], [0.0]), "the best of several"
+    assert last.versions.tolist() == [3]
+    assert [episode.closed for episode in environment.episodes] == [1] * 4
+
+
+def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
+    environment, seen = ScriptedEnvironment(), []
+
+    def reward(environments: list, **columns: Any) -> list[float]:
+        seen.extend(world.closed for world in environments)
+        return [0.5] * len(environments)
+
+    groups = collect(tiny_tokenizer, environment, fives, reward)
+    assert seen == [0] * 4
+    assert {r.reward for g in groups for r in g.rollouts} == {1.5}
+    assert [episode.closed for episode in environment.episodes] == [1] * 4
+
+
+def test_a_function_that_raises_is_named_and_the_episodes_are_closed(tiny_tokenizer):
+    environment = ScriptedEnvironment()
+    with pytest.raises(PalestraError, match="rollout_func raised ZeroDivisionError: division by zero"):
+        collect(tiny_tokenizer, environment, lambda prompts, trainer: 1 / 0)
+    assert [episode.closed for episode in environment.episodes] == [1] * 4

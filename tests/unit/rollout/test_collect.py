@@ -1,0 +1,193 @@
+"""Groups of attempts: a failure stays its own problem's, every episode is closed, rewards come before that."""
+
+import asyncio
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Message, Problem, SamplingParams
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector, require_one_good, token_speakers
+from palestra.rollout.evaluate import evaluate
+from palestra.train.group_source import ProblemSource, gather
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
+
+GOOD = Problem("good", "What is 2 + 3?", 5, {"difficulty": 2})
+TOO_LONG = Problem("long", "What is " + "2 + " * 400 + "3?")
+REFUSED = Problem("refused", "A forbidden question")
+REFUSES = '{%- for m in messages if "forbidden" in m.content -%}{{ raise_exception("not this one") }}{%- endfor -%}'
+
+
+@dataclass
+class World:
+    """A collector with a scripted policy and environment."""
+
+    tokenizer: Any
+    script: Sequence[str] = (CALL, ANSWER)
+    environment: ScriptedEnvironment = field(default_factory=ScriptedEnvironment)
+    reward_functions: tuple[Any, ...] = ()
+    policy: ScriptedPolicy = field(init=False)
+    collector: Collector = field(init=False)
+
+    def __post_init__(self) -> None:
+        chat = ChatFormat(self.tokenizer)
+        self.policy = ScriptedPolicy(self.tokenizer, list(self.script), context=700)
+        limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
+        start = token_speakers(self.policy, chat)
+        self.collector = Collector(self.environment, limits, start, self.reward_functions)
+
+    def collect(self, *problems: Problem, size: int = 2, **more: Any) -> list[Group]:
+        keys = [f"key/{i}" for i in range(len(problems))]
+        return asyncio.run(self.collector.collect(problems, size, keys, **more))
+
+    def assert_all_closed(self) -> None:
+        assert [episode.closed for episode in self.environment.episodes] == [1] * len(self.environment.episodes)
+        assert self.policy.opened == self.policy.closed
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer: Any) -> Any:
+    """The embedded one, with a template that refuses some questions."""
+    strict = copy.deepcopy(tiny_tokenizer)
+    strict.chat_template = REFUSES + strict.chat_template
+    return strict
+
+
+def test_every_sibling_of_every_problem_is_attempted_and_closed(tokenizer):
+    world, seen = World(tokenizer), []
+    groups = world.collect(GOOD, Problem("other", "What is 3 + 2?"), size=3, on_rollout=seen.append)
+    assert [(g.problem_id, len(g.rollouts)) for g in groups] == [("good", 3), ("other", 3)]
+    assert {r.error for g in groups for r in g.rollouts} == {None}
+    assert [r.reward for r in groups[0].rollouts] == [1.0] * 3
+    assert len(seen) == 6
+    world.assert_all_closed()
+    seeds = [params.seed for params in world.policy.params]
+    assert len(set(seeds)) == len(seeds) == 12, "siblings and turns have seeds of their own"
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [(TOO_LONG, "the model's context holds 700"), (REFUSED, "not this one")],
+    ids=["too long", "refused by the template"],
+)
+def test_a_prompt_that_is_refused_fails_its_own_group_and_closes_its_episodes(tokenizer, problem, words):
+    world, seen = World(tokenizer), []
+    bad, good = world.collect(problem, GOOD, on_rollout=seen.append)
+    assert [r.stop for r in bad.rollouts] == ["failed"] * 2
+    assert all(words in r.error for r in bad.rollouts)
+    assert bad.rollouts[0].messages == (Message("user", problem.input),)
+    assert [r.error for r in good.rollouts] == [None, None]
+    assert len(seen) == 4
+    world.assert_all_closed()
+    require_one_good([bad, good])
+
+
+def test_a_refused_prompt_drawn_for_a_step_does_not_end_the_run(tokenizer):
+    world = World(tokenizer)
+    source = ProblemSource(world.collector, [REFUSED, TOO_LONG, GOOD], {}, group_size=2, seed=0)
+    config = RunConfig.build({"train.refill_limit": 5, "train.filter_equal_groups": True})
+    step = asyncio.run(gather(source, 1, config, version=0))
+    assert {g.problem_id for g in step.groups} == {"refused", "long", "good"}
+    world.assert_all_closed()
+
+
+def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):
+    world = World(tokenizer)
+    with pytest.raises(PalestraError, match=r"every rollout failed; the first error was .*not this one"):
+        asyncio.run(evaluate(world.collector, [REFUSED, TOO_LONG]))
+    world.assert_all_closed()
+
+
+class DifferentOpenings(ScriptedEnvironment):
+    """Every attempt at a problem begins differently; the second one too long."""
+
+    def open(self, problem: Problem) -> ScriptedEpisode:
+        episode = super().open(problem)
+        more = "again and " * 300 if len(self.episodes) == 2 else str(len(self.episodes))
+        episode.prompt = (*episode.prompt, Message("user", more))
+        return episode
+
+
+def test_siblings_with_prompts_of_their_own_leave_no_session_open_when_one_is_refused(tokenizer):
+    world = World(tokenizer, environment=DifferentOpenings())
+    (group,) = world.collect(GOOD, size=3)
+    assert [r.stop for r in group.rollouts] == ["failed"] * 3
+    assert "context holds" in group.rollouts[0].error
+    world.assert_all_closed()
+
+
+def test_a_broken_policy_raises_and_closes_what_was_opened(tokenizer):
+    world = World(tokenizer, script=[])  # a script that has ended is an IndexError
+    with pytest.raises(IndexError):
+        world.collect(GOOD, GOOD)
+    world.assert_all_closed()
+
+
+# Reward functions of TRL's form.
+
+
+def test_reward_functions_see_tool_calls_results_and_columns(tokenizer):
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: list, completions: list, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.25, 0.5]
+
+    (group,) = World(tokenizer, reward_functions=(reward,)).collect(GOOD)
+    assert seen["prompts"] == [[{"role": "user", "content": "What is 2 + 3?"}]] * 2
+    call, result, answer = seen["completions"][0]
+    assert call["role"] == "assistant"
+    assert call["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert (result["role"], result["content"]) == ("tool", "5")
+    assert (answer["role"], answer["content"]) == ("assistant", "It is 5.")
+    assert seen["difficulty"] == [2, 2]
+    assert [r.reward for r in group.rollouts] == [1.25, 1.5], "on top of the measures"
+
+
+def test_reward_functions_see_environments_that_are_still_open(tokenizer):
+    seen: list[ScriptedEpisode] = []
+
+    def reward(prompts: list, completions: list, environments: list, **columns: Any) -> list[float]:
+        assert [world.closed for world in environments] == [0, 0]
+        seen.extend(environments)
+        return [float(world.closed) for world in environments]
+
+    world = World(tokenizer, reward_functions=(reward,))
+    world.collect(GOOD)
+    assert seen == world.environment.episodes
+    world.assert_all_closed()
+
+
+def test_measures_are_weighed_and_every_function_is_added(tokenizer):
+    environment = ScriptedEnvironment(reward_weights={"right": 0.5})
+    functions = (lambda **columns: [1.0, 2.0], lambda **columns: [0.25, 0.25])
+    (group,) = World(tokenizer, environment=environment, reward_functions=functions).collect(GOOD)
+    assert [r.reward for r in group.rollouts] == [1.75, 2.75]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1.0], "gave 1 values for 2 completions"),
+        (["good", 1.0], "reward function rate raised ValueError"),
+        (None, "reward function rate raised TypeError"),
+    ],
+)
+def test_a_reward_function_that_is_wrong_is_named_and_the_episodes_are_closed(tokenizer, values, words):
+    def rate(**columns: Any) -> Any:
+        return values
+
+    world = World(tokenizer, reward_functions=(rate,))
+    with pytest.raises(PalestraError, match=words):
+        world.collect(GOOD)
+    world.assert_all_closed()
