@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
 from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import RunFolder
-from palestra.core.secrets import redact
+from palestra.core.secrets import own_environment, redact
 from palestra.core.yaml_config import load_yaml
 from palestra.runs.processes import RUN_VARIABLE
 
@@ -190,9 +189,7 @@ def answers(url: str) -> bool:
 
 def process_environment(part: str, run_id: str) -> dict[str, str]:
     """The environment variables of a run's process. Its servers listen on loopback and need no token."""
-    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
-    if part == "env":
-        environ = {name: value for name, value in environ.items() if name not in _TRAINER_ONLY}
+    environ = own_environment(hide=_TRAINER_ONLY if part == "env" else ())
     return environ | {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 
 
