@@ -35,7 +35,7 @@ class HttpError(PalestraError):
         self.retry_after_s = retry_after_s
 
     @property
-    def is_passing(self) -> bool:
+    def is_retryable(self) -> bool:
         """Whether the same request may be answered later."""
         return self.status is None or self.status == 429 or self.status >= 500
 
@@ -67,7 +67,7 @@ class Request:
             with httpx.Client(**self._client()) as client, client.stream(**self._arguments()) as response:
                 body = bytearray()
                 for chunk in response.iter_bytes():
-                    self._add(body, chunk)
+                    self._add(body, chunk, response.status_code)
                 return Reply(response.status_code, bytes(body), response.headers)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise self._unanswered(error) from error
@@ -83,7 +83,7 @@ class Request:
             ):
                 body = bytearray()
                 async for chunk in response.aiter_bytes():
-                    self._add(body, chunk)
+                    self._add(body, chunk, response.status_code)
                 return Reply(response.status_code, bytes(body), response.headers)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise self._unanswered(error) from error
@@ -116,10 +116,10 @@ class Request:
         follow = not self.token and method in ("GET", "HEAD")
         return {"method": method, "url": self.url, "content": content, "headers": headers, "follow_redirects": follow}
 
-    def _add(self, body: bytearray, chunk: bytes) -> None:
+    def _add(self, body: bytearray, chunk: bytes, status: int) -> None:
         body += chunk
         if len(body) > self.max_bytes:
-            raise HttpError(self.url, f"it answers with more than {self.max_bytes:,} bytes")
+            raise HttpError(self.url, f"it answers with more than {self.max_bytes:,} bytes", status)
 
     def _unanswered(self, error: Exception) -> HttpError:
         import httpx
@@ -180,7 +180,7 @@ class _Schedule:
             is_over = now - self._answered >= retries.unreachable_s
         else:
             self._answered = now
-            is_over = now - self._began >= retries.busy_s or not error.is_passing
+            is_over = now - self._began >= retries.busy_s or not error.is_retryable
         if is_over or self._attempts == retries.attempts:
             raise error
         return error.retry_after_s or retries.pause_s * retries.backoff ** (self._attempts - 1)

@@ -95,7 +95,7 @@ class RemotePolicy:
             async with self._limit.slot():
                 return await ask_async(self._request(path, body), self._retries)
         except HttpError as error:
-            remedy = ". The trainer serves its model there (--serve-port)" if error.is_passing else ""
+            remedy = ". The trainer serves its model there (--serve-port)" if error.is_retryable else ""
             raise RolloutError(f"{error}{remedy}") from None
 
     def _request(self, path: str, body: Mapping[str, Any] | None) -> Request:

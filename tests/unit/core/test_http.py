@@ -126,7 +126,7 @@ def test_time_limits_of_busy_and_unreachable_are_apart(server, ask_either, pause
 def test_answer_that_is_too_long_or_not_json_is_an_error(server, ask_either):
     server.answers = [(200, {}, b'"' + b"x" * 5000 + b'"'), (200, {}, b"<html>")]
     with pytest.raises(HttpError, match="more than 4,000 bytes"):
-        ask_either(Request(server.url, max_bytes=4000), Retries(attempts=1))
+        ask_either(Request(server.url, max_bytes=4000), Retries())
     with pytest.raises(HttpError, match="not JSON"):
         ask_either(Request(server.url), Retries(attempts=1))
 

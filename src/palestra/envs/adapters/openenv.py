@@ -39,7 +39,7 @@ class OpenEnv(Env):
         request = Request(f"{_with_scheme(self._url, 'http')}/schema", timeout_s=_TIMEOUT_S, max_bytes=_MAX_BYTES)
         try:
             schema = request.parse(request.send())["action"]
-        except (HttpError, KeyError) as error:
+        except (HttpError, KeyError, TypeError) as error:
             raise PalestraError(f"{self._url} is no OpenEnv server that can be asked for its schema: {error}") from None
         properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         self._parameters = {**schema, "properties": properties}
