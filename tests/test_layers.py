@@ -61,6 +61,7 @@ HEAVY = {
     "pyarrow": "",
     "starlette": "serve wire",
     "uvicorn": "serve wire",
+    "httpx": "",
 }
 
 # What only single files may import at module level: they are loaded when their tracker or server is asked for.

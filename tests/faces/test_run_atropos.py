@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -52,6 +53,19 @@ def test_environment_that_goes_on_is_ended(tmp_path):
     process.check()
     process.stop()
     assert process.process.returncode is not None
+
+
+def test_environment_of_others_sees_no_key_of_ours_unless_it_is_passed_on_by_name(tmp_path, monkeypatch):
+    secret = ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "PALESTRA_TOKEN", "WANDB_API_KEY")
+    for name in secret:
+        monkeypatch.setenv(name, "sesame")
+    monkeypatch.setenv("PALESTRA_PASS_ENV", "WANDB_API_KEY")
+    process = EnvProcess([sys.executable, "-c", "import os; print(dict(os.environ))"], tmp_path / "log")
+    assert process.process.wait(20) == 0
+    seen = ast.literal_eval((tmp_path / "log").read_text())
+    assert set(secret) & seen.keys() == {"WANDB_API_KEY"}
+    assert seen["PATH"] == os.environ["PATH"]
+    assert seen["PYTHONUNBUFFERED"] == "1"
 
 
 def test_training_without_a_last_step_is_refused_before_anything_is_installed(cli):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"^TOKENIZERS_|_FILE$|_PATH$|SOCK$", re.IGNORECASE)
+_PASS_VARIABLE = "PALESTRA_PASS_ENV"  # names, with commas between, that programs of others may see as well
 _MIN_LENGTH = 8  # a shorter one would blot out ordinary words
 
 # What a program needs to find its libraries, caches and devices.
@@ -28,13 +29,27 @@ def is_secret_name(name: str) -> bool:
 
 
 def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that a program of others may see: harmless ones, and those of `keep` that it was promised."""
-    kept = set(keep)
+    """What a program of others may see: harmless variables, those of `keep`, and those that PALESTRA_PASS_ENV names.
+
+    >>> clean_environment(environ={"PATH": "/bin", "A_KEY": "x", "DATA": "y", "PALESTRA_PASS_ENV": "DATA"})
+    {'PATH': '/bin', 'DATA': 'y', 'PALESTRA_PASS_ENV': 'DATA'}
+    """
+    kept = {*keep, *_passed_on(environ)}
     return {
         name: value
         for name, value in environ.items()
         if name in kept or (_HARMLESS.match(name) and not is_secret_name(name))
     }
+
+
+def own_environment(hide: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process of our own may see: all but the token of our servers and `hide`, unless passed on by name."""
+    hidden = {"PALESTRA_TOKEN", *hide} - _passed_on(environ)
+    return {name: value for name, value in environ.items() if name not in hidden}
+
+
+def _passed_on(environ: Mapping[str, str]) -> set[str]:
+    return {name.strip() for name in environ.get(_PASS_VARIABLE, "").split(",")}
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:

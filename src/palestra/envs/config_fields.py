@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.core import children
 from palestra.core.errors import PalestraError
+from palestra.core.secrets import clean_environment
 from palestra.envs.discover import DiscoveredEnv
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 # as a text, so that the folder of the file does not become a place to import from
 _CHILD = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
 
@@ -63,22 +62,11 @@ def describe_env(
 
 def _ask(name: str, python: Path, asked: dict[str, Any], timeout_s: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as home:
-        clean = {key: os.environ[key] for key in _KEPT if key in os.environ} | {"HOME": home}
-        process = subprocess.Popen(
-            [str(python), "-c", _CHILD, str(Path(__file__).with_name("config_child.py"))],
-            env=clean,
-            cwd=home,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = [str(python), "-c", _CHILD, str(Path(__file__).with_name("config_child.py"))]
+        process = children.start(command, env=clean_environment() | {"HOME": home}, cwd=home, stdin=subprocess.PIPE)
         try:
             return process.communicate(json.dumps(asked), timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise PalestraError(f"reading the config of {name} took longer than {timeout_s:g} s") from None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
-                process.wait()
+            children.end(process)

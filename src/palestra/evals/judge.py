@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.http import Request, Retries, ask
 from palestra.core.types import Message, Score
 from palestra.evals.measures import Measure, MeasureContext
 
 _OPENAI = "https://api.openai.com/v1"
-_ATTEMPTS = 3
+_RETRIES = Retries(attempts=3, backoff=2.0)
 _TASK = (
     "You grade an assistant's work by a rubric. Answer with one JSON object and nothing else: "
     '{"score": a number from 0 (bad) to 1 (perfect), "reason": one short sentence}.'
@@ -45,8 +43,9 @@ def judge(
 
     def grade(context: MeasureContext) -> Score:
         messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": _question(rubric, context)}]
-        request = {"model": model, "messages": messages, "temperature": 0}
-        answer = _post(f"{base_url.rstrip('/')}/chat/completions", request, os.environ.get(api_key_env), timeout_s)
+        body = {"model": model, "messages": messages, "temperature": 0}
+        url, key = f"{base_url.rstrip('/')}/chat/completions", os.environ.get(api_key_env)
+        answer = ask(Request(url, body, token=key, timeout_s=timeout_s), _RETRIES)
         value, reason = read_verdict(answer["choices"][0]["message"]["content"])
         return Score(value, value >= threshold, reason)
 
@@ -72,20 +71,3 @@ def _question(rubric: str, context: MeasureContext) -> str:
 def _line(message: Message) -> str:
     calls = "".join(f"\n[calls {call.name}({json.dumps(call.arguments, default=str)})]" for call in message.tool_calls)
     return f"{message.role}: {message.text}{calls}"
-
-
-def _post(url: str, body: dict[str, Any], api_key: str | None, timeout_s: float) -> Any:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            busy = error.code == 429 or error.code >= 500
-            if not busy or attempt == _ATTEMPTS:
-                raise RuntimeError(
-                    f"{url} answered {error.code}: {error.read()[:200].decode(errors='replace')}"
-                ) from None
-        time.sleep(0.5 * 2**attempt)
-    raise AssertionError("the last attempt returns or raises")

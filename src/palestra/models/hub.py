@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import urllib.error
-import urllib.request
+
+from palestra.core.http import HttpError, Request
 
 _TIMEOUT_S = 4.0
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -27,9 +27,7 @@ def unreachable() -> str | None:
 
 def _request(endpoint: str) -> str | None:
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return None  # an error status is an answer too
-    except (OSError, ValueError) as error:
-        return f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})"
+        Request(endpoint, method="HEAD", timeout_s=_TIMEOUT_S).send()  # an error status is an answer too
+    except HttpError as error:
+        return f"{endpoint} cannot be reached ({error.reason})"
     return None

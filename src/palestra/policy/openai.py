@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from palestra.core.config import Section, explain
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask_async
 from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Finish, Message, SamplingParams
 
-_ATTEMPTS = 3
-_MAX_REPLY_BYTES = 20_000_000
+_RETRIES = Retries(attempts=3, backoff=2.0)
 
 
 class OpenAISettings(Section):
@@ -51,7 +45,7 @@ class OpenAIChat:
     def __init__(self, settings: OpenAISettings) -> None:
         self.settings = settings
         self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
-        self._pool = ThreadPoolExecutor(settings.max_concurrent, "palestra-openai")
+        self._limit = ConcurrencyLimit(settings.max_concurrent)
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], sampling: SamplingParams
@@ -67,7 +61,13 @@ class OpenAIChat:
         }
         if tools:
             body["tools"] = list(tools)
-        answer = await asyncio.get_running_loop().run_in_executor(self._pool, self._post, body)
+        token = os.environ.get(self.settings.api_key_env)
+        try:
+            async with self._limit.slot():
+                request = Request(self._url, body, token=token, timeout_s=self.settings.timeout_s)
+                answer = await ask_async(request, _RETRIES)
+        except HttpError as error:
+            raise RolloutError(str(error)) from None
         try:
             choice = answer["choices"][0]
             message = from_dict({**choice["message"], "role": "assistant"})
@@ -76,22 +76,3 @@ class OpenAIChat:
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         finish: Finish = "length" if choice.get("finish_reason") == "length" else "stop"
         return message, finish, tokens if isinstance(tokens, int) else None
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.settings.api_key_env):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.settings.timeout_s) as response:
-                    return json.loads(response.read(_MAX_REPLY_BYTES))
-            except urllib.error.HTTPError as error:
-                reason = f"answered {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code != 429 and error.code < 500:
-                    break
-            except (OSError, ValueError) as error:
-                reason = f"could not be asked: {error}"
-            if attempt < _ATTEMPTS:
-                time.sleep(0.5 * 2**attempt)
-        raise RolloutError(f"{self._url} {reason}")

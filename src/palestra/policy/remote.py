@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import http.client
-import json
-import socket
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
 
-_RETRY_S = 1.0
+_MAX_REPLY_BYTES = 2**30  # logprobs of a whole context
 
 
 @dataclass(slots=True)
@@ -49,15 +42,15 @@ class RemotePolicy:
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.version = 0  # as of the last answer
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._token = token
         self._timeout_s = timeout_s
-        self._give_up_s = give_up_s
+        self._retries = Retries(busy_s=give_up_s, unreachable_s=give_up_s)
         self._weights_folder = weights_folder
-        self._pool = ThreadPoolExecutor(max_concurrent, "palestra-remote")
+        self._limit = ConcurrencyLimit(max_concurrent)
 
     async def model_name(self) -> str:
         """What the server calls its model."""
-        answer = await self._ask("GET", "/v1/models")
+        answer = await self._ask("/v1/models")
         return str(answer["data"][0]["id"])
 
     def open(self, prompt_ids: Sequence[int]) -> RemoteSession:
@@ -68,7 +61,7 @@ class RemotePolicy:
 
     async def sample(self, session: RemoteSession, params: SamplingParams) -> Turn:
         body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
-        sampled = read_sampled(await self._ask("POST", "/generate", body))
+        sampled = read_sampled(await self._ask("/generate", body))
         self.version = int(sampled.versions[-1])
         session.token_ids += sampled.token_ids.tolist()
         return sampled
@@ -84,16 +77,12 @@ class RemotePolicy:
             raise PalestraError("a remote model gets its weights from its own trainer, not from this program")
         self._weights_folder.mkdir(parents=True, exist_ok=True)
         path = weights.save(self._weights_folder.resolve() / f"version-{weights.version}.safetensors")
-        body = json.dumps({"model_path": str(path)}).encode()
-        call = _Call(self.url, "POST", "/update_weights_from_disk", body, self._headers, self._timeout_s)
         try:
-            status, text = call.run()
-        except (OSError, http.client.HTTPException) as error:
-            raise PalestraError(f"{self.url} could not be given new weights: {error}") from error
+            ask(self._request("/update_weights_from_disk", {"model_path": str(path)}), Retries(attempts=1))
+        except HttpError as error:
+            raise PalestraError(f"{self.url} did not take new weights: {error}") from None
         finally:
             path.unlink(missing_ok=True)
-        if status != 200:
-            raise PalestraError(f"{self.url} did not take new weights: {text[:300].decode(errors='replace')}")
         self.version = weights.version
 
     def sleep(self) -> None:
@@ -101,53 +90,18 @@ class RemotePolicy:
 
     def wake(self) -> None: ...
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        until = time.monotonic() + self._give_up_s
-        data = None if body is None else json.dumps(body).encode()
-        while True:
-            call = _Call(self.url, method, path, data, self._headers, self._timeout_s)
-            try:
-                status, text = await asyncio.get_running_loop().run_in_executor(self._pool, call.run)
-                if status == 200:
-                    return json.loads(text)
-                reason = f"answered {status}: {text[:300].decode(errors='replace')}"
-                if status != 429 and status < 500:
-                    raise RolloutError(f"{self.url}{path} {reason}")
-            except asyncio.CancelledError:
-                call.hang_up()
-                raise
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                reason = f"could not be asked: {error}"
-            if time.monotonic() > until:
-                raise RolloutError(f"{self.url}{path} {reason}. The trainer serves its model there (--serve-port)")
-            await asyncio.sleep(_RETRY_S)
+    async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            async with self._limit.slot():
+                return await ask_async(self._request(path, body), self._retries)
+        except HttpError as error:
+            remedy = ". The trainer serves its model there (--serve-port)" if error.is_retryable else ""
+            raise RolloutError(f"{error}{remedy}") from None
 
-
-@dataclass(slots=True)
-class _Call:
-    """One request that another thread may break off."""
-
-    url: str
-    method: str
-    path: str
-    data: bytes | None
-    headers: Mapping[str, str]
-    timeout_s: float
-    _connection: http.client.HTTPConnection | None = field(default=None, init=False)
-
-    def run(self) -> tuple[int, bytes]:
-        where = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(where.netloc, timeout=self.timeout_s)
-        with contextlib.closing(self._connection) as connection:
-            connection.request(self.method, f"{where.path}{self.path}", self.data, dict(self.headers))
-            response = connection.getresponse()
-            return response.status, response.read()
-
-    def hang_up(self) -> None:
-        if self._connection is not None and self._connection.sock is not None:
-            with contextlib.suppress(OSError):
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> Request:
+        return Request(
+            f"{self.url}{path}", body, token=self._token, timeout_s=self._timeout_s, max_bytes=_MAX_REPLY_BYTES
+        )
 
 
 def read_sampled(answer: Any) -> Turn:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import re
 import sys
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,8 +13,9 @@ from typing import Any
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
+from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import RunFolder
-from palestra.core.secrets import redact
+from palestra.core.secrets import own_environment, redact
 from palestra.core.yaml_config import load_yaml
 from palestra.runs.processes import RUN_VARIABLE
 
@@ -176,25 +174,22 @@ def has_all_batches(folder: RunFolder, api_port: int) -> bool:
     """Whether the trainer has taken its last batch: from then on it needs no environment."""
     try:
         steps = folder.config.train.max_steps
-        with urllib.request.urlopen(f"http://127.0.0.1:{api_port}/status", timeout=_HTTP_TIMEOUT_S) as response:
-            return steps is not None and int(json.loads(response.read())["current_step"]) >= steps
-    except (OSError, ValueError, http.client.HTTPException):
+        request = Request(f"http://127.0.0.1:{api_port}/status", timeout_s=_HTTP_TIMEOUT_S)
+        return steps is not None and int(request.parse(request.send())["current_step"]) >= steps
+    except (OSError, ValueError, HttpError):
         return False
 
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as response:
-            return bool(response.status == 200)
-    except (OSError, ValueError, http.client.HTTPException):
+        return Request(url, timeout_s=_HTTP_TIMEOUT_S).send().status == 200
+    except HttpError:
         return False
 
 
 def process_environment(part: str, run_id: str) -> dict[str, str]:
     """The environment variables of a run's process. Its servers listen on loopback and need no token."""
-    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
-    if part == "env":
-        environ = {name: value for name, value in environ.items() if name not in _TRAINER_ONLY}
+    environ = own_environment(hide=_TRAINER_ONLY if part == "env" else ())
     return environ | {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 
 

@@ -12,14 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from palestra.core import children
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
+from palestra.core.secrets import clean_environment
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
 PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
 # An environment may need torch; without an exact pin, pip takes the newest, with gigabytes of CUDA.
 CONSTRAINTS = "torch==2.13.0\n"
 _LAST_POSTS_S = 5.0
+_STOP_S = 10.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -42,7 +45,8 @@ def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], 
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    environ = clean_environment(keep=[name for name in os.environ if name.startswith("PIP_")])
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
     if done.returncode:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         raise PalestraError(f"`{' '.join(command[:5])} …` failed:\n{last}")
@@ -73,37 +77,30 @@ def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapp
 
 
 class EnvProcess:
-    """An environment that runs; what it prints goes into a file."""
+    """An environment that runs, in a program of others; what it prints goes into a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log = log
         self._ended_at: float | None = None
-        quiet = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
         with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=quiet | {"PYTHONUNBUFFERED": "1"}
-            )
+            self.process = children.start(command, env=env_process_environment(), stdout=file, stderr=file)
 
     def check(self) -> None:
         """Raise when it has ended; asked while nothing comes, so what it posted last has been taken by then."""
         code = self.process.poll()
         if code is None:
             return
-        self._ended_at = self._ended_at or time.monotonic()
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            children.end(self.process)
         if code or time.monotonic() - self._ended_at > _LAST_POSTS_S:
             last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
             raise PalestraError(f"the environment ended with status {code}; its log {self.log} ends with:\n{last}")
 
     def stop(self) -> None:
-        stop(self.process)
+        if self._ended_at is None:
+            children.end(self.process, _STOP_S)
 
 
-def stop(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
-    """Ask to end, then make it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def env_process_environment() -> dict[str, str]:
+    return clean_environment() | {"PYTHONUNBUFFERED": "1"}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.http import HttpError, Request, Retries, ask_async
 from palestra.core.run_folder import RunFolder
 
-_RETRY_S = 1.0
 _GIVE_UP_S = 600.0
+_MAX_BATCH_BYTES = 4 * 2**30
 
 
 class ApiUnreachable(PalestraError):
@@ -59,46 +54,18 @@ class WireClient:
         self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None
     ) -> dict[str, Any]:
         """The answer; `key` lets a post that is repeated here count once there."""
-        began = time.monotonic()
-        request = self._request(path, body, method, key)
-        while True:
-            pause_s, limit_s = _RETRY_S, self.give_up_s
-            try:
-                return await asyncio.to_thread(_answer, request)
-            except urllib.error.HTTPError as error:
-                failure = PalestraError(f"{self.url}{path} answered {error.code}: {_text(error)}")
-                if error.code != 429 and error.code < 500:
-                    raise failure from None
-                pause_s = _retry_after_s(error)
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                start = "Start it with: palestra trajectory"
-                failure = ApiUnreachable(f"{self.url}{path} cannot be asked: {error}. {start}")
-                limit_s = self.give_up_s if self.gone_s is None else self.gone_s
-            if time.monotonic() - began > limit_s:
-                raise failure
-            await asyncio.sleep(pause_s)
-
-    def _request(
-        self, path: str, body: Mapping[str, Any] | None, method: str | None, key: str | None
-    ) -> urllib.request.Request:
-        headers = {"Content-Type": "application/json"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        if key:
-            headers["Idempotency-Key"] = key
-        data = None if body is None else json.dumps(body).encode()
-        return urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers, method=method)
-
-
-def _answer(request: urllib.request.Request) -> dict[str, Any]:
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return dict(json.loads(response.read()))
-
-
-def _text(error: urllib.error.HTTPError) -> str:
-    return error.read(300).decode(errors="replace")
-
-
-def _retry_after_s(error: urllib.error.HTTPError) -> float:
-    said = error.headers.get("Retry-After") or ""
-    return min(float(said), 60.0) if said.isdecimal() else _RETRY_S
+        gone_s = self.give_up_s if self.gone_s is None else self.gone_s
+        request = Request(
+            f"{self.url.rstrip('/')}{path}",
+            body,
+            method or "",
+            self.token,
+            {"Idempotency-Key": key} if key else {},
+            max_bytes=_MAX_BATCH_BYTES,
+        )
+        try:
+            return dict(await ask_async(request, Retries(busy_s=self.give_up_s, unreachable_s=gone_s)))
+        except HttpError as error:
+            if error.status is None:
+                raise ApiUnreachable(f"{error}. Start it with: palestra trajectory") from None
+            raise

@@ -1,6 +1,6 @@
 """What may be seen of the environment."""
 
-from palestra.core.secrets import clean_environment, redact
+from palestra.core.secrets import clean_environment, own_environment, redact
 
 ENVIRON = {
     "PATH": "/bin",
@@ -19,6 +19,19 @@ def test_a_program_of_others_sees_no_secret_and_nothing_unknown():
 
 def test_a_program_gets_the_one_secret_that_it_was_promised():
     assert "OPENROUTER_API_KEY" in clean_environment(["OPENROUTER_API_KEY"], ENVIRON)
+
+
+def test_user_names_what_programs_of_others_may_see_besides():
+    passing = ENVIRON | {"PALESTRA_PASS_ENV": "HF_TOKEN, MY_PLAN"}
+    assert clean_environment(environ=passing).keys() - clean_environment(environ=ENVIRON).keys() == {
+        "HF_TOKEN", "MY_PLAN", "PALESTRA_PASS_ENV",
+    }  # fmt: skip
+
+
+def test_our_own_process_sees_all_but_the_servers_token_and_what_is_hidden():
+    assert ENVIRON.keys() - own_environment(environ=ENVIRON).keys() == {"PALESTRA_TOKEN"}
+    assert "HF_TOKEN" not in own_environment(["HF_TOKEN"], ENVIRON)
+    assert "HF_TOKEN" in own_environment(["HF_TOKEN"], ENVIRON | {"PALESTRA_PASS_ENV": "HF_TOKEN"})
 
 
 def test_secrets_are_replaced_by_their_names_and_ordinary_words_are_left():

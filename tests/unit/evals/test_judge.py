@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from palestra.core import http
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall
-from palestra.evals import judge as judge_module
 from palestra.evals.judge import judge, read_verdict
 from palestra.evals.measures import MeasureContext, run_measure
 
@@ -73,7 +73,7 @@ def test_a_local_server_needs_no_key(endpoint, monkeypatch):
 
 
 def test_a_busy_server_is_asked_again(endpoint, monkeypatch):
-    monkeypatch.setattr(judge_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http.time, "sleep", lambda seconds: None)
     assert grade(endpoint, (429, ""), (503, ""), (200, '{"score": 1}')).value == 1.0
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.http import HttpError, Request
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig
@@ -36,10 +36,10 @@ class OpenEnv(Env):
 
     def setup(self) -> None:
         """Ask the server for the form of its actions."""
+        request = Request(f"{_with_scheme(self._url, 'http')}/schema", timeout_s=_TIMEOUT_S, max_bytes=_MAX_BYTES)
         try:
-            with urllib.request.urlopen(f"{_with_scheme(self._url, 'http')}/schema", timeout=_TIMEOUT_S) as answer:
-                schema = json.loads(answer.read(_MAX_BYTES))["action"]
-        except (OSError, ValueError, KeyError) as error:
+            schema = request.parse(request.send())["action"]
+        except (HttpError, KeyError, TypeError) as error:
             raise PalestraError(f"{self._url} is no OpenEnv server that can be asked for its schema: {error}") from None
         properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         self._parameters = {**schema, "properties": properties}

@@ -66,13 +66,15 @@ def load_libraries(console: Console, model: str) -> None:
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
+def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
+    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
+    before = {n: signal.signal(n, lambda number, frame: signal.raise_signal(signal.SIGINT)) for n in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from palestra.core import children
 from palestra.core.errors import PalestraError
 from palestra.faces.cli import settings
 from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from palestra.core.config import RunConfig
     from palestra.core.run_folder import RunFolder
 
+_STOP_S = 10.0
 _PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 
 
@@ -43,6 +45,7 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
     from rich.console import Console
 
     from palestra.core.config import RunConfig
+    from palestra.faces.cli.common import sigterm_as_ctrl_c
     from palestra.faces.cli.serve import require_serve_extra
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS, new_run, present
 
@@ -54,7 +57,8 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
     console = Console(stderr=as_json)
     python = _python(packages, console)
     run = new_run(config, "")
-    with trajectory_process(run) as url:
+    # our children have no terminal whose end they could notice
+    with sigterm_as_ctrl_c(signal.SIGHUP), trajectory_process(run) as url:
         outcome = _train(run, config, file, python, url, env_settings, console)
     present(run, outcome, console, as_json)
 
@@ -91,7 +95,7 @@ def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> 
     from palestra.core.files import cache_folder, slug
     from palestra.faces.cli.common import load_libraries
     from palestra.faces.cli.train_wire import WIRE_DEFAULTS
-    from palestra.wire.atropos import write_tokenizer
+    from palestra.wire.atropos import env_process_environment, write_tokenizer
 
     config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
     python = _python((), console)
@@ -102,8 +106,7 @@ def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> 
     folder = write_tokenizer(load_tokenizer(config.model.name), cached)
     inference = str(env_settings.openai.get("base_url", "http://127.0.0.1:9001/v1"))
     command = _serve_command(python, file, env_settings, config, url, inference, folder)
-    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
-    os.execve(command[0], command, environ | {"PYTHONUNBUFFERED": "1"})
+    os.execve(command[0], command, env_process_environment())
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:
@@ -133,12 +136,10 @@ def _serve_command(
 @contextlib.contextmanager
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
-    from palestra.wire.atropos import stop
-
     command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
     run.logs.mkdir(exist_ok=True)
     with run.log_file("api").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = children.start(command, env=os.environ, stderr=log)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -146,7 +147,7 @@ def trajectory_process(run: RunFolder) -> Iterator[str]:
             raise PalestraError(f"the trajectory API did not start; see {run.log_file('api')}")
         yield line.split()[-1]
     finally:
-        stop(process)
+        children.end(process, _STOP_S)
 
 
 settings.options(command)

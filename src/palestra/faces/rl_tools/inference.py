@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.core import children
 from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, write_json
 from palestra.core.group_codec import NOT_TRAINED
@@ -152,18 +151,12 @@ class _Attempt:
             words = [_LOADED_HERE, "env", "process", self.test.draft.environment, "--config", str(settings)]
             words += ["--groups", str(self.test.num_steps), "--out", str(output)]
         with self._file("log").open("wb") as log:
-            child = subprocess.Popen(
-                _python(*words),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**clean_environment(), _TOKEN_VARIABLE: self.relay.token},
-                start_new_session=True,
-            )
+            environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token}
+            child = children.start(_python(*words), env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
             code = self._watch(child)
         finally:
-            _end(child)
+            children.end(child)
         if self.test.cancelled.is_set():
             return "cancelled", None
         if code is None:
@@ -171,7 +164,7 @@ class _Attempt:
             return "timed out", f"it took longer than {minutes:g} minutes; what was finished by then is counted"
         return ("completed", None) if code == 0 else ("failed", _last_line(self._file("log")) or f"exit code {code}")
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> int | None:
+    def _watch(self, child: subprocess.Popen[str]) -> int | None:
         until = time.monotonic() + self.test.draft.site.limits.test_minutes * 60
         while time.monotonic() < until and not self.test.cancelled.is_set():
             try:
@@ -261,12 +254,3 @@ def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     told = [line for line in lines if line.startswith("Error: ")] or lines
     return short(told[-1].removeprefix("Error: "), 500) if told else ""
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it has started."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    if child.stdin is not None:
-        child.stdin.close()

@@ -8,12 +8,12 @@ import json
 import os
 import secrets
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
+
+from palestra.core.http import HttpError, Request
 
 _MAX_BODY_BYTES = 50_000_000
 _MAX_REPLY_BYTES = 50_000_000
@@ -96,19 +96,15 @@ class Relay:
         return status, reply
 
     def _post(self, endpoint: Endpoint, body: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        if endpoint.api_key_env and (key := os.environ.get(endpoint.api_key_env)):
-            headers["Authorization"] = f"Bearer {key}"
+        key = os.environ.get(endpoint.api_key_env) if endpoint.api_key_env else None
+        url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
         if endpoint.more:
             body = json.dumps({**json.loads(body), **endpoint.more}).encode()
-        request = urllib.request.Request(f"{endpoint.base_url.rstrip('/')}/chat/completions", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                return response.status, response.read(_MAX_REPLY_BYTES)
-        except urllib.error.HTTPError as error:
-            return error.code, error.read(10_000)
-        except (OSError, ValueError) as error:
-            return 502, json.dumps({"error": {"message": f"{endpoint.base_url} could not be asked: {error}"}}).encode()
+            reply = Request(url, body, token=key, timeout_s=self._timeout_s, max_bytes=_MAX_REPLY_BYTES).send()
+        except HttpError as error:
+            return 502, json.dumps({"error": {"message": str(error)}}).encode()
+        return reply.status, reply.body
 
 
 class _Handler(BaseHTTPRequestHandler):

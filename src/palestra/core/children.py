@@ -1,0 +1,51 @@
+"""Child processes: each leads a process group of its own, and ends with all that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from palestra.core.secrets import clean_environment
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | IO[Any] = subprocess.PIPE,
+    stderr: int | IO[Any] = subprocess.PIPE,
+) -> subprocess.Popen[str]:
+    """Start a program. It sees `clean_environment()` unless `env` is given, and no Ctrl-C of our terminal."""
+    visible = dict(clean_environment() if env is None else env)
+    return subprocess.Popen(
+        command, env=visible, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
+    """Kill the process and all that it has started; SIGTERM comes `terminate_s` before SIGKILL.
+
+    For a process that has ended by itself: at once, before its number can be another's.
+    """
+    if terminate_s and process.poll() is None:
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(terminate_s)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # of what it has not read
+                pipe.close()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+        os.killpg(process.pid, number)
