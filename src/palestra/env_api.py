@@ -1,4 +1,7 @@
-"""The short way in for environments: train on one, score it, look at what it gives, or serve it."""
+"""The short way in for environments: train on one, score it, look at what it gives, or serve it.
+
+torch is loaded only where a model is: scoring an endpoint does without.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.api import GRPOTrainer
@@ -25,11 +28,14 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.process import process
 from palestra.train.evaluation import Evaluator
-from palestra.train.run import Outcome
+from palestra.train.limits import eval_limits, train_limits
 from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
-from palestra.wire.feed import Feed
-from palestra.wire.task import Address
+
+if TYPE_CHECKING:
+    from palestra.train.run import Outcome
+    from palestra.wire.feed import Feed
+    from palestra.wire.task import Address
 
 
 def train_env(
@@ -144,6 +150,7 @@ def serve_env(
     """
     from palestra.models.loading import load_tokenizer
     from palestra.train.tasks import agent_collector
+    from palestra.wire.feed import Feed
 
     config.rollout.require_free_calls("the trainer's server samples, and it takes no grammar")
 
@@ -158,10 +165,10 @@ def serve_env(
 
 def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:
     """What attempts the problems: the model of the config, or an endpoint."""
-    from palestra.train.setup import eval_limits, load_for_run, train_limits
-    from palestra.train.tasks import agent_collector
-
     if openai is None:
+        from palestra.train.setup import load_for_run
+        from palestra.train.tasks import agent_collector
+
         loaded = load_for_run(config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)

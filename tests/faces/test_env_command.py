@@ -1,6 +1,8 @@
 """`palestra envs`, `palestra env process|evaluate`, `palestra train --env`."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -131,6 +133,14 @@ def test_an_openai_style_endpoint_is_scored_through_the_same_environment(cli, en
     answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size", "3", *where, "--json")
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["pass_rate"]["rate"] == 1.0
+
+
+def test_an_endpoint_is_asked_without_loading_torch(endpoint, tmp_path):
+    arguments = ["env", "process", EXAMPLE, "--groups", "1", "--rollout.group_size", "2", "--openai.model_name", "m"]
+    arguments += ["--openai.base_url", endpoint, "--out", str(tmp_path / "groups.jsonl")]
+    code = f"import sys; from palestra.faces.cli.main import run; assert run({arguments!r}) == 0"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 1
 
 
 def test_an_endpoint_that_is_not_there_is_told(cli):

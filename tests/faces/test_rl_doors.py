@@ -222,7 +222,7 @@ def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
 
 
 def test_the_session_that_was_silent_longest_is_forgotten_first():
-    made = Clients(lambda: object(), most=2)  # type: ignore[arg-type,return-value]
+    made = Clients(lambda: object(), max_sessions=2)  # type: ignore[arg-type,return-value]
     a, b = made.session("a"), made.session("b")
     assert made.session("a") is a
     made.session("c")

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from palestra.faces.rl_tools import TOOL_NAMES, RlTools, session
+from palestra.faces.rl_tools import TOOL_NAMES, RlTools
+from palestra.faces.rl_tools import tools as tools_module
 from palestra.runs.locks import Limits, Site
 from palestra.runs.manager import RunManager
 
@@ -119,7 +120,7 @@ class Monkey:
 def test_random_calls_break_nothing(tmp_path, monkeypatch):
     rl_agent.make_site(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_STOP_WAIT_S", 0.0)
+    monkeypatch.setattr(tools_module, "_STOP_WAIT_S", 0.0)
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     limits = Limits(status_check_minutes=0.0001, test_completions=4, test_minutes=0.002)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.faces import rl_tools
 from palestra.faces.rl_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys
+from palestra.faces.rl_tools.tools import TOOLS
 from palestra.runs.locks import Limits, Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 
@@ -247,6 +249,18 @@ def test_every_tool_has_a_schema_that_function_calling_takes():
         assert function["parameters"]["type"] == "object"
         assert all("description" in p for p in function["parameters"]["properties"].values()), function["name"]
     assert [row["function"]["name"] for row in rl_tools.tool_schemas()] == list(rl_tools.TOOL_NAMES)
+
+
+def test_the_schemas_are_the_published_ones_byte_for_byte(cli):
+    published = Path(__file__).with_name("rl_tool_schemas.json").read_text(encoding="utf-8")
+    assert cli("tools", "schema").out == published
+
+
+def test_the_python_functions_have_the_signatures_of_the_schemas():
+    for name, tool in TOOLS.items():
+        function = getattr(rl_tools, name)
+        assert list(inspect.signature(function).parameters) == list(tool.parameters["properties"])
+        assert inspect.getdoc(function).splitlines()[0] == tool.description.splitlines()[0]
 
 
 ATROPOS = '''

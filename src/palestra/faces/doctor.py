@@ -50,23 +50,26 @@ def examine() -> list[Finding]:
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
+def _finding(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Finding:
+    return Finding(topic, name, "ok", found) if ok else Finding(topic, name, otherwise, found, remedy)
+
+
 def _python() -> Iterator[Finding]:
     found = f"{platform.python_version()} at {sys.executable}"
-    least = ".".join(map(str, MINIMUM_PYTHON))
-    state: State = "ok" if check_rl_python_version() else "broken"
-    yield Finding("Python", "version", state, found, "" if state == "ok" else f"install Python {least} or newer")
+    remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
+    yield _finding("Python", "version", check_rl_python_version(), found, remedy, "broken")
 
 
 def _torch() -> Iterator[Finding]:
     """In a process of its own: a broken installation may take its importer down."""
-    asked = (
+    code = (
         "import torch; c = torch.cuda; n = c.device_count(); "
         "print(torch.__version__); "
         "print('; '.join(f'{c.get_device_name(i)}, {c.get_device_properties(i).total_memory >> 30} GiB' "
         "for i in range(n)))"
     )
     try:
-        done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         yield Finding("torch", "import", "broken", "importing it took longer than 120 s", "reinstall torch")
         return
@@ -76,36 +79,24 @@ def _torch() -> Iterator[Finding]:
         return
     version, gpus = [*done.stdout.splitlines(), "", ""][:2]
     yield Finding("torch", "version", "ok", version)
-    yield (
-        Finding("torch", "GPU", "ok", gpus)
-        if gpus
-        else Finding(
-            "torch",
-            "GPU",
-            "missing",
-            "none that torch can use",
-            "small models train on a CPU; for large ones use a machine with an NVIDIA GPU and torch built for CUDA",
-        )
-    )
-    try:
-        yield Finding("torch", "transformers", "ok", metadata.version("transformers"))
-    except metadata.PackageNotFoundError:
-        yield Finding("torch", "transformers", "broken", "not installed", "pip install 'transformers>=5.17'")
+    remedy = "small models train on a CPU; for large ones use a machine with an NVIDIA GPU and torch built for CUDA"
+    yield _finding("torch", "GPU", bool(gpus), gpus or "none that torch can use", remedy)
+    transformers = installed_version("transformers")
+    remedy = "pip install 'transformers>=5.17'"
+    yield _finding("torch", "transformers", bool(transformers), transformers or "not installed", remedy, "broken")
 
 
 def _room() -> Iterator[Finding]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    enough = memory >= _ENOUGH_MEMORY_GIB
-    remedy = "" if enough else f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
-    yield Finding("room", "memory", "ok" if enough else "missing", f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
+    remedy = f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
+    yield _finding("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
     for name, path in {"disk here": Path.cwd(), "disk of the runs' index": palestra_home()}.items():
-        place = next(parent for parent in (path, *path.parents) if parent.exists())
-        free = shutil.disk_usage(place).free / 2**30
-        writable = os.access(place, os.W_OK)
-        well = free >= _ENOUGH_DISK_GIB and writable
-        told = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
-        remedy = "" if well else "make room, or use another folder (PALESTRA_HOME moves the index)"
-        yield Finding("room", name, "ok" if well else "missing", told, remedy)
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free / 2**30
+        writable = os.access(existing, os.W_OK)
+        found = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
+        remedy = "make room, or use another folder (PALESTRA_HOME moves the index)"
+        yield _finding("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
 
 
 def _extras() -> Iterator[Finding]:
@@ -115,53 +106,50 @@ def _extras() -> Iterator[Finding]:
         if (match := _EXTRA.match(line)) and match["extra"] != "dev":
             packages.setdefault(match["extra"], []).append(match["package"])
     for extra, needed in sorted(packages.items()):
-        missing = [package for package in needed if not _is_installed(package)]
-        remedy = f"pip install 'palestra[{extra}]'" if missing else ""
-        told = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
-        yield Finding("extras", extra, "missing" if missing else "ok", told, remedy)
+        missing = [package for package in needed if not installed_version(package)]
+        found = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
+        yield _finding("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
 
 
-def _is_installed(package: str) -> bool:
+def installed_version(package: str) -> str | None:
     try:
-        return bool(metadata.version(package))
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 def _keys() -> Iterator[Finding]:
     """By name alone: no value is ever looked at further than whether it is there."""
     for name, use in KEYS.items():
-        there = bool(os.environ.get(name))
-        remedy = "" if there else f"export {name}=… if you want {use}"
-        yield Finding("keys", name, "ok" if there else "missing", "set" if there else "not set", remedy)
+        is_set = bool(os.environ.get(name))
+        yield _finding("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
 
 
 def _ports() -> Iterator[Finding]:
-    try:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-        yield Finding("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
-    except OSError as error:
-        yield Finding(
-            "ports", "loopback", "broken", f"no port can be opened: {error.strerror}", "allow it on 127.0.0.1"
-        )
+    if error := _bind_error(0):
+        yield Finding("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
         return
+    yield Finding("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
     for port, user in PORTS.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-                yield Finding("ports", str(port), "ok", f"free for {user}")
-            except OSError:
-                yield Finding(
-                    "ports", str(port), "missing", f"taken; {user} wants it", "choose another one with --port"
-                )
+        free = not _bind_error(port)
+        found = f"free for {user}" if free else f"taken; {user} wants it"
+        yield _finding("ports", str(port), free, found, "choose another one with --port")
+
+
+def _bind_error(port: int) -> str | None:
+    """Why this port of the loopback address cannot be opened; 0 is any."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return str(error.strerror)
+    return None
 
 
 def _sandbox() -> Iterator[Finding]:
     from palestra.envs.isolation import best_isolation
 
     kind = best_isolation()
-    weak = kind == "limits"
-    remedy = "install bubblewrap (bwrap), so that a model's code cannot read your files" if weak else ""
-    yield Finding("sandbox", "isolation", "missing" if weak else "ok", kind, remedy)
+    remedy = "install bubblewrap (bwrap), so that a model's code cannot read your files"
+    yield _finding("sandbox", "isolation", kind != "limits", kind, remedy)

@@ -18,7 +18,7 @@ from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.answers import Answer
 from palestra.faces.rl_tools.clients import Clients, call_in_thread
-from palestra.faces.rl_tools.session import RlTools, all_tools
+from palestra.faces.rl_tools.tools import TOOLS, RlTool, RlTools
 from palestra.serve.web import MIB, Guard, read_body, while_connected
 
 SESSION_HEADER = "Palestra-Session"
@@ -49,20 +49,19 @@ def http_app(clients: Clients, token: str | None) -> Guard:
 
     @app.get("/tools", summary="The schemas of the tools, for function calling")
     async def tools() -> list[dict[str, Any]]:
-        return [tool.schema for tool in all_tools().values()]
+        return [tool.schema for tool in TOOLS.values()]
 
     @app.get("/runs/{run_id}/{kind}", summary="Read of a run: " + ", ".join(resources.KINDS))
     async def read(run_id: str, kind: str) -> Response:
         mime_type, text = await asyncio.to_thread(resources.read_resource, clients.session(""), run_id, kind)
         return Response(text, media_type=mime_type)
 
-    for name in all_tools():
-        _add_tool(app, clients, name)
+    for tool in TOOLS.values():
+        _add_tool(app, clients, tool)
     return Guard(app, token)
 
 
-def _add_tool(app: FastAPI, clients: Clients, name: str) -> None:
-    tool = all_tools()[name]
+def _add_tool(app: FastAPI, clients: Clients, tool: RlTool) -> None:
     body = {"content": {"application/json": {"schema": tool.parameters}}, "required": bool(tool.parameters["required"])}
 
     async def call(
@@ -72,30 +71,30 @@ def _add_tool(app: FastAPI, clients: Clients, name: str) -> None:
         session, arguments = clients.session(client), await _arguments(request)
         headers = {SESSION_HEADER: client}
         if _EVENTS in request.headers.get("accept", ""):
-            events = _events(session, name, arguments)
+            events = _events(session, tool.name, arguments)
             return StreamingResponse(events, media_type=_EVENTS, headers=headers)
-        answer = await while_connected(request, call_in_thread(session, name, arguments))
+        answer = await while_connected(request, call_in_thread(session, tool.name, arguments))
         return JSONResponse(answer, headers=headers)
 
     app.add_api_route(
-        f"/tools/{name}",
+        f"/tools/{tool.name}",
         call,
         methods=["POST"],
-        operation_id=name,
+        operation_id=tool.name,
         summary=tool.description.splitlines()[0],
         response_model=None,
         openapi_extra={"requestBody": body},
     )
 
 
-def _client(given: str | None) -> str:
-    if given is None:
+def _client(session_id: str | None) -> str:
+    if session_id is None:
         return secrets.token_urlsafe(16)
-    if not _SESSION_ID.fullmatch(given):
+    if not _SESSION_ID.fullmatch(session_id):
         raise HTTPException(
             400, f"{SESSION_HEADER} takes 8 to 64 letters, digits, - and _; leave it out to be given one"
         )
-    return given
+    return session_id
 
 
 async def _arguments(request: Request) -> Any:

@@ -19,32 +19,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.clients import Clients, call_in_thread, is_refusal
-from palestra.faces.rl_tools.session import RlTools, all_tools
+from palestra.faces.rl_tools.tools import TOOLS, Effect, RlTools
 from palestra.serve.web import Guard
 
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 7 * 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
-_READS = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
-_CHANGES = types.ToolAnnotations(
-    read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
-)
-_ANNOTATIONS = {
-    "rl_list_environments": _READS,
-    "rl_select_environment": _CHANGES,
-    "rl_get_current_config": _READS,
-    "rl_edit_config": _CHANGES,
-    "rl_start_training": types.ToolAnnotations(
+_HINTS: dict[Effect, types.ToolAnnotations] = {
+    "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
+    "edits": types.ToolAnnotations(
+        read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+    ),
+    "starts": types.ToolAnnotations(
         read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
     ),
-    "rl_check_status": _READS,
-    "rl_stop_training": types.ToolAnnotations(
+    "stops": types.ToolAnnotations(
         read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False
-    ),
-    "rl_get_results": _READS,
-    "rl_list_runs": _READS,
-    "rl_test_inference": types.ToolAnnotations(
-        read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
     ),
 }
 _INSTRUCTIONS = (
@@ -67,7 +57,11 @@ class Handlers:
         return self._clients.session(_ON_STDIO if request is None else request.headers.get("mcp-session-id", _ON_STDIO))
 
     async def list_tools(self, ctx: Context, params: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[_described(name) for name in all_tools()])
+        described = [
+            types.Tool(name=t.name, description=t.description, input_schema=t.parameters, annotations=_HINTS[t.effect])
+            for t in TOOLS.values()
+        ]
+        return types.ListToolsResult(tools=described)
 
     async def call_tool(self, ctx: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         loop = asyncio.get_running_loop()
@@ -83,8 +77,14 @@ class Handlers:
         runs = await asyncio.to_thread(self._tools(ctx).manager.list)
         return types.ListResourcesResult(
             resources=[
-                types.Resource(uri=r.uri, name=r.name, mime_type=r.mime_type, description=r.description)
-                for r in resources.resources_of(runs[:_LISTED_RUNS])
+                types.Resource(
+                    uri=resources.uri_of(run.run_id, kind),
+                    name=f"{run.name} ({run.run_id}): {kind}",
+                    mime_type=mime_type,
+                    description=text,
+                )
+                for run in runs[:_LISTED_RUNS]
+                for kind, (mime_type, text) in resources.KINDS.items()
             ]
         )
 
@@ -123,13 +123,6 @@ def make_server(clients: Clients) -> Server[Any]:
     )
 
 
-def _described(name: str) -> types.Tool:
-    tool = all_tools()[name]
-    return types.Tool(
-        name=name, description=tool.description, input_schema=tool.parameters, annotations=_ANNOTATIONS[name]
-    )
-
-
 async def serve_stdio(server: Server[Any]) -> None:
     """Serve the one client that has started this process. Its stdout carries the protocol and nothing else."""
     from mcp.server.stdio import stdio_server
@@ -158,8 +151,8 @@ class WithSessions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS as WITH_SESSIONS
 
-        asked = Request(scope).headers.get("mcp-protocol-version") if scope["type"] == "http" else None
-        if asked is None or asked in WITH_SESSIONS:
+        requested = Request(scope).headers.get("mcp-protocol-version") if scope["type"] == "http" else None
+        if requested is None or requested in WITH_SESSIONS:
             await self._app(scope, receive, send)
             return
         request_id = None
@@ -168,7 +161,7 @@ class WithSessions:
         error = {
             "code": types.UNSUPPORTED_PROTOCOL_VERSION,
             "message": "this server keeps what each client has selected, so it needs a protocol version with sessions",
-            "data": {"supported": list(WITH_SESSIONS), "requested": asked},
+            "data": {"supported": list(WITH_SESSIONS), "requested": requested},
         }
         answer = JSONResponse({"jsonrpc": "2.0", "id": request_id, "error": error}, 400)
         await answer(scope, receive, send)

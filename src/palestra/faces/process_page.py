@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
+from palestra.report.page import fill_template
 
 _TEMPLATE = Path(__file__).with_name("process_page.html")
 
 
 def write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> Path:
     """Write the page for the records of a process JSONL file."""
-    from jinja2 import Environment, StrictUndefined
-
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters["plain"] = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = page.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        environment=environment, model=model, groups=[_group(record) for record in records]
-    )
-    write_text(path, text)
+    values = {"environment": environment, "model": model, "groups": [_group(record) for record in records]}
+    write_text(path, fill_template(_TEMPLATE, {"as_text": _as_text}, values))
     return path
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,12 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 def render(report: Mapping[str, Any]) -> str:
     """The page for the data of a report.json."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"percent": _percent, "call": _call, "minutes": _minutes}
     changes = _shown(report["changes"])
     steps = [row for row in report["metrics"] if "reward_mean" in row]
     markers = _held_out(report, steps)
-    return page.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    values = dict(
         report=report,
         overall=report["changes"][-1] if report["changes"] else None,
         evaluations={when: report[when] for when in ("before", "after") if report[when] is not None},
@@ -33,6 +30,16 @@ def render(report: Mapping[str, Any]) -> str:
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
         settings=_flatten(report["config"]),
     )
+    return fill_template(_TEMPLATE, {"percent": _percent, "call": _call, "minutes": _minutes}, values)
+
+
+def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
+    """A page of HTML: values are escaped, and a name that is missing is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= filters
+    return page.from_string(template.read_text(encoding="utf-8")).render(values)
 
 
 def _shown(changes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

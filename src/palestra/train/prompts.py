@@ -17,7 +17,7 @@ from palestra.rollout.agent_loop import Speaker
 from palestra.rollout.collect import Collector
 from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.group_source import ProblemSource
-from palestra.train.setup import train_limits
+from palestra.train.limits import train_limits
 from palestra.train.tasks import Parts
 
 Prompt = str | Sequence[Message | Mapping[str, Any]]

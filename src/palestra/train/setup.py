@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from palestra.core.config import RolloutSection, RunConfig
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import SamplingParams
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.remote import RemotePolicy
-from palestra.rollout.agent_loop import AttemptLimits
-
-log = logging.getLogger("palestra")
 
 
 def seed_everything(seed: int) -> None:
@@ -58,33 +52,3 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         )
     token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)
     return RemotePolicy(config.rollout.policy_url, token=token, weights_folder=folder)
-
-
-def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How a turn is sampled in training; settings that bias the importance ratio are warned of."""
-    if options.top_p < 1 or options.top_k or options.min_p or options.repetition_penalty != 1:
-        log.warning(
-            "top_p, top_k, min_p or repetition_penalty during training bias the importance ratio; prefer the defaults"
-        )
-    return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop_token_ids=stop_token_ids,
-    )
-
-
-def train_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = ()) -> AttemptLimits:
-    """How attempts are sampled for training."""
-    options = config.rollout
-    sampling = sampling_params(options, stop_token_ids)
-    return AttemptLimits(sampling, options.max_tool_rounds, options.tool_timeout_s, options.constrain_tool_calls)
-
-
-def eval_limits(limits: AttemptLimits, config: RunConfig) -> AttemptLimits:
-    """The same for evaluation: at its own temperature, from the whole distribution."""
-    sampling = replace(limits.sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    return replace(limits, sampling=sampling)

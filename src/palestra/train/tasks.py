@@ -22,7 +22,7 @@ from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.rewards import RewardFunction
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, ProblemSource
-from palestra.train.setup import eval_limits, train_limits
+from palestra.train.limits import eval_limits, train_limits
 from palestra.train.watcher import Watcher
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_json, write_text
+from palestra.core.files import cache_folder, write_json, write_text
 from palestra.core.secrets import clean_environment
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
@@ -24,6 +24,11 @@ CONSTRAINTS = "torch==2.13.0\n"
 _LAST_POSTS_S = 5.0
 _STOP_S = 10.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def venv_folder() -> Path:
+    """Where the Python with atroposlib is: a venv for each version of this Python."""
+    return cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> Path:

@@ -11,11 +11,13 @@ from itertools import groupby
 import click
 from click.shell_completion import get_completion_class
 
+from palestra.faces.cli.common import json_option
+
 _MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def doctor(as_json: bool) -> None:
     """Check what this machine has: Python, torch, GPU, memory, disk, extras, keys, ports; with remedies.
 
@@ -40,13 +42,15 @@ def doctor(as_json: bool) -> None:
 
 
 @click.command("version")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def version(as_json: bool) -> None:
     """Print the versions that matter in a bug report."""
+    from palestra.faces.doctor import installed_version
+
     versions = {
         "palestra": metadata.version("palestra"),
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        **{package: _version(package) for package in ("torch", "transformers", "peft")},
+        **{package: installed_version(package) or "is not installed" for package in ("torch", "transformers", "peft")},
     }
     if as_json:
         click.echo(json.dumps(versions))
@@ -69,10 +73,3 @@ def completion(shell: str) -> None:
     completion_class = get_completion_class(shell)
     assert completion_class is not None
     click.echo(completion_class(root, {}, "palestra", "_PALESTRA_COMPLETE").source())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "is not installed"

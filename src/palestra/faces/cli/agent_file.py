@@ -15,6 +15,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.import_file import import_file
+from palestra.core.yaml_config import read_yaml_config
 from palestra.evals.suite import EvalSuite
 
 DEMO = "palestra.demo"
@@ -56,14 +57,18 @@ def load_agent_file(path: str | None) -> AgentFile:
     )
 
 
-def configure(file: AgentFile, *layers: Mapping[str, Any]) -> tuple[Agent, RunConfig]:
-    """The agent and the whole config: the defaults, the file's config, then each layer of dotted settings.
+def open_agent_file(
+    path: str | None, config_file: Path | None, options: Mapping[str, Any]
+) -> tuple[AgentFile, Agent, RunConfig]:
+    """An agent file with its agent and whole config: its own, the YAML file's, then the command line's settings.
 
-    A model name in a layer replaces the agent's own.
+    A model that is named in the YAML file or on the command line replaces the agent's own.
     """
-    named = next((layer["model.name"] for layer in reversed(layers) if "model.name" in layer), file.agent.model)
-    own = {} if named is None else {"model.name": named}
-    return replace(file.agent, model=named), RunConfig.build(file.config, *layers, own)
+    layer = {**(read_yaml_config(config_file) if config_file else {}), **options}
+    file = load_agent_file(path)
+    model = layer.get("model.name", file.agent.model)
+    own = {} if model is None else {"model.name": model}
+    return file, replace(file.agent, model=model), RunConfig.build(file.config, layer, own)
 
 
 def _import_file(path: Path, shown: str) -> ModuleType:

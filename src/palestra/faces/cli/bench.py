@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from palestra.bench.workload import SIDES, Measured, Results, Side, Workload, check_least
 from palestra.core.errors import PalestraError
-from palestra.faces.cli import settings
+from palestra.faces.cli.common import debug_option, load_libraries
+from palestra.report.charts import bar_panels_svg
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from palestra.bench.measure import Bench
 
 _DEFAULT = Workload()
+_COLUMNS = {  # heading -> attribute of Measured and its format
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "CPU s": ("cpu_s", ".2f"),
+    "prefilled": ("prefilled_tokens", ","),
+    "sampled": ("sampled_tokens", ","),
+    "computed": ("computed_tokens", ","),
+}
+_DIGITS = {"tokens_per_s": 1, "wall_s": 4, "cpu_s": 4, "prefilled_tokens": 0, "sampled_tokens": 0, "computed_tokens": 0}
 _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "computed_tokens": "fewer tokens computed"}
 
 
@@ -34,7 +41,7 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; all else goes to stderr.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write a bar chart.")
-@settings.debug_option
+@debug_option
 def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
     """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
 
@@ -46,8 +53,6 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
       palestra bench
       palestra bench --model Qwen/Qwen3-0.6B --threads 8 --plot bench.svg
     """
-    from rich.console import Console
-
     work = Workload(**sizes)
     work.check()
     if threads is not None:
@@ -77,8 +82,6 @@ def _check_plot(plot: Path) -> None:
 
 
 def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
-    from palestra.faces.cli.common import load_libraries
-
     load_libraries(console, model)
     from palestra.bench.measure import Bench
 
@@ -103,15 +106,11 @@ def _measure(console: Console, bench: Bench, work: Workload) -> Results:
     for name, rounds in work.scenarios.items():
         for side in SIDES:
             done += 1
-            with _spinner(console, f"{done}/{total}  {name}: {side} …"):
+            with console.status(f"{done}/{total}  {name}: {side} …"):
                 measured = results[name][side] = bench.measure(side, rounds)
             if not console.is_terminal:
                 console.print(f"{name}: " + "  ".join([side, *_cells(measured)]), highlight=False, soft_wrap=True)
     return results
-
-
-def _spinner(console: Console, text: str) -> AbstractContextManager[Any]:
-    return console.status(text) if console.is_terminal else nullcontext()
 
 
 def _cells(measured: Measured) -> list[str]:
@@ -124,23 +123,15 @@ def _cells(measured: Measured) -> list[str]:
 
 
 def _table(results: Results) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("scenario")
-    table.add_column("side")
-    for heading in ("tokens/s", "CPU s", "prefilled", "sampled", "computed"):
+    table = Table("scenario", "side")
+    for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, sides in results.items():
-        for side, m in sides.items():
+        for side, measured in sides.items():
             table.add_row(
                 name if side == SIDES[0] else "",
                 side,
-                f"{m.tokens_per_s:,.0f}",
-                f"{m.cpu_s:.2f}",
-                f"{m.prefilled_tokens:,}",
-                f"{m.sampled_tokens:,}",
-                f"{m.computed_tokens:,}",
+                *[f"{getattr(measured, key):{form}}" for key, form in _COLUMNS.values()],
                 style="bold" if side == "engine" else None,
                 end_section=side == SIDES[-1],
             )
@@ -148,8 +139,6 @@ def _table(results: Results) -> Table:
 
 
 def _chart(results: Results, title: str) -> str:
-    from palestra.report.charts import bar_panels_svg
-
     groups = {
         name: {
             "tokens/s (longer is better)": {side: m.tokens_per_s for side, m in sides.items()},
@@ -170,15 +159,7 @@ def _print_ratios(console: Console, results: Results) -> None:
 
 def _summary(sides: Mapping[Side, Measured]) -> dict[str, Any]:
     rows: dict[str, Any] = {
-        side: {
-            "tokens_per_s": round(m.tokens_per_s, 1),
-            "wall_s": round(m.wall_s, 4),
-            "cpu_s": round(m.cpu_s, 4),
-            "prefilled_tokens": m.prefilled_tokens,
-            "sampled_tokens": m.sampled_tokens,
-            "computed_tokens": m.computed_tokens,
-        }
-        for side, m in sides.items()
+        side: {key: round(getattr(m, key), digits) for key, digits in _DIGITS.items()} for side, m in sides.items()
     }
     for other in SIDES[1:]:
         ratios = sides["engine"].ratios_to(sides[other])

@@ -1,27 +1,44 @@
-"""`palestra chat RUN_OR_MODEL`: chat with a model that has its agent's tools."""
+"""`palestra chat RUN_OR_MODEL`: chat with a model that has the tools and instructions of its agent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.text import Text
 
+from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.faces.cli import settings
+from palestra.core.messages import to_dict
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Message, SamplingParams
+from palestra.envs.load import load_env
+from palestra.faces.cli.agent_file import DEMO, load_agent_file
+from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.faces.cli.find_run import find_run, model_of
+from palestra.faces.cli.summary import shorten, show_call
+from palestra.rollout.agent_loop import AttemptLimits
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from palestra.core.types import Message
-    from palestra.faces.cli.chat_partner import Partner
     from palestra.rollout.converse import ChatSession
 
 _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+
+
+@dataclass(frozen=True)
+class Partner:
+    """A model by name, with its instructions and tools; `note` says what is missing."""
+
+    model: str
+    instructions: str = ""
+    tools: Sequence[Any] = ()
+    note: str = ""
 
 
 @click.command("chat")
@@ -33,9 +50,9 @@ _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stop
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy decoding.")
 @click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="For one answer.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
-@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
-@settings.debug_option
+@dtype_option
+@device_option
+@debug_option
 def command(
     run_or_model: str, agent_file: str | None, instructions: str | None, once: str | None, as_json: bool, **options: Any
 ) -> None:
@@ -49,32 +66,64 @@ def command(
     palestra chat palestra/tiny --agent my_agent.py
     palestra chat RUN --once "What do 3 red lamps cost?" --json
     """
-    from rich.console import Console
-
-    from palestra.faces.cli.chat_partner import find_partner
-    from palestra.faces.cli.common import load_libraries
-
     console = Console(stderr=as_json)
-    partner = find_partner(run_or_model, agent_file, instructions)
+    partner = _find_partner(run_or_model, agent_file, instructions)
     load_libraries(console, partner.model)
-    talk = _open(console, partner, **options)
-    show = _shown_as_json(talk) if as_json else _shown_to_people(console)
+    session = _open(console, partner, **options)
+    show = _shown_as_json(session) if as_json else _shown_to_people(console)
     with asyncio.Runner() as runner:
         if once is not None:
-            _answer(console, runner, talk, once, show)
+            _answer(console, runner, session, once, show)
         else:
             _greet(console, partner)
-            _loop(console, runner, talk, show)
+            _loop(console, runner, session, show)
+
+
+def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None) -> Partner:
+    """The run's own agent, or the one in `agent_file`; a model without a run has none."""
+    model, _ = model_of(run_or_model)
+    if agent_file is not None:
+        agent = load_agent_file(DEMO if agent_file == "demo" else agent_file).agent
+        partner = Partner(model, agent.fixed_instructions, agent.tools)
+    else:
+        run = find_run(run_or_model)
+        partner = Partner(model) if run is None else _of_run(model, run.folder)
+    return partner if instructions is None else replace(partner, instructions=instructions)
+
+
+def _of_run(model: str, run: RunFolder) -> Partner:
+    record = run.record
+    if environment := record.get("environment"):
+        return _of_environment(model, environment)
+    instructions = str(record.get("instructions") or "")
+    source = record.get("source")
+    if not record.get("tools"):
+        return Partner(model, instructions)
+    if source is None:
+        note = "The run was started from Python, so its tools are not known; name them with --agent FILE"
+        return Partner(model, instructions, note=note)
+    try:
+        agent = load_agent_file(str(source)).agent
+    except PalestraError as error:
+        return Partner(model, instructions, note=f"Without its tools: {error} (--agent FILE names another)")
+    return Partner(model, instructions, agent.tools)
+
+
+def _of_environment(model: str, environment: dict[str, Any]) -> Partner:
+    """The tools of an environment belong to one problem: here, the first held-out one."""
+    env = load_env(environment["name"], environment["settings"])
+    episode = env.open(env.problems("held_out")[0])
+    instructions = "\n\n".join(message.text for message in episode.prompt if message.role == "system")
+    # the last user message: solved examples may precede it
+    question = next((message.text for message in reversed(episode.prompt) if message.role == "user"), "")
+    return Partner(model, instructions, tuple(episode.tools), f"The tools are those of the problem: {question}")
 
 
 def _open(
     console: Console, partner: Partner, *, temperature: float, max_new_tokens: int, seed: int, dtype: str, device: str
 ) -> ChatSession:
-    from palestra.chat.template import ChatFormat
-    from palestra.core.types import SamplingParams
     from palestra.models.loading import load_model
     from palestra.policy.build import build_policy
-    from palestra.rollout.agent_loop import AttemptLimits
     from palestra.rollout.converse import ChatSession
 
     with console.status(f"loading {partner.model} …"):
@@ -92,7 +141,7 @@ def _greet(console: Console, partner: Partner) -> None:
         console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
 
 
-def _loop(console: Console, runner: asyncio.Runner, talk: ChatSession, show: Show) -> None:
+def _loop(console: Console, runner: asyncio.Runner, session: ChatSession, show: Show) -> None:
     while True:
         try:
             text = _ask(console).strip()
@@ -104,13 +153,13 @@ def _loop(console: Console, runner: asyncio.Runner, talk: ChatSession, show: Sho
             case "/quit" | "/exit" | "/q":
                 return
             case "/reset":
-                talk.reset()
+                session.reset()
                 console.print("(a new conversation)", style="dim")
             case _ if text.startswith("/"):
                 console.print(_HELP, style="dim", highlight=False)
             case _:
                 try:
-                    _answer(console, runner, talk, text, show)
+                    _answer(console, runner, session, text, show)
                 except KeyboardInterrupt:
                     console.print("(stopped)", style="yellow")
                 except PalestraError as error:
@@ -129,16 +178,16 @@ def _ask(console: Console) -> str:
 Show = Callable[["Message | None", str], None]
 
 
-def _answer(console: Console, runner: asyncio.Runner, talk: ChatSession, text: str, show: Show) -> None:
+def _answer(console: Console, runner: asyncio.Runner, session: ChatSession, text: str, show: Show) -> None:
     async def answer() -> None:
-        stop = await talk.say(text, lambda message: show(message, ""))
+        stop = await session.say(text, lambda message: show(message, ""))
         show(None, stop)
 
     if not console.is_terminal:
         runner.run(answer())
         return
     with console.status("…") as status:
-        runner.run(_watched(answer(), lambda: status.update(_tail(talk.so_far, console.width - 4))))
+        runner.run(_watched(answer(), lambda: status.update(_tail(session.so_far, console.width - 4))))
 
 
 async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) -> None:
@@ -158,17 +207,11 @@ async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) ->
 
 def _tail(text: str, width: int) -> Text:
     """The end of an answer that is still being written, as one line."""
-    from rich.text import Text
-
     line = " ".join(text.split())
     return Text(line if len(line) < width else "…" + line[len(line) - width + 1 :], style="dim") if line else Text("…")
 
 
 def _shown_to_people(console: Console) -> Show:
-    from rich.text import Text
-
-    from palestra.faces.cli.summary import shorten, show_call
-
     def show(message: Message | None, stop: str) -> None:
         if message is None:
             if stop == "truncated":
@@ -186,16 +229,14 @@ def _shown_to_people(console: Console) -> Show:
     return show
 
 
-def _shown_as_json(talk: ChatSession) -> Show:
-    from palestra.core.messages import to_dict
-
+def _shown_as_json(session: ChatSession) -> Show:
     new: list[dict[str, Any]] = []
 
     def show(message: Message | None, stop: str) -> None:
         if message is not None:
             new.append(to_dict(message))
             return
-        last = talk.messages[-1]
+        last = session.messages[-1]
         answer = last.text if last.role == "assistant" else ""
         click.echo(json.dumps({"answer": answer, "stop": stop, "messages": new}, ensure_ascii=False))
         new.clear()

@@ -1,4 +1,4 @@
-"""What several commands share: numbers and paths as text, loading torch, listing a training in the index.
+"""What several commands share: options, numbers and paths as text, loading torch.
 
 Imports nothing heavy: some commands must answer at once.
 """
@@ -6,18 +6,50 @@ Imports nothing heavy: some commands must answer at once.
 from __future__ import annotations
 
 import itertools
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 _BARS = "▁▂▃▄▅▆▇█"
+
+config_option = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+json_line_option = click.option(
+    "--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr."
+)
+dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
+device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
+
+
+def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--debug`: show a traceback instead of a one-line error."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            os.environ["PALESTRA_DEBUG"] = "1"
+
+    return click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
+    )(command)
+
+
+def print_sections(
+    sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
+) -> None:
+    """Titled lists of names with their descriptions, laid out as --help is."""
+    formatter = click.HelpFormatter(width=width)
+    for title, rows in sections:
+        with formatter.section(title):
+            formatter.write_dl(list(rows), col_max=column)
+    click.echo(formatter.getvalue().rstrip())
 
 
 def sparkline(shares: list[float], width: int) -> str:
@@ -51,30 +83,20 @@ def show_path(path: Path) -> str:
         return str(absolute)
 
 
+def absolute_name(name: str) -> str:
+    """A file (or FILE:CLASS) with its absolute path, so that it is found from any folder; other names unchanged."""
+    file, colon, class_name = name.partition(":")
+    return f"{Path(file).resolve()}{colon}{class_name}" if file.endswith(".py") else name
+
+
 def load_libraries(console: Console, model: str) -> None:
     """Import torch and transformers with a status line, and switch off their progress bars.
 
     They stay on for a model from the hub: they show its download.
     """
     with console.status("loading torch and transformers …"):
+        import torch  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
-
-        import palestra.api  # noqa: F401
 
     if model.startswith("palestra/") or Path(model).expanduser().exists():
         disable_progress_bar()
-
-
-@contextmanager
-def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
-    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
-    before = {n: signal.signal(n, lambda number, frame: signal.raise_signal(signal.SIGINT)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

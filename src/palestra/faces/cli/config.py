@@ -12,14 +12,16 @@ import click
 
 from palestra.core.config import RunConfig
 from palestra.faces.cli import settings
+from palestra.faces.cli.agent_file import open_agent_file
+from palestra.faces.cli.common import config_option, debug_option, json_option, print_sections
 
 
 @click.command("config", context_settings={"max_content_width": 100})
 @click.argument("agent_file", required=False)
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
+@config_option
 @click.option("--keys", is_flag=True, help="List every setting with its default and description.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@settings.debug_option
+@json_option
+@debug_option
 def command(agent_file: str | None, config_file: Path | None, keys: bool, as_json: bool, **parameters: Any) -> None:
     """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
 
@@ -33,11 +35,7 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, as_jso
         return
     import yaml
 
-    from palestra.core.yaml_config import read_yaml_config
-    from palestra.faces.cli.agent_file import configure, load_agent_file
-
-    layer = read_yaml_config(config_file) if config_file else {}
-    _, config = configure(load_agent_file(agent_file), layer, settings.from_options(parameters))
+    _, _, config = open_agent_file(agent_file, config_file, settings.from_options(parameters))
     data = config.model_dump(mode="json")
     click.echo(json.dumps(data) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False), nl=False)
 
@@ -51,12 +49,11 @@ def _print_keys(as_json: bool) -> None:
         }
         click.echo(json.dumps(listing))
         return
-    rows = [settings.describe(key, info) for key, info in all_settings]
-    formatter = click.HelpFormatter(width=min(shutil.get_terminal_size().columns, 120))
-    for section, members in groupby(rows, lambda row: row[0].rpartition(".")[0]):
-        with formatter.section(section or "run"):
-            formatter.write_dl([(f"{key} = {default}", text) for key, default, text in members], col_max=46)
-    click.echo(formatter.getvalue().rstrip())
+    sections = (
+        (section or "run", [settings.describe(key, info) for key, info in members])
+        for section, members in groupby(all_settings, lambda setting: setting[0].rpartition(".")[0])
+    )
+    print_sections(sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
 
 
 settings.options(command)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from palestra.faces.cli.common import show_path, show_seconds, sparkline
+from palestra.core.config import RunConfig
+from palestra.faces.cli.common import load_libraries, show_path, show_seconds, sparkline
 from palestra.train.watcher import Watcher
 
 _SPARKLINE_WIDTH = 60
@@ -164,6 +170,37 @@ class LiveDisplay(Display):
         return Group(*lines)
 
 
+@contextmanager
+def training_display(console: Console, config: RunConfig, command: str) -> Iterator[Display]:
+    """The display of a training, once torch is loaded; Ctrl-C ends it with the command that continues the run."""
+    load_libraries(console, config.model.name)
+    display = make_display(console, config.track.log_every)
+    try:
+        with sigterm_as_ctrl_c(), display:
+            yield display
+    except KeyboardInterrupt:
+        if display.run_dir is None:
+            raise
+        click.secho("\nStopped; every finished step is saved. Continue with:", fg="yellow", err=True)
+        click.echo(f"  {command} --resume {show_path(display.run_dir)}", err=True)
+        raise click.exceptions.Exit(130) from None
+
+
 def make_display(console: Console, log_every: int) -> Display:
     """The live display on a terminal, lines of text elsewhere."""
     return LiveDisplay(console, log_every) if console.is_terminal else LineDisplay(console, log_every)
+
+
+@contextmanager
+def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
+    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
+    before = {n: signal.signal(n, lambda number, frame: signal.raise_signal(signal.SIGINT)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

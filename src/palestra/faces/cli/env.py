@@ -6,19 +6,26 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from palestra.core.config import RunConfig
+from palestra.core.files import slug
+from palestra.env_api import evaluate_env, process_env, serve_env
+from palestra.envs.load import find_env, load_env
+from palestra.envs.running import RunningEnv
 from palestra.faces.cli import run_atropos, settings
-from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from palestra.core.config import RunConfig
-    from palestra.envs.running import RunningEnv
-    from palestra.policy.openai import OpenAISettings
+from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries, show_path
+from palestra.faces.cli.display import make_display
+from palestra.faces.cli.find_run import with_model_of_run
+from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.faces.cli.summary import print_evaluation
+from palestra.faces.process_page import write_page
+from palestra.policy.openai import OpenAISettings
+from palestra.policy.remote import RemotePolicy
+from palestra.wire.client import WireClient
 
 
 @click.group("env")
@@ -29,10 +36,10 @@ def command() -> None:
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands of the group share."""
     for option in (
-        settings.debug_option,
-        click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON."),
+        debug_option,
+        json_line_option,
         click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
-        click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="YAML settings."),
+        config_option,
         click.argument("name_or_file"),
     ):
         function = option(function)
@@ -65,12 +72,6 @@ def process(
     palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
     """
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
-    from palestra.core.files import slug
-    from palestra.env_api import process_env
-    from palestra.faces.cli.common import show_path
-    from palestra.faces.cli.display import make_display
-    from palestra.faces.process_page import write_page
-
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
@@ -98,10 +99,6 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
     palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
     """
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
-    from palestra.env_api import evaluate_env
-    from palestra.faces.cli.display import make_display
-    from palestra.faces.cli.summary import print_evaluation
-
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
     print_evaluation(console, env.name, report)
@@ -129,26 +126,14 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
     in a venv of its own.
     """
-    from rich.console import Console
-
-    from palestra.envs.load import find_env
-
     options = settings.from_options(parameters) | ({"model.name": model} if model else {})
     console = Console(stderr=parameters["as_json"])
     if (source := find_env(name_or_file)).dialect == "atropos":
         run_atropos.serve(source.file_path, read_settings(config_file, options), api_url, console)
     env, config, read = open_env(name_or_file, config_file, options)
-    from palestra.faces.cli.common import load_libraries
-    from palestra.policy.openai import OpenAISettings
-
     served_as = read.openai.get("model_name") or read.run.get("model.name")
     server = OpenAISettings.read({**_TRAINER_SERVER, **read.openai, "model_name": served_as or ""})
     load_libraries(console, config.model.name)
-    from palestra.env_api import serve_env
-    from palestra.faces.cli.display import make_display
-    from palestra.policy.remote import RemotePolicy
-    from palestra.wire.client import WireClient
-
     wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
     policy = RemotePolicy(
         server.base_url,
@@ -168,21 +153,11 @@ def _prepare(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
     """The environment and all settings, checked before torch is loaded."""
-    from rich.console import Console
-
-    from palestra.faces.cli.find_run import with_model_of_run
-
     options = settings.from_options(parameters) | ({"model.name": model} if model else {})
     env, config, read = open_env(name_or_file, config_file, with_model_of_run(options))
     console = Console(stderr=parameters["as_json"])
-    openai = None
-    if read.openai:
-        from palestra.policy.openai import OpenAISettings
-
-        openai = OpenAISettings.read(read.openai)
-    else:
-        from palestra.faces.cli.common import load_libraries
-
+    openai = OpenAISettings.read(read.openai) if read.openai else None
+    if openai is None:
         load_libraries(console, config.model.name)
     return env, config, openai, console
 
@@ -191,9 +166,6 @@ def open_env(
     name_or_file: str, config_file: Path | None, options: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, EnvSettings]:
     """An environment, and the run's settings: its recommended ones, the YAML file's, then the command line's."""
-    from palestra.core.config import RunConfig
-    from palestra.envs.load import load_env
-
     read = read_settings(config_file, options)
     env = load_env(name_or_file, read.env)
     return env, RunConfig.build(env.env.run_settings, read.run), read

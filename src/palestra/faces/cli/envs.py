@@ -7,36 +7,30 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from palestra.envs.discover import DiscoveredEnv
+from palestra.envs.discover import DiscoveredEnv, discover
+from palestra.faces.cli.common import json_option, print_sections
 
 
 @click.command("envs")
 @click.option("--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Search this folder or file too.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 @click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
 def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
     """List the available environments: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
 
     Their files are read, not run. `palestra train --env NAME` trains on one.
     """
-    from palestra.envs.discover import discover
-
     discovery = discover(paths)
     if as_json:
         rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
         errors = {str(path): reason for path, reason in discovery.errors.items()}
         click.echo(json.dumps({"environments": rows, "count": len(rows), "errors": errors}, default=str))
         return
-    formatter = click.HelpFormatter(width=100)
-    for origin, members in groupby(discovery.environments, lambda env: env.origin):
-        with formatter.section(origin):
-            formatter.write_dl(_rows(list(members), show_all), col_max=44)
-    click.echo(formatter.getvalue().rstrip())
+    by_origin = groupby(discovery.environments, lambda env: env.origin)
+    print_sections((origin, _rows(list(members), show_all)) for origin, members in by_origin)
     for path, reason in discovery.errors.items():
         click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from palestra.api import evaluate
+from palestra.evals.suite import EvalSuite
 from palestra.faces.cli import settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from palestra.agents.agent import Agent
-    from palestra.core.config import RunConfig
-    from palestra.evals.report import EvalReport
-    from palestra.evals.suite import EvalSuite
+from palestra.faces.cli.agent_file import open_agent_file
+from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.faces.cli.display import make_display
+from palestra.faces.cli.find_run import with_model_of_run
+from palestra.faces.cli.summary import print_evaluation
 
 
 @click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
 @click.argument("agent_file", required=False)
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
-@settings.debug_option
+@config_option
+@json_line_option
+@debug_option
 def command(agent_file: str | None, config_file: Path | None, as_json: bool, **parameters: Any) -> None:
     """Score an agent on its held-out cases (the whole suite if its file has none), without training.
 
@@ -37,18 +36,14 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
 
     `palestra config --keys` lists every setting.
     """
-    from rich.console import Console
-
-    from palestra.core.yaml_config import read_yaml_config
-    from palestra.evals.suite import EvalSuite
-    from palestra.faces.cli.agent_file import configure, load_agent_file
-    from palestra.faces.cli.find_run import with_model_of_run
-
-    layer = read_yaml_config(config_file) if config_file else {}
-    file = load_agent_file(agent_file)
-    agent, config = configure(file, layer, with_model_of_run(settings.from_options(parameters)))
+    options = with_model_of_run(settings.from_options(parameters))
+    file, agent, config = open_agent_file(agent_file, config_file, options)
     suite = file.held_out if isinstance(file.held_out, EvalSuite) else file.suite
-    report = _score(agent, suite, file.measures, config, Console(stderr=as_json))
+    console = Console(stderr=as_json)
+    load_libraries(console, config.model.name)
+    with make_display(console, config.track.log_every) as display:
+        report = evaluate(agent, suite, file.measures, config=config, watcher=display)
+    print_evaluation(console, agent.name, report)
     if as_json:
         summary = {
             "pass_rate": report.pass_rate.rate,
@@ -58,22 +53,6 @@ def command(agent_file: str | None, config_file: Path | None, as_json: bool, **p
             "seconds": round(report.seconds, 2),
         }
         click.echo(json.dumps(summary))
-
-
-def _score(
-    agent: Agent, suite: EvalSuite, measures: Sequence[Any] | None, config: RunConfig, console: Console
-) -> EvalReport:
-    from palestra.faces.cli.common import load_libraries
-
-    load_libraries(console, config.model.name)
-    from palestra.api import evaluate
-    from palestra.faces.cli.display import make_display
-    from palestra.faces.cli.summary import print_evaluation
-
-    with make_display(console, config.track.log_every) as display:
-        report = evaluate(agent, suite, measures, config=config, watcher=display)
-    print_evaluation(console, agent.name, report)
-    return report
 
 
 settings.options(command)

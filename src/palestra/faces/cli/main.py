@@ -11,26 +11,26 @@ import click
 
 from palestra.core.errors import PalestraError, did_you_mean
 
-# name -> (module, or module:attribute where the attribute is not `command`; its line in `palestra --help`)
+# name -> (module beside this one, or module:attribute where it is not `command`; its line in `palestra --help`)
 COMMANDS = {
-    "train": ("palestra.faces.cli.train", "Train an agent and show that it got better."),
-    "eval": ("palestra.faces.cli.eval", "Score an agent without training."),
-    "envs": ("palestra.faces.cli.envs", "List the available environments."),
-    "env": ("palestra.faces.cli.env", "Run one environment: look at its rollouts, score a model on it."),
-    "chat": ("palestra.faces.cli.chat", "Chat with a trained model that has its tools."),
-    "serve": ("palestra.faces.cli.serve", "Serve a model to any OpenAI client."),
-    "trajectory": ("palestra.faces.cli.serve:trajectory", "Serve the API between environments and a trainer."),
-    "mcp": ("palestra.faces.cli.mcp", "Let an agent train models, over the Model Context Protocol."),
-    "http": ("palestra.faces.cli.http", "Let an agent train models, over HTTP."),
-    "tools": ("palestra.faces.cli.tools", "Print the schemas of the tools by which an agent trains models."),
-    "locks": ("palestra.faces.cli.locks", "Show what an agent may not change here."),
-    "runs": ("palestra.faces.cli.runs", "List, watch, stop, resume, compare and clean up runs."),
-    "export": ("palestra.faces.cli.export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
-    "bench": ("palestra.faces.cli.bench", "Measure how fast a model samples on this machine."),
-    "config": ("palestra.faces.cli.config", "Print the settings a run would use, or all settings."),
-    "doctor": ("palestra.faces.cli.about:doctor", "Check what this machine has, and what it lacks."),
-    "completion": ("palestra.faces.cli.about:completion", "Print the completion script of your shell."),
-    "version": ("palestra.faces.cli.about:version", "Print the versions that matter in a bug report."),
+    "train": ("train", "Train an agent and show that it got better."),
+    "eval": ("eval", "Score an agent without training."),
+    "envs": ("envs", "List the available environments."),
+    "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
+    "chat": ("chat", "Chat with a trained model that has its tools."),
+    "serve": ("serve", "Serve a model to any OpenAI client."),
+    "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
+    "mcp": ("agent_tools:mcp", "Let an agent train models, over the Model Context Protocol."),
+    "http": ("agent_tools:http", "Let an agent train models, over HTTP."),
+    "tools": ("agent_tools:tools", "Print the schemas of the tools by which an agent trains models."),
+    "locks": ("agent_tools:locks", "Show what an agent may not change here."),
+    "runs": ("runs", "List, watch, stop, resume, compare and clean up runs."),
+    "export": ("export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
+    "bench": ("bench", "Measure how fast a model samples on this machine."),
+    "config": ("config", "Print the settings a run would use, or all settings."),
+    "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
+    "completion": ("about:completion", "Print the completion script of your shell."),
+    "version": ("about:version", "Print the versions that matter in a bug report."),
 }
 
 
@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(module), attribute or "command")
+        command = getattr(import_module(f"palestra.faces.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -62,18 +62,8 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        from importlib.metadata import version
-
-        click.echo(f"palestra {version('palestra')}")
-        ctx.exit()
-
-
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
-)
+@click.version_option(package_name="palestra", message="palestra %(version)s", help="Print the version.")
 def cli() -> None:
     """Make tool-using language-model agents better by reinforcement learning.
 

@@ -8,20 +8,31 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
+from rich.console import Console
 
 from palestra.core import children
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.files import cache_folder, slug
+from palestra.core.run_folder import RunFolder
 from palestra.faces.cli import settings
-from palestra.faces.cli.env_settings import EnvCommand, EnvSettings, read_settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from palestra.core.config import RunConfig
-    from palestra.core.run_folder import RunFolder
+from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.faces.cli.display import sigterm_as_ctrl_c
+from palestra.faces.cli.serve import require_serve_extra
+from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wire_config
+from palestra.wire import WIRE_DEFAULTS
+from palestra.wire.atropos import (
+    EnvProcess,
+    ensure_python,
+    env_process_environment,
+    serve_command,
+    venv_folder,
+    write_tokenizer,
+)
 
 _STOP_S = 10.0
 _PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
@@ -29,10 +40,10 @@ _PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; ma
 
 @click.command("run-atropos", cls=EnvCommand, options_metavar="[OPTIONS] [--env.KEY VALUE]… [--SECTION.KEY VALUE]…")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
+@config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
-@settings.debug_option
+@json_line_option
+@debug_option
 def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_json: bool, **parameters: Any) -> None:
     """Train a model on FILE, an environment written against atroposlib's BaseEnv, as it is.
 
@@ -42,40 +53,25 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
     palestra env run-atropos gsm8k_server.py --model.name palestra/tiny --train.max_steps 5
     palestra env run-atropos my_env.py --openai.server_type vllm --env.max_token_length 512 --with sympy
     """
-    from rich.console import Console
-
-    from palestra.core.config import RunConfig
-    from palestra.faces.cli.common import sigterm_as_ctrl_c
-    from palestra.faces.cli.serve import require_serve_extra
-    from palestra.faces.cli.train_wire import WIRE_DEFAULTS, new_run, present
-
     require_serve_extra()
     env_settings = read_settings(config_file, settings.from_options(parameters))
-    config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
-    if config.train.max_steps is None:
-        raise PalestraError("such an environment has no last problem; set an end: --train.max_steps 100")
-    console = Console(stderr=as_json)
+    config, console = wire_config(env_settings.run), Console(stderr=as_json)
     python = _python(packages, console)
-    run = new_run(config, "")
+    run = new_run(config, {"env_url": ""})
     # our children have no terminal whose end they could notice
     with sigterm_as_ctrl_c(signal.SIGHUP), trajectory_process(run) as url:
-        outcome = _train(run, config, file, python, url, env_settings, console)
+        outcome = _train(run, file, python, url, env_settings, console)
     present(run, outcome, console, as_json)
 
 
-def _train(
-    run: RunFolder, config: RunConfig, file: Path, python: Path, url: str, env_settings: EnvSettings, console: Any
-) -> Any:
+def _train(run: RunFolder, file: Path, python: Path, url: str, env_settings: EnvSettings, console: Console) -> Any:
     """Start the environment once the model is served, and stop it after the training."""
-    from palestra.faces.cli.train_wire import run_on_wire
-    from palestra.wire.atropos import EnvProcess, write_tokenizer
-
     started: list[EnvProcess] = []
     run.logs.mkdir(exist_ok=True)
 
     def start(inference: str, tokenizer: Any) -> None:
         folder = write_tokenizer(tokenizer, run.tokenizer).resolve()
-        command = _serve_command(python, file, env_settings, config, url, f"{inference}/v1", folder)
+        command = _serve_command(python, file, env_settings, run.config, url, f"{inference}/v1", folder)
         started.append(EnvProcess(command, run.log_file("env")))
 
     def check() -> None:
@@ -91,12 +87,6 @@ def _train(
 
 def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> NoReturn:
     """Replace this process by the environment, which posts to the API; the model's tokenizer is in the cache."""
-    from palestra.core.config import RunConfig
-    from palestra.core.files import cache_folder, slug
-    from palestra.faces.cli.common import load_libraries
-    from palestra.faces.cli.train_wire import WIRE_DEFAULTS
-    from palestra.wire.atropos import env_process_environment, write_tokenizer
-
     config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
     python = _python((), console)
     load_libraries(console, config.model.name)
@@ -110,18 +100,12 @@ def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> 
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:
-    from palestra.core.files import cache_folder
-    from palestra.wire.atropos import ensure_python
-
-    name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
-    return ensure_python(cache_folder() / name, packages, lambda text: console.print(text, highlight=False))
+    return ensure_python(venv_folder(), packages, lambda text: console.print(text, highlight=False))
 
 
 def _serve_command(
     python: Path, file: Path, env_settings: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
 ) -> list[str]:
-    from palestra.wire.atropos import serve_command
-
     env = {
         "rollout_server_url": url,
         "tokenizer_name": tokenizer,

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
 
 from palestra.core.errors import PalestraError
-from palestra.faces.cli import settings
+from palestra.core.secrets import redact
+from palestra.faces.cli.common import debug_option
 from palestra.faces.cli.find_run import require_run_id, run_argument
-
-if TYPE_CHECKING:
-    from palestra.runs.manager import RunManager
-    from palestra.runs.reader import Run, RunReader
+from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
+from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
+from palestra.runs.manager import RunManager
+from palestra.runs.reader import Run, RunReader, results
 
 _PARTS = ("trainer", "env", "api", "supervisor")
 _MAX_LISTED = 20
-_json = click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 
 
 @click.group("runs")
@@ -36,17 +38,17 @@ def command() -> None:
     """
 
 
-@command.command("list")
+def _subcommand(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group, with the options --json and --debug."""
+    json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+    return lambda function: command.command(name)(json_option(debug_option(function)))
+
+
+@_subcommand("list")
 @click.option("--all", "show_all", is_flag=True, help=f"All, not only the newest {_MAX_LISTED}.")
-@_json
-@settings.debug_option
 def list_command(show_all: bool, as_json: bool) -> None:
     """List runs, the newest first: in the background, and in other terminals."""
-    from rich.console import Console
-
-    from palestra.faces.cli.runs_tables import runs_table
-
-    runs = _reader().list()
+    runs = RunReader().list()
     shown = runs if show_all else runs[:_MAX_LISTED]
     if as_json:
         click.echo(json.dumps({"runs": [run.to_dict() for run in shown], "count": len(runs)}))
@@ -58,28 +60,19 @@ def list_command(show_all: bool, as_json: bool) -> None:
             click.echo(f"{len(runs) - len(shown)} older ones: --all")
 
 
-@command.command("show")
+@_subcommand("show")
 @run_argument()
-@_json
-@settings.debug_option
 def show(run: str, as_json: bool) -> None:
     """Show one run: its state and why, its processes, metrics and files."""
-    from rich.console import Console
-
-    from palestra.faces.cli.runs_tables import print_run
-    from palestra.runs.reader import results
-
-    found = _reader().get(require_run_id(run))
+    found = RunReader().get(require_run_id(run))
     if as_json:
         click.echo(json.dumps({**found.to_dict(), "results": results(found)}))
     else:
         print_run(Console(), found, results(found))
 
 
-@command.command("watch")
+@_subcommand("watch")
 @run_argument()
-@_json
-@settings.debug_option
 def watch(run: str, as_json: bool) -> None:
     """Follow a run to its end; Ctrl-C leaves it running. The exit status is 1 if it has failed.
 
@@ -87,22 +80,20 @@ def watch(run: str, as_json: bool) -> None:
     """
     now: Run | None = None
     with _printer(as_json) as print_run:
-        for now in _reader().watch(require_run_id(run)):
+        for now in RunReader().watch(require_run_id(run)):
             print_run(now)
     if now is not None and now.state == "failed":
         raise click.exceptions.Exit(1)
 
 
-@command.command("logs")
+@_subcommand("logs")
 @run_argument()
 @click.argument("part", type=click.Choice(_PARTS), default="trainer")
 @click.option("--lines", "-n", default=50, show_default=True, type=click.IntRange(1), help="Number of last lines.")
 @click.option("--follow", "-f", is_flag=True, help="Follow the log until the run has ended.")
-@_json
-@settings.debug_option
 def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
     """Print the log of a process of a run: trainer, env, api or supervisor."""
-    reader, run_id = _reader(), require_run_id(run)
+    reader, run_id = RunReader(), require_run_id(run)
     last = reader.logs(run_id, part, lines)
     if as_json:
         click.echo(json.dumps({"run_id": run_id, "part": part, "lines": last}))
@@ -113,37 +104,31 @@ def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
         _follow(reader, run_id, part)
 
 
-@command.command("stop")
+@_subcommand("stop")
 @run_argument(many=True)
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the end.")
-@_json
-@settings.debug_option
 def stop(runs: Sequence[str], wait_s: float, as_json: bool) -> None:
     """Stop runs. Each saves a checkpoint first, from which `palestra runs resume` continues."""
-    manager = _manager()
+    manager = RunManager()
     _for_each(runs, as_json, lambda run_id: manager.stop(run_id, wait_s))
 
 
-@command.command("resume")
+@_subcommand("resume")
 @run_argument(many=True)
 @click.option("--max-steps", type=click.IntRange(1), help="Make them longer: steps in total. Also complete runs.")
-@_json
-@settings.debug_option
 def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
     """Continue stopped or failed runs in the background, each from its last checkpoint."""
-    manager = _manager()
+    manager = RunManager()
     _for_each(runs, as_json, lambda run_id: manager.resume(run_id, max_steps=max_steps))
 
 
-@command.command("rm")
+@_subcommand("rm")
 @run_argument(many=True)
 @click.option("--keep-folder", is_flag=True, help="Only remove it from the list; keep its files.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@_json
-@settings.debug_option
 def remove(runs: Sequence[str], keep_folder: bool, yes: bool, as_json: bool) -> None:
     """Remove runs that have ended, and delete their folders with all models and checkpoints in them."""
-    manager = _manager()
+    manager = RunManager()
     found = [manager.get(require_run_id(word)) for word in runs]
     if not yes and not keep_folder:
         listing = "".join(f"\n  {run.folder}" for run in found)
@@ -154,38 +139,29 @@ def remove(runs: Sequence[str], keep_folder: bool, yes: bool, as_json: bool) -> 
         click.echo(json.dumps({"removed": [run.run_id for run in found]}))
 
 
-@command.command("gc")
-@_json
-@settings.debug_option
+@_subcommand("gc")
 def gc(as_json: bool) -> None:
     """Clean up after runs that have died: end the processes they left behind, and mark them as failed.
 
     Starting, stopping or resuming a run does the same. Other commands only show that a run has died.
     """
-    _print_changed(_manager().gc(), [], as_json)
+    _print_changed(RunManager().gc(), [], as_json)
 
 
-@command.command("compare")
+@_subcommand("compare")
 @run_argument(many=True)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write the curves as a chart.")
-@_json
-@settings.debug_option
 def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     """Compare two or more runs: the settings that differ, and the results.
 
     \b
     palestra runs compare k3f9 p2x7 --plot curves.svg
     """
-    from rich.console import Console
-
-    from palestra.faces.cli.runs_tables import compare_table, print_curves
-    from palestra.faces.runs_compare import compare_runs, draw
-
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example curves.svg")
-    reader = _reader()
+    reader = RunReader()
     compared = [compare_runs(reader, require_run_id(word)) for word in runs]
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
@@ -197,18 +173,6 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     print_curves(console, compared)
     if plot is not None:
         console.print(f"chart {plot}", highlight=False)
-
-
-def _reader() -> RunReader:
-    from palestra.runs.reader import RunReader
-
-    return RunReader()
-
-
-def _manager() -> RunManager:
-    from palestra.runs.manager import RunManager
-
-    return RunManager()
 
 
 def _for_each(words: Sequence[str], as_json: bool, change: Any) -> None:
@@ -236,16 +200,10 @@ def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> Non
 @contextmanager
 def _printer(as_json: bool) -> Iterator[Any]:
     """A function that shows a changing run: JSON lines, a live table on a terminal, or lines of text."""
-    from rich.console import Console
-
-    from palestra.faces.cli.runs_tables import run_line, run_panel
-
     console = Console()
     if as_json:
         yield lambda run: click.echo(json.dumps(run.to_dict()))
     elif console.is_terminal:
-        from rich.live import Live
-
         with Live(console=console, refresh_per_second=4) as live:
             yield lambda run: live.update(run_panel(run), refresh=True)
     else:
@@ -254,8 +212,6 @@ def _printer(as_json: bool) -> Iterator[Any]:
 
 def _follow(reader: RunReader, run_id: str, part: str) -> None:
     """Print what is appended to a log until the run has ended."""
-    from palestra.core.secrets import redact
-
     path = reader.get(run_id).logs[part]
     with path.open(encoding="utf-8", errors="replace") as file:
         file.seek(0, 2)

@@ -1,24 +1,19 @@
-"""Runs on the terminal: a list, one in detail, several side by side."""
+"""Runs on the terminal: a list, one in detail."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from palestra.faces.cli.common import show_path, show_seconds, sparkline
-from palestra.faces.cli.settings import show as show_setting
-from palestra.faces.runs_compare import Compared, differences
+from palestra.faces.cli.common import show_path, show_seconds
+from palestra.runs.reader import Run
 
-if TYPE_CHECKING:
-    from palestra.runs.reader import Run
-
-_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
-_WIDTH = 60
+STATE_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
@@ -30,11 +25,10 @@ def runs_table(runs: Sequence[Run]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         numbers = run.progress
-        state = Text(run.state, style=_COLOURS.get(run.state, ""))
         table.add_row(
             run.run_id,
             run.name,
-            state,
+            Text(run.state, style=STATE_COLOURS.get(run.state, "")),
             _number(numbers.get("step"), "g"),
             _number(numbers.get("reward_mean"), ".2f"),
             _number(numbers.get("percent_correct"), ".0%"),
@@ -60,9 +54,8 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
 
 def run_panel(run: Run) -> RenderableType:
     """One run in a few lines."""
-    head = Text.assemble(
-        (run.run_id, "bold"), "  ", run.name, "  ", (run.state, _COLOURS.get(run.state, "")), "  ", (_took(run), "dim")
-    )
+    state = (run.state, STATE_COLOURS.get(run.state, ""))
+    head = Text.assemble((run.run_id, "bold"), "  ", run.name, "  ", state, "  ", (_took(run), "dim"))
     lines: list[RenderableType] = [head]
     if run.reason:
         lines.append(Text(run.reason, style="red" if run.state == "failed" else "yellow"))
@@ -76,36 +69,6 @@ def run_line(run: Run) -> str:
     """One run in one line, for a log."""
     reason = f": {run.reason.splitlines()[0]}" if run.reason else ""
     return f"{run.run_id} {run.state}{reason}  {_numbers(run)}".rstrip()
-
-
-def compare_table(compared: Sequence[Compared]) -> Table:
-    """One column per run: results above, settings that differ below."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", style="dim")
-    for one in compared:
-        table.add_column(f"{one.run.run_id}\n{one.run.name}", justify="right")
-    table.add_row("state", *[Text(one.run.state, style=_COLOURS.get(one.run.state, "")) for one in compared])
-    for name in compared[0].summary:
-        table.add_row(name.replace("_", " "), *[_summary(name, one.summary[name]) for one in compared])
-    for key in differences(compared):
-        table.add_row(key, *[show_setting(one.settings.get(key)) for one in compared])
-    return table
-
-
-def print_curves(console: Console, compared: Sequence[Compared]) -> None:
-    """A sparkline of each run's pass rate over its steps."""
-    for one in compared:
-        if one.pass_rates:
-            bars = sparkline([rate for _, rate in one.pass_rates], _WIDTH)
-            console.print(Text.assemble(f"{one.run.run_id}  ", (bars, "green"), ("  pass rate", "dim")))
-
-
-def _summary(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    if name == "seconds":
-        return show_seconds(value)
-    return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
 
 
 def _numbers(run: Run) -> str:

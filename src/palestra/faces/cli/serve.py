@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from palestra.core.errors import PalestraError
-from palestra.faces.cli import settings
+from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.faces.cli.find_run import model_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -33,15 +37,15 @@ def address_options(port: int) -> Any:
 @click.command("serve")
 @click.argument("run_or_model")
 @address_options(8000)
-@click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
-@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
+@dtype_option
+@device_option
 @click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
 @click.option(
     "--weights-from",
     type=click.Path(path_type=Path, file_okay=False),
     help="Let a trainer (rollout.policy_url) give the model new weights, by files in this folder.",
 )
-@settings.debug_option
+@debug_option
 def command(
     run_or_model: str,
     host: str,
@@ -65,11 +69,7 @@ def command(
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
     """
-    from rich.console import Console
-
     require_serve_extra()
-    from palestra.faces.cli.common import load_libraries
-    from palestra.faces.cli.find_run import model_of
     from palestra.serve.web import open_port
 
     model, _ = model_of(run_or_model)
@@ -86,15 +86,11 @@ def command(
 @click.command("trajectory")
 @address_options(8001)
 @click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    default="trajectories",
-    show_default=True,
-    help="For groups.",
+    "--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="For groups."
 )
 @click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
-@settings.debug_option
+@debug_option
 def trajectory(host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_body_mib: int) -> None:
     """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
@@ -122,8 +118,15 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
 
 
 def require_serve_extra() -> None:
-    try:
+    with missing_extra("serve"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
+
+
+@contextmanager
+def missing_extra(name: str) -> Iterator[None]:
+    """An import that fails says which extra to install."""
+    try:
+        yield
     except ImportError as missing:
-        raise PalestraError(f"serving needs {missing.name}; install it with: pip install 'palestra[serve]'") from None
+        raise PalestraError(f"this needs {missing.name}; install it with: pip install 'palestra[{name}]'") from None

@@ -1,11 +1,12 @@
-"""Every setting of RunConfig as a command-line option: `--train.learning_rate 2e-5`."""
+"""Settings on the command line: of a run (`--train.learning_rate 2e-5`), of an environment (`--env.size 5`), of an
+OpenAI-style endpoint (`--openai.model_name m`)."""
 
 from __future__ import annotations
 
-import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.yaml_config import flatten, load_yaml, translate
 
+PREFIXES = ("env", "openai")
+_META = "palestra.prefixed"
 _HELP = {"seed": "The same seed and settings give the same run.", "output_dir": "Where run folders are made."}
 
 
@@ -62,25 +66,12 @@ def read(info: FieldInfo, text: str) -> Any:
     return text
 
 
-def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`: show a traceback instead of a one-line error."""
-
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            os.environ["PALESTRA_DEBUG"] = "1"
-
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
-    )(command)
-
-
-def describe(key: str, info: FieldInfo) -> tuple[str, str, str]:
-    """(name, default, description) of one setting, for a listing."""
+def describe(key: str, info: FieldInfo) -> tuple[str, str]:
+    """`key = default`, and the description with the values to choose from."""
+    choices = [v for part in _parts(info.annotation) for v in typing.get_args(part) if isinstance(v, str)]
+    texts = (info.description or "", " | ".join(choices))
     default = info.get_default(call_default_factory=True)
-    values = [v for part in _parts(info.annotation) for v in typing.get_args(part) if isinstance(v, str)]
-    choices = " | ".join(values)
-    text = "; ".join(part for part in (info.description or "", choices) if part)
-    return key, show(default), text
+    return f"{key} = {show(default)}", "; ".join(text for text in texts if text)
 
 
 def show(value: Any) -> str:
@@ -111,3 +102,55 @@ def _parts(kind: Any) -> list[Any]:
     if _is_union(kind) or typing.get_origin(kind) is list:
         return [part for inner in typing.get_args(kind) for part in _parts(inner)]
     return [kind]
+
+
+@dataclass(frozen=True)
+class EnvSettings:
+    """The environment's own settings, those of an OpenAI-style endpoint, and those of the run."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    openai: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+class EnvCommand(click.Command):
+    """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_META], rest = split_prefixed(args)
+        return super().parse_args(ctx, rest)
+
+
+def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """
+    >>> split_prefixed(["a.py", "--env.size", "5", "--openai.model=m", "--json"])
+    ({'env': {'size': '5'}, 'openai': {'model': 'm'}}, ['a.py', '--json'])
+    """
+    prefixed: dict[str, dict[str, str]] = {prefix: {} for prefix in PREFIXES}
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        prefix, dot, name = word.removeprefix("--").partition(".")
+        if not (word.startswith("--") and dot and prefix in PREFIXES):
+            rest.append(word)
+            continue
+        name, equals, value = name.partition("=")
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise click.UsageError(f"Option '--{prefix}.{name}' requires an argument.")
+            value = following
+        prefixed[prefix][name] = value
+    return prefixed, rest
+
+
+def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
+    """The settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
+    sections = load_yaml(config_file) if config_file else {}
+    prefixed = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
+    for prefix, section in prefixed.items():
+        if not isinstance(section, dict):
+            raise PalestraError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
+    typed = click.get_current_context().meta[_META]
+    run = {**translate(flatten(sections), str(config_file)), **options}
+    return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)

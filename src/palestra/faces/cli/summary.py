@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, ToolCall
 from palestra.evals.report import Change, EvalReport, Rate, compare, pick_transcripts
 from palestra.faces.cli.common import show_path, show_seconds
 from palestra.result import GRPOTrainingResult
+
+if TYPE_CHECKING:
+    from palestra.train.run import Outcome
 
 _MAX_TEXT_CHARS = 600
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
@@ -26,6 +31,18 @@ def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> 
     console.print(change_table(compare(result.before, result.after)))
     _print_warnings(console, result.after)
     _print_next(console, result, page)
+
+
+def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
+    """The results of a training as JSON: held-out pass rates where there are any, and where everything is."""
+    scored = {"held_out_before": outcome.before, "held_out_after": outcome.after}
+    return {
+        **{name: report.pass_rate.rate for name, report in scored.items() if report is not None},
+        "seconds": round(outcome.seconds, 2),
+        "run_dir": str(run.path),
+        "model_path": str(outcome.model_path),
+        "report": str(outcome.report_path),
+    }
 
 
 def print_evaluation(console: Console, name: str, report: EvalReport) -> None:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from palestra.agents.agent import Agent
+from palestra.api import train_grpo
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.env_api import train_env
+from palestra.envs.load import find_env, load_env
 from palestra.faces.cli import settings
-from palestra.faces.cli.env_settings import EnvCommand
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from palestra.agents.agent import Agent
-    from palestra.core.config import RunConfig
-    from palestra.envs.running import RunningEnv
-    from palestra.faces.cli.agent_file import AgentFile
-    from palestra.result import GRPOTrainingResult
-    from palestra.train.loop import Watcher
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """The config of a run, and the function that trains it."""
-
-    config: RunConfig
-    train: Callable[[Watcher], GRPOTrainingResult]
+from palestra.faces.cli.agent_file import AgentFile, load_agent_file, open_agent_file
+from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option, show_path
+from palestra.faces.cli.display import training_display
+from palestra.faces.cli.env import open_env
+from palestra.faces.cli.find_run import require_run
+from palestra.faces.cli.serve import require_serve_extra
+from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.faces.cli.summary import outcome_summary, print_training
+from palestra.faces.cli.train_wire import new_run_for, present, run_on_wire
+from palestra.result import GRPOTrainingResult
+from palestra.runs.foreground import refuse_busy
+from palestra.runs.manager import RunManager, RunRequest
 
 
 @click.command(
@@ -46,10 +45,10 @@ class PreparedRun:
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML.")
+@config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
-@click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr.")
-@settings.debug_option
+@json_line_option
+@debug_option
 def command(
     agent_file: str | None,
     env: str | None,
@@ -84,55 +83,52 @@ def command(
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
-    from rich.console import Console
-
     console = Console(stderr=as_json)
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     options = settings.from_options(parameters)
     if detach:
-        from palestra.faces.cli.detach import detach as start
-
         if resume or env_url or folder:
             raise PalestraError(
                 "--detach starts a new run in a folder of its own; `palestra runs resume` continues one"
             )
-        start(agent_file, env, config_file, options, wire or None, console, as_json)
+        _detach(agent_file, env, config_file, options, wire or None, console, as_json)
         return
     if env_url is not None:
-        from palestra.faces.cli.train_wire import Wire, train_on_url
-
         if agent_file is not None:
             raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
-        wired = Wire(env_url, serve_port, env, folder)
-        train_on_url(wired, config_file, options, resume, console, as_json)
+        require_serve_extra()
+        if resume is None:
+            run = new_run_for(env, env_url, folder, read_settings(config_file, options))
+        else:
+            max_steps = settings.max_steps_of_resumed(options, config_file)
+            run = _open_run(resume)
+            run.lengthen(max_steps)
+        outcome = run_on_wire(run, env_url, serve_port, console, resumed=resume is not None)
+        present(run, outcome, console, as_json)
         return
-    if resume is None and env is not None:
-        prepared = _on_environment(env, config_file, options, folder)
-    elif resume is None:
-        prepared = _new(agent_file, config_file, options, folder)
+    if resume is not None:
+        result = _resume(agent_file, resume, settings.max_steps_of_resumed(options, config_file), console)
+    elif env is not None:
+        result = _train_environment(env, config_file, options, folder, console)
     else:
-        prepared = _resumed(agent_file, resume, settings.max_steps_of_resumed(options, config_file))
-    result = _train(prepared, console)
-    _present(result, console, as_json)
+        file, agent, config = open_agent_file(agent_file, config_file, options)
+        result = _train_agent(file, agent, config, console, folder=folder)
+    print_training(console, result, result.outcome.report_path)
+    if as_json:
+        click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
 
 
-def _new(agent_file: str | None, config_file: Path | None, options: dict[str, Any], folder: Path | None) -> PreparedRun:
-    from palestra.core.yaml_config import read_yaml_config
-    from palestra.faces.cli.agent_file import configure, load_agent_file
-
-    layer = read_yaml_config(config_file) if config_file else {}
-    file = load_agent_file(agent_file)
-    agent, config = configure(file, layer, options)
-    return _on_file(file, agent, config, folder=folder)
-
-
-def _on_file(
-    file: AgentFile, agent: Agent, config: RunConfig, *, folder: Path | None = None, resume: Path | None = None
-) -> PreparedRun:
-    def train(watcher: Watcher) -> GRPOTrainingResult:
-        from palestra.api import train_grpo
-
+def _train_agent(
+    file: AgentFile,
+    agent: Agent,
+    config: RunConfig,
+    console: Console,
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+) -> GRPOTrainingResult:
+    with training_display(console, config, "palestra train") as display:
         return train_grpo(
             agent,
             file.suite,
@@ -140,53 +136,36 @@ def _on_file(
             config=config,
             reward_weights=file.reward_weights,
             held_out=file.held_out,
-            watcher=watcher,
+            watcher=display,
             source=file.source,
             folder=folder,
             resume=resume,
         )
 
-    return PreparedRun(config, train)
 
-
-def _on_environment(name: str, config_file: Path | None, options: dict[str, Any], folder: Path | None) -> PreparedRun:
-    from palestra.faces.cli.env import open_env
-
+def _train_environment(
+    name: str, config_file: Path | None, options: dict[str, Any], folder: Path | None, console: Console
+) -> GRPOTrainingResult:
     env, config, read = open_env(name, config_file, options)
-    where = str(Path(name).resolve()) if name.endswith(".py") else name
-    return _train_env(env, config, {"environment": {"name": where, "settings": read.env}}, folder=folder)
+    record = {"environment": {"name": absolute_name(name), "settings": read.env}}
+    with training_display(console, config, "palestra train") as display:
+        return train_env(env, config, watcher=display, record=record, folder=folder)
 
 
-def _train_env(
-    env: RunningEnv,
-    config: RunConfig,
-    record: dict[str, Any],
-    *,
-    folder: Path | None = None,
-    resume: Path | None = None,
-) -> PreparedRun:
-    def train(watcher: Watcher) -> GRPOTrainingResult:
-        from palestra.env_api import train_env
-
-        return train_env(env, config, watcher=watcher, record=record, folder=folder, resume=resume)
-
-    return PreparedRun(config, train)
-
-
-def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> PreparedRun:
-    from palestra.faces.cli.agent_file import load_agent_file
-    from palestra.faces.cli.find_run import require_run
-    from palestra.runs.foreground import refuse_busy
-
+def _open_run(name: str) -> RunFolder:
+    """The folder of a run that nobody trains at the moment."""
     run = require_run(name)
     refuse_busy(run.path)
-    if "environment" in run.record:
-        from palestra.envs.load import load_env
+    return run
 
-        environment = run.record["environment"]
+
+def _resume(agent_file: str | None, name: str, max_steps: int | None, console: Console) -> GRPOTrainingResult:
+    run = _open_run(name)
+    if environment := run.record.get("environment"):
         env = load_env(environment["name"], environment["settings"])
         run.lengthen(max_steps)
-        return _train_env(env, run.config, {}, resume=run.path)
+        with training_display(console, run.config, "palestra train") as display:
+            return train_env(env, run.config, watcher=display, resume=run.path)
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(
@@ -196,46 +175,46 @@ def _resumed(agent_file: str | None, name: str, max_steps: int | None) -> Prepar
     file = load_agent_file(source)
     run.lengthen(max_steps)
     config = run.config
-    return _on_file(file, replace(file.agent, model=config.model.name), config, resume=run.path)
+    return _train_agent(file, replace(file.agent, model=config.model.name), config, console, resume=run.path)
 
 
-def _train(prepared: PreparedRun, console: Console) -> GRPOTrainingResult:
-    from palestra.faces.cli.common import load_libraries
-
-    load_libraries(console, prepared.config.model.name)
-    from palestra.faces.cli.common import show_path, sigterm_as_ctrl_c
-    from palestra.faces.cli.display import make_display
-
-    display = make_display(console, prepared.config.track.log_every)
-    try:
-        with sigterm_as_ctrl_c(), display:
-            return prepared.train(display)
-    except KeyboardInterrupt:
-        if display.run_dir is None:
-            raise
-        click.secho("\nStopped; every finished step is saved. Continue with:", fg="yellow", err=True)
-        click.echo(f"  palestra train --resume {show_path(display.run_dir)}", err=True)
-        raise click.exceptions.Exit(130) from None
-
-
-def _present(result: GRPOTrainingResult, console: Console, as_json: bool) -> None:
-    from palestra.faces.cli.summary import print_training
-
-    page = result.outcome.report_path
-    print_training(console, result, page)
+def _detach(
+    agent_file: str | None,
+    env: str | None,
+    config_file: Path | None,
+    options: dict[str, Any],
+    wire: bool | None,
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Start the training in the background, under a supervisor, and print the commands to follow it."""
+    checked = _checked(agent_file, env, config_file, options)
+    request = RunRequest(
+        environment=env and absolute_name(env),
+        agent_file=agent_file and absolute_name(agent_file),
+        settings={"output_dir": str(Path("runs").absolute()), **checked.run},
+        env_settings=checked.env,
+        server_settings=checked.openai,
+        wire=wire,
+        name=Path(env or agent_file or "demo").stem,
+    )
+    run = RunManager().start(request)
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "held_out_before": result.before.pass_rate.rate,
-                    "held_out_after": result.after.pass_rate.rate,
-                    "seconds": round(result.outcome.seconds, 2),
-                    "run_dir": str(result.run.path),
-                    "model_path": str(result.model_path),
-                    "report": str(page),
-                }
-            )
-        )
+        click.echo(json.dumps(run.to_dict()))
+        return
+    console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
+    for action in ("watch", "logs", "stop"):
+        console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
+    console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
+
+
+def _checked(agent_file: str | None, env: str | None, config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
+    """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
+    if env is None:
+        open_agent_file(agent_file, config_file, options)
+    elif find_env(env).dialect == "palestra":
+        open_env(env, config_file, options)
+    return read_settings(config_file, options)
 
 
 settings.options(command)

@@ -1,4 +1,4 @@
-"""Answers of the tools: always a JSON object, whatever happened on the way to it."""
+"""Answers of the tools: always a JSON object, also for an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Refusal(PalestraError):
 
 
 def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
-    """What `make` gives as plain JSON without secrets; what it raises as an answer with `error`."""
+    """What `make` gives as JSON without secrets; what it raises as an answer with `error`."""
     try:
         made: Mapping[str, Any] = make()
     except Refusal as refusal:
@@ -41,11 +41,11 @@ def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
             "error": f"this is a fault of Palestra: {type(error).__name__}: {short(error)}. "
             "`palestra doctor` shows what this machine lacks; please report it with the server's log"
         }
-    return dict(json.loads(redact(json.dumps(plain(made)))))
+    return dict(json.loads(redact(json.dumps(to_json(made)))))
 
 
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can say it: no NaN, no half characters, no bottomless nesting."""
+def to_json(value: Any, depth: int = 0) -> Any:
+    """A value as JSON: no NaN, no lone surrogates, no unlimited nesting."""
     match value:
         case None | bool() | int():
             return value
@@ -54,15 +54,15 @@ def plain(value: Any, depth: int = 0) -> Any:
         case str():
             return value.encode("utf-8", "replace").decode("utf-8")
         case Path():
-            return plain(str(value))
+            return to_json(str(value))
         case _ if depth > _MAX_DEPTH:
             return "…"
         case Mapping():
-            return {plain(str(key)): plain(item, depth + 1) for key, item in value.items()}
+            return {to_json(str(key)): to_json(item, depth + 1) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return [plain(item, depth + 1) for item in value]
+            return [to_json(item, depth + 1) for item in value]
         case _:
-            return plain(str(value))
+            return to_json(str(value))
 
 
 def require_json(arguments: Any) -> dict[str, Any]:

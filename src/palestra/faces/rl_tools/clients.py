@@ -9,18 +9,18 @@ from typing import Any
 
 from palestra.core.calls import call_with_limit
 from palestra.faces.rl_tools.answers import Answer
-from palestra.faces.rl_tools.session import Progress, RlTools
+from palestra.faces.rl_tools.tools import Progress, RlTools
 
-_MOST = 1000
+_MAX_SESSIONS = 1000
 _LONGEST_CALL_S = 24 * 3600.0
 
 
 class Clients:
-    """The sessions by client. When there are too many, the one that was silent longest is forgotten; runs stay."""
+    """The sessions by client. When there are too many, the least recently used one is dropped; its runs stay."""
 
-    def __init__(self, make: Callable[[], RlTools], most: int = _MOST) -> None:
+    def __init__(self, make: Callable[[], RlTools], max_sessions: int = _MAX_SESSIONS) -> None:
         self._make = make
-        self._most = most
+        self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, RlTools] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -28,7 +28,7 @@ class Clients:
         with self._lock:
             if client not in self._sessions:
                 self._sessions[client] = self._make()
-                if len(self._sessions) > self._most:
+                if len(self._sessions) > self._max_sessions:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(client)
             return self._sessions[client]
@@ -37,7 +37,7 @@ class Clients:
 async def call_in_thread(
     tools: RlTools, name: str, arguments: Any, progress: Progress = lambda done, total, text: None
 ) -> Answer:
-    """Call a tool from an event loop; whoever is cancelled stops the work too."""
+    """Call a tool from an event loop; cancelling the coroutine stops the work, too."""
     cancelled = threading.Event()
     try:
         answer: Answer = await call_with_limit(
@@ -49,5 +49,5 @@ async def call_in_thread(
 
 
 def is_refusal(answer: Answer) -> bool:
-    """The tool could not do what was asked; the error of a run that failed is told with its status."""
+    """Whether the tool refused; the error of a run that failed comes with its status, and is no refusal."""
     return "error" in answer and "status" not in answer

@@ -1,4 +1,4 @@
-"""A training in the making: the selected environment and its edited settings. An edit gives a new one."""
+"""A training that is being prepared: the selected environment and its edited settings. An edit gives a new one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.core.errors import did_you_mean
+from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import slug
-from palestra.envs.config_fields import EnvDescription
+from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField, env_fields, require_valid, run_fields
 from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
 from palestra.runs.manager import RunRequest
+from palestra.wire import WIRE_DEFAULTS
+from palestra.wire.atropos import venv_folder
 
 _MAX_VALUE_CHARS = 10_000
-_TOLD_TO_ATROPOS = ("timeout", "num_requests_for_eval", "server_type")  # of its server; the rest is not for it to know
+_ATROPOS_SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,17 @@ class Draft:
         """The edited and the locked settings of the run, by their own keys."""
         changed = {self.fields[n].setting: v for n, v in self.edited.items() if n in self.fields}
         same = {f.also: self.value(f.name) for f in self.fields.values()}
-        given = {key: value for key, value in (changed | same).items() if key is not None}
+        settings = {key: value for key, value in (changed | same).items() if key is not None}
         named = {"track.run_name": self.edited[TRACKING_NAME]}
-        return {**given, **named, **locked_settings(list(self.locks))}
+        return {**settings, **named, **locked_settings(list(self.locks))}
 
     def env_settings(self) -> dict[str, Any]:
         """The edited and the locked fields of the environment itself."""
         own = {name: f for name, f in self.fields.items() if f.setting is None}
         locked = {lock.name: lock.value for lock in self.locks if lock.section == "env" and not lock.is_open}
         shared = {name: self.value(name) for name, f in own.items() if f.also}
-        given = {**self.edited, **shared, **locked}
-        return {name: value for name, value in given.items() if name in own}
+        values = {**self.edited, **shared, **locked}
+        return {name: value for name, value in values.items() if name in own}
 
     def config(self) -> dict[str, Any]:
         """The environment's fields with their values, and what was changed of the run."""
@@ -125,14 +127,28 @@ class Draft:
         return f"{self.found.file_path}:{self.found.class_name}"
 
     def request(self) -> RunRequest:
-        """What the run manager is asked for."""
+        """The request to the run manager."""
         server = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
-        told = _TOLD_TO_ATROPOS if self.found.dialect == "atropos" else ()
+        passed_on = _ATROPOS_SERVER_SETTINGS if self.found.dialect == "atropos" else ()
         return RunRequest(
             environment=self.environment,
             settings=self.settings(),
             env_settings=self.env_settings(),
-            server_settings={name: server[name] for name in told if name in server},
+            server_settings={name: server[name] for name in passed_on if name in server},
             name=slug(self.found.name),
             backend=self.site.profile,
         )
+
+
+def describe(found: DiscoveredEnv, settings: Mapping[str, Any] | None = None) -> EnvDescription:
+    """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
+    if found.dialect == "palestra":
+        return describe_env(found, settings)
+    python = venv_folder() / "bin" / "python" if found.dialect == "atropos" else None
+    if python is not None and not python.is_file():
+        raise PalestraError(
+            f"{found.name} is written for atroposlib, which is not installed yet; install it once with: "
+            f"palestra env run-atropos {found.file_path} --train.max_steps 1"
+        )
+    described = describe_env(found, settings, python=python)
+    return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})

@@ -19,7 +19,7 @@ from palestra.tools.arguments import find_mismatch
 TRACKING_NAME = "wandb_name"
 RUN_SEED = "run.seed"  # an environment has a seed of its own
 _RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
-# fields of an Atropos environment -> what the trainer must be told, too
+# fields of an Atropos environment -> the settings of the trainer that must be equal
 _SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -64,18 +64,18 @@ class ConfigField:
 def _meanings(value: Any) -> Iterable[Any]:
     """The value itself first; then, for a text, what it says; a whole number may be written 5.0."""
     yield value
-    said = value
+    parsed = value
     if isinstance(value, str):
         try:
-            said = _WORDS[value.strip().lower()] if value.strip().lower() in _WORDS else json.loads(value)
+            parsed = _WORDS[value.strip().lower()] if value.strip().lower() in _WORDS else json.loads(value)
         except (ValueError, RecursionError):
             return
-        if isinstance(said, float) and not math.isfinite(said):
+        if isinstance(parsed, float) and not math.isfinite(parsed):
             return
-        if not isinstance(said, str):
-            yield said
-    if isinstance(said, float) and said.is_integer():
-        yield int(said)
+        if not isinstance(parsed, str):
+            yield parsed
+    if isinstance(parsed, float) and parsed.is_integer():
+        yield int(parsed)
 
 
 def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,17 @@ from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
 
 __all__ = ["InferenceTest", "choose_models"]
 
-# its stdin is a pipe that ends with us, however we end: then nobody wants its results any more
-_UNTIL_WE_END = "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()"
-_ENDPOINT = "palestra.faces.rl_tools.endpoint_child"
-_LOADED_HERE = "palestra.faces.cli.main"
+# The child's stdin is a pipe that closes when this process ends, in whatever way: then the child exits, too.
+_EXIT_WITH_PARENT = "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()"
+_CODE = f"import os, sys, threading; {_EXIT_WITH_PARENT}; from palestra.faces.cli.main import main; main()"
+_PROCESS = [sys.executable, "-c", _CODE, "env", "process"]
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class InferenceTest:
-    """What the models are to attempt, and who is told how far they are."""
+    """What the models are to attempt; `progress` is called with each finished problem."""
 
     draft: Draft
     num_steps: int
@@ -53,7 +53,7 @@ class InferenceTest:
         folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
         endpoints = [Endpoint(m.base_url or "", m.api_key_env, m.more) for m in models]
         relay = Relay(endpoints, limits.test_minutes * 60)
-        steps = _Steps(len(models), self.num_steps, self.progress)
+        steps = _Steps(self.num_steps, len(models) * self.num_steps, self.progress)
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
             attempts = [_Attempt(self, m, i, relay, folder, steps) for i, m in enumerate(models)]
@@ -68,16 +68,16 @@ class InferenceTest:
         }
 
     def _require_bounds(self) -> None:
-        most = self.draft.site.limits.test_completions
+        limit = self.draft.site.limits.test_completions
         if self.num_steps < 1 or self.group_size < 2:
             raise PalestraError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "
                 "expected at least 1 problem and 2 attempts at each"
             )
-        if self.num_steps * self.group_size > most:
+        if self.num_steps * self.group_size > limit:
             raise PalestraError(
                 f"num_steps × group_size = {short(self.num_steps * self.group_size)} attempts a model; "
-                f"this site allows {most}. Ask for fewer"
+                f"this site allows {limit}. Ask for fewer"
             )
         if self.draft.found.dialect != "palestra":
             raise PalestraError(
@@ -86,27 +86,27 @@ class InferenceTest:
             )
 
 
+@dataclass
 class _Steps:
     """How many problems are done, of all models together."""
 
-    def __init__(self, models: int, each: int, tell: Callable[[float, float, str], None]) -> None:
-        self._done: dict[str, int] = {}
-        self._each = each
-        self._total = models * each
-        self._tell = tell
-        self._lock = threading.Lock()
+    each: int
+    total: int
+    progress: Callable[[float, float, str], None]
+    done: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def at(self, label: str, done: int, usage: Usage) -> None:
-        with self._lock:
-            if self._done.get(label, -1) != done:
-                self._done[label] = done
-                asked = f", {usage.requests} requests" if usage.requests else ""
-                self._tell(sum(self._done.values()), self._total, f"{label}: {done} of {self._each} problems{asked}")
+        with self.lock:
+            if self.done.get(label, -1) != done:
+                self.done[label] = done
+                requests = f", {usage.requests} requests" if usage.requests else ""
+                self.progress(sum(self.done.values()), self.total, f"{label}: {done} of {self.each} problems{requests}")
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One model's test: its process, watched until it ends, is too late, or nobody wants it any more."""
+    """One model's test: its process, watched until it ends, times out or is cancelled."""
 
     test: InferenceTest
     model: Candidate
@@ -143,16 +143,13 @@ class _Attempt:
     def _process(self) -> tuple[str, str | None]:
         if self.test.cancelled.is_set():
             return "cancelled", None
-        settings, output = self._file("settings.json"), self._file("jsonl")
+        draft, settings, output = self.test.draft, self._file("settings.json"), self._file("jsonl")
         write_json(settings, self._settings())
-        if self.model.base_url is not None:
-            words = [_ENDPOINT, str(settings), str(output)]
-        else:
-            words = [_LOADED_HERE, "env", "process", self.test.draft.environment, "--config", str(settings)]
-            words += ["--groups", str(self.test.num_steps), "--out", str(output)]
+        arguments = (draft.environment, "--config", settings, "--groups", self.test.num_steps, "--out", output)
         with self._file("log").open("wb") as log:
             environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token}
-            child = children.start(_python(*words), env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            command = [*_PROCESS, *map(str, arguments)]
+            child = children.start(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
             code = self._watch(child)
         finally:
@@ -168,7 +165,7 @@ class _Attempt:
         until = time.monotonic() + self.test.draft.site.limits.test_minutes * 60
         while time.monotonic() < until and not self.test.cancelled.is_set():
             try:
-                return child.wait(_LOOK_S)
+                return child.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 done = len(_records(self._file("jsonl")))
                 self.steps.at(self.model.label, done, self.relay.endpoints[self.index].usage)
@@ -181,8 +178,9 @@ class _Attempt:
         # whole groups are written one after the other: small batches leave more behind when time is up
         together = max(1, limits.test_requests_at_once // self.test.group_size)
         run |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
+        settings = {**run, "env": draft.env_settings()}  # JSON is YAML, too
         if self.model.base_url is None:
-            return {**run, "model.name": self.model.name, "env": draft.env_settings()}  # JSON is YAML, too
+            return {**settings, "model.name": self.model.name}
         openai = {
             "model_name": self.model.name,
             "base_url": self.relay.url(self.index),
@@ -190,8 +188,7 @@ class _Attempt:
             "timeout_s": limits.test_minutes * 60,
             "max_concurrent": limits.test_requests_at_once,
         }
-        asked = {"environment": draft.environment, "groups": self.test.num_steps}
-        return {**asked, "run": run, "env": draft.env_settings(), "openai": openai}
+        return {**settings, "openai": openai}
 
     def _tokens(self, records: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:
         if self.model.base_url is not None:
@@ -203,11 +200,6 @@ class _Attempt:
         masks = [mask for record in records for row in record["masks"] for mask in row]
         made = sum(mask != NOT_TRAINED for mask in masks)
         return {"prompt_tokens": len(masks) - made, "completion_tokens": made, "cost_usd": 0.0}
-
-
-def _python(module: str, *words: str) -> list[str]:
-    code = f"import os, sys, threading; {_UNTIL_WE_END}; from {module} import main; main()"
-    return [sys.executable, "-c", code, *words]
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -252,5 +244,5 @@ def _records(path: Path) -> list[dict[str, Any]]:
 def _last_line(path: Path) -> str:
     """The error that ended a process, in its own words."""
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    told = [line for line in lines if line.startswith("Error: ")] or lines
-    return short(told[-1].removeprefix("Error: "), 500) if told else ""
+    errors = [line for line in lines if line.startswith("Error: ")] or lines
+    return short(errors[-1].removeprefix("Error: "), 500) if errors else ""

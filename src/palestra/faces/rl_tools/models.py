@@ -58,32 +58,32 @@ def _endpoint(site: Site, environ: Mapping[str, str]) -> tuple[str | None, str |
     return None, None, inference.models
 
 
-def _candidate(given: str, url: str | None, key: str | None) -> Candidate:
-    name, at, place = given.rpartition("@http")
-    if not given.strip() or len(given) > _MAX_NAME_CHARS or not given.isprintable():
-        raise PalestraError(f"{short(given)!r} is not the name of a model")
+def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
+    name, at, place = label.rpartition("@http")
+    if not label.strip() or len(label) > _MAX_NAME_CHARS or not label.isprintable():
+        raise PalestraError(f"{short(label)!r} is not the name of a model")
     if at:
-        return Candidate(given, name, _loopback(f"http{place}", given))
-    if given.startswith("local:"):
-        return Candidate(given, given.removeprefix("local:"))
-    if given.startswith("palestra/") or (given.startswith(("/", "./", "~")) and Path(given).expanduser().exists()):
-        return Candidate(given, given)
+        return Candidate(label, name, _loopback(f"http{place}", label))
+    if label.startswith("local:"):
+        return Candidate(label, label.removeprefix("local:"))
+    if label.startswith("palestra/") or (label.startswith(("/", "./", "~")) and Path(label).expanduser().exists()):
+        return Candidate(label, label)
     if url is None:
         raise PalestraError(
-            f"nothing says where {short(given)} is: set OPENROUTER_API_KEY, or OPENAI_BASE_URL and OPENAI_API_KEY, "
+            f"nothing says where {short(label)} is: set OPENROUTER_API_KEY, or OPENAI_BASE_URL and OPENAI_API_KEY, "
             "for an "
-            f"endpoint; write local:{short(given)} to load it here, or {short(given)}@http://127.0.0.1:8000/v1 for a "
+            f"endpoint; write local:{short(label)} to load it here, or {short(label)}@http://127.0.0.1:8000/v1 for a "
             "server on this machine"
         )
-    return Candidate(given, given, url, key)
+    return Candidate(label, label, url, key)
 
 
-def _loopback(url: str, given: str) -> str:
+def _loopback(url: str, label: str) -> str:
     """A URL that a caller names may only lead to this machine, and gets no key."""
     host = urlsplit(url).hostname
     if host not in ("127.0.0.1", "localhost", "::1"):
         raise PalestraError(
-            f"{short(given)}: only a server on this machine can be named here; for another one, set inference.base_url "
+            f"{short(label)}: only a server on this machine can be named here; for another one, set inference.base_url "
             "in the site file, or OPENAI_BASE_URL"
         )
     return url

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import last_lines
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.faces.rl_tools.session import RlTools
-from palestra.runs.manager import Run
+from palestra.faces.rl_tools.tools import RlTools
 
 JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {
@@ -26,26 +24,8 @@ _TAIL_BYTES = 4_000_000
 _SCHEME = "palestra://runs/"
 
 
-@dataclass(frozen=True)
-class Resource:
-    """One thing to read, and its address."""
-
-    uri: str
-    name: str
-    mime_type: str
-    description: str
-
-
 def uri_of(run_id: str, kind: str) -> str:
     return f"{_SCHEME}{run_id}/{kind}"
-
-
-def resources_of(runs: list[Run]) -> list[Resource]:
-    return [
-        Resource(uri_of(run.run_id, kind), f"{run.name} ({run.run_id}): {kind}", mime_type, text)
-        for run in runs
-        for kind, (mime_type, text) in KINDS.items()
-    ]
 
 
 def read_uri(tools: RlTools, uri: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What each tool tells: runs, environments and settings as plain data."""
+"""The answers of the tools: runs, environments and settings as data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def environments(found: Discovery) -> Data:
         {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": e.description}
         for e in found.environments
     ]
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "environments": rows,
         "count": len(rows),
         "tips": [
@@ -31,8 +31,8 @@ def environments(found: Discovery) -> Data:
         ],
     }
     if found.errors:
-        told["errors"] = {str(path): reason for path, reason in found.errors.items()}
-    return told
+        answer["errors"] = {str(path): reason for path, reason in found.errors.items()}
+    return answer
 
 
 def selected(draft: Draft) -> Data:

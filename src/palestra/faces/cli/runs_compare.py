@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.yaml_config import flatten, load_yaml
+from palestra.faces.cli.common import show_seconds, sparkline
+from palestra.faces.cli.runs_tables import STATE_COLOURS
+from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
+from palestra.runs.reader import Run, RunReader
 
-if TYPE_CHECKING:
-    from palestra.runs.reader import Run, RunReader
-
+_SPARKLINE_WIDTH = 60
 _IGNORED = ("output_dir", "track.run_name")
 
 
@@ -67,6 +73,36 @@ def draw(compared: Sequence[Compared]) -> str:
         raise PalestraError("none of these runs has finished a step; there is no curve to draw yet")
     bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
     return curves_svg(curves, "Mean reward over steps", percent=bounded)
+
+
+def compare_table(compared: Sequence[Compared]) -> Table:
+    """One column per run: results above, settings that differ below."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", style="dim")
+    for one in compared:
+        table.add_column(f"{one.run.run_id}\n{one.run.name}", justify="right")
+    table.add_row("state", *[Text(one.run.state, style=STATE_COLOURS.get(one.run.state, "")) for one in compared])
+    for name in compared[0].summary:
+        table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
+    for key in differences(compared):
+        table.add_row(key, *[show(one.settings.get(key)) for one in compared])
+    return table
+
+
+def print_curves(console: Console, compared: Sequence[Compared]) -> None:
+    """A sparkline of each run's pass rate over its steps."""
+    for one in compared:
+        if one.pass_rates:
+            bars = sparkline([rate for _, rate in one.pass_rates], _SPARKLINE_WIDTH)
+            console.print(Text.assemble(f"{one.run.run_id}  ", (bars, "green"), ("  pass rate", "dim")))
+
+
+def _show_result(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "seconds":
+        return show_seconds(value)
+    return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
 
 
 def _held_out_rate(evaluation: Mapping[str, Any] | None) -> float | None:

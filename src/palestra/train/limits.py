@@ -1,0 +1,42 @@
+"""The limits of an attempt by a run's config. Without torch: attempts at an endpoint need none."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from palestra.core.config import RolloutSection, RunConfig
+from palestra.core.types import SamplingParams
+from palestra.rollout.agent_loop import AttemptLimits
+
+log = logging.getLogger("palestra")
+
+
+def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How a turn is sampled in training; settings that bias the importance ratio are warned of."""
+    if options.top_p < 1 or options.top_k or options.min_p or options.repetition_penalty != 1:
+        log.warning(
+            "top_p, top_k, min_p or repetition_penalty during training bias the importance ratio; prefer the defaults"
+        )
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def train_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = ()) -> AttemptLimits:
+    """How attempts are sampled for training."""
+    options = config.rollout
+    sampling = sampling_params(options, stop_token_ids)
+    return AttemptLimits(sampling, options.max_tool_rounds, options.tool_timeout_s, options.constrain_tool_calls)
+
+
+def eval_limits(limits: AttemptLimits, config: RunConfig) -> AttemptLimits:
+    """The same for evaluation: at its own temperature, from the whole distribution."""
+    sampling = replace(limits.sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+    return replace(limits, sampling=sampling)
