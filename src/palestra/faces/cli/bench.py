@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.bench.workload import SIDES, Measured, Results, Side, Workload, check_least
-from palestra.core.errors import PalestraError
-from palestra.faces.cli.common import debug_option, load_libraries
+from palestra.faces.cli.common import debug_option, load_libraries, plot_option
 from palestra.report.charts import bar_panels_svg
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--tool-rounds", default=_DEFAULT.tool_rounds, show_default=True, help="0: only the single turn.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; all else goes to stderr.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write a bar chart.")
+@plot_option("Write a bar chart.")
 @debug_option
 def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
     """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
@@ -57,8 +56,6 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
     work.check()
     if threads is not None:
         check_least("threads", threads, 1)
-    if plot is not None:
-        _check_plot(plot)
     console = Console(stderr=as_json)
     bench = _load(console, model, work, threads)
     results = _measure(console, bench, work)
@@ -71,14 +68,6 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
     if as_json:
         where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
         click.echo(json.dumps(where | {"scenarios": {name: _summary(sides) for name, sides in results.items()}}))
-
-
-def _check_plot(plot: Path) -> None:
-    """Refuse a bad path before the measurement, not after it."""
-    if plot.suffix.lower() != ".svg":
-        raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example bench.svg")
-    if not plot.parent.is_dir():
-        raise PalestraError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
 
 
 def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from palestra.core.errors import PalestraError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,6 +41,19 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
     )(command)
+
+
+def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--plot FILE.svg`; a bad path is refused before the work, not after it."""
+
+    def check(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
+        if plot is not None and plot.suffix.lower() != ".svg":
+            raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example chart.svg")
+        if plot is not None and not plot.parent.is_dir():
+            raise PalestraError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
+        return plot
+
+    return click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", callback=check, help=help)
 
 
 def print_sections(

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
-from palestra.faces.cli.common import debug_option
+from palestra.faces.cli.common import debug_option, plot_option
 from palestra.faces.cli.find_run import require_run_id, run_argument
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
@@ -150,7 +150,7 @@ def gc(as_json: bool) -> None:
 
 @_subcommand("compare")
 @run_argument(many=True)
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Write the curves as a chart.")
+@plot_option("Write the curves as a chart.")
 def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     """Compare two or more runs: the settings that differ, and the results.
 
@@ -159,8 +159,6 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     """
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
-    if plot is not None and plot.suffix.lower() != ".svg":
-        raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example curves.svg")
     reader = RunReader()
     compared = [compare_runs(reader, require_run_id(word)) for word in runs]
     if plot is not None:

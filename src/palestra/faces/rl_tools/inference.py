@@ -21,7 +21,7 @@ from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.models import Candidate, choose_models
-from palestra.faces.rl_tools.relay import Endpoint, Relay, Usage
+from palestra.faces.rl_tools.relay import Relay, Usage
 
 __all__ = ["InferenceTest", "choose_models"]
 
@@ -51,8 +51,7 @@ class InferenceTest:
         # new each time: no older output can be taken for this test's
         remedy = "set PALESTRA_HOME to a folder of yours"
         folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
-        endpoints = [Endpoint(m.base_url or "", m.api_key_env, m.more) for m in models]
-        relay = Relay(endpoints, limits.test_minutes * 60)
+        relay = Relay(models, limits.test_minutes * 60)
         steps = _Steps(self.num_steps, len(models) * self.num_steps, self.progress)
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
@@ -122,7 +121,7 @@ class _Attempt:
         except Exception as failure:  # this model's alone
             state, error = "failed", f"{type(failure).__name__}: {failure}"
         records = _records(self._file("jsonl"))
-        usage = self.relay.endpoints[self.index].usage
+        usage = self.relay.usage[self.index]
         self.steps.at(self.model.label, len(records), usage)
         return {
             "model": self.model.label,
@@ -168,7 +167,7 @@ class _Attempt:
                 return child.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 done = len(_records(self._file("jsonl")))
-                self.steps.at(self.model.label, done, self.relay.endpoints[self.index].usage)
+                self.steps.at(self.model.label, done, self.relay.usage[self.index])
         return None
 
     def _settings(self) -> dict[str, Any]:

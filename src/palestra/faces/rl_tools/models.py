@@ -29,7 +29,7 @@ class Candidate:
 
     @property
     def more(self) -> dict[str, Any]:
-        """What the endpoint wants to hear besides: OpenRouter tells the cost when asked."""
+        """What every request says besides: OpenRouter reports the cost on request."""
         return {"usage": {"include": True}} if self.base_url == OPENROUTER else {}
 
 

@@ -8,12 +8,13 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
 from palestra.core.http import HttpError, Request
+from palestra.faces.rl_tools.models import Candidate
 
 _MAX_BODY_BYTES = 50_000_000
 _MAX_REPLY_BYTES = 50_000_000
@@ -24,7 +25,6 @@ class Usage:
     """What one model was asked, and what it cost; `cost_usd` is None while no answer has named a cost."""
 
     requests: int = 0
-    failed_requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float | None = None
@@ -34,7 +34,6 @@ class Usage:
         usage = _usage(reply) if ok else {}
         with self._lock:
             self.requests += 1
-            self.failed_requests += not ok
             self.prompt_tokens += _count(usage.get("prompt_tokens"))
             self.completion_tokens += _count(usage.get("completion_tokens"))
             cost = usage.get("cost")
@@ -54,21 +53,12 @@ def _count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where requests go on to. The key is read from the environment, for each request anew."""
-
-    base_url: str
-    api_key_env: str | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)  # said in every request besides
-    usage: Usage = field(default_factory=Usage)
-
-
 class Relay:
-    """A server on a loopback port for the endpoints, asked at /0/v1, /1/v1, … with a token of its own."""
+    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], timeout_s: float) -> None:
-        self.endpoints = list(endpoints)
+    def __init__(self, models: Sequence[Candidate], timeout_s: float) -> None:
+        self.usage = [Usage() for _ in models]
+        self._models = models
         self.token = secrets.token_urlsafe(24)
         self._timeout_s = timeout_s
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -90,16 +80,15 @@ class Relay:
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
         """Pass a request on, and count what comes back."""
-        endpoint = self.endpoints[index]
-        status, reply = self._post(endpoint, body)
-        endpoint.usage.add(status == 200, reply)
+        status, reply = self._post(self._models[index], body)
+        self.usage[index].add(status == 200, reply)
         return status, reply
 
-    def _post(self, endpoint: Endpoint, body: bytes) -> tuple[int, bytes]:
-        key = os.environ.get(endpoint.api_key_env) if endpoint.api_key_env else None
-        url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
-        if endpoint.more:
-            body = json.dumps({**json.loads(body), **endpoint.more}).encode()
+    def _post(self, model: Candidate, body: bytes) -> tuple[int, bytes]:
+        key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read anew for each request
+        url = f"{(model.base_url or '').rstrip('/')}/chat/completions"
+        if model.more:
+            body = json.dumps({**json.loads(body), **model.more}).encode()
         try:
             reply = Request(url, body, token=key, timeout_s=self._timeout_s, max_bytes=_MAX_REPLY_BYTES).send()
         except HttpError as error:
@@ -110,14 +99,14 @@ class Relay:
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         relay = cast(Relay, self.server.relay)  # type: ignore[attr-defined]
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         length = self.headers.get("Content-Length", "")
         index = self.path.removesuffix("/v1/chat/completions").removeprefix("/")
-        if not hmac.compare_digest(given.encode(), relay.token.encode()):
+        if not hmac.compare_digest(token.encode(), relay.token.encode()):
             self._answer(401, b'{"error": {"message": "the token is wrong"}}')
         elif not (length.isdecimal() and int(length) <= _MAX_BODY_BYTES):
             self._answer(413, b'{"error": {"message": "the body is too large"}}')
-        elif not (index.isdecimal() and int(index) < len(relay.endpoints)):
+        elif not (index.isdecimal() and int(index) < len(relay.usage)):
             self._answer(404, b'{"error": {"message": "there is nothing at this path"}}')
         else:
             self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
