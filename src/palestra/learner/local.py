@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,19 +52,24 @@ class LocalOutputs:
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
         return metrics | self.stats.finish()
 
-    def explain_not_finite(self, grad_norm: float) -> str:
-        samples = self.batch.samples
-        sums = torch.zeros(len(samples), device=self.parts.device)
+    def groups_not_finite(self) -> set[int]:
+        """The groups of rows whose own loss is not finite."""
+        sums = torch.zeros(len(self.batch.samples), device=self.parts.device)
         for token_loss, row in self.token_losses:
             sums.index_add_(0, row, token_loss.float())
-        rows = (~sums.isfinite()).nonzero().flatten().tolist()
-        groups = sorted({samples[r].group for r in rows} or {sample.group for sample in samples})
-        loss = self.parts.sum().item()
-        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        return (
-            f"group {', '.join(map(str, groups))}: {what}, expected a finite number; the weights are unchanged. "
-            "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
-        )
+        return {self.batch.samples[r].group for r in (~sums.isfinite()).nonzero().flatten().tolist()}
+
+
+def explain_not_finite(pending: Sequence[LocalOutputs], losses: Sequence[float], grad_norm: float) -> str:
+    """Which groups brought a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
+    groups = {group for found in pending for group in found.groups_not_finite()}
+    groups = groups or {sample.group for found in pending for sample in found.batch.samples}
+    loss = sum(losses)
+    what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    return (
+        f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
+        "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
+    )
 
 
 class LocalLearner:
@@ -142,8 +147,7 @@ class LocalLearner:
         *losses, grad_norm = checks.tolist()
         if not all(math.isfinite(x) for x in (*losses, grad_norm)):
             self.optimizer.clear()
-            guilty = next((f for f, x in zip(pending, losses, strict=True) if not math.isfinite(x)), pending[0])
-            raise PalestraError(guilty.explain_not_finite(grad_norm))
+            raise PalestraError(explain_not_finite(pending, losses, grad_norm))
         if not ahead:
             self.optimizer.step(learning_rate)
         return grad_norm
