@@ -34,7 +34,7 @@ def run_folder(tmp_path, agent_file, tiny):
     return make
 
 
-def test_a_run_is_talked_with_and_its_tool_calls_are_shown(cli, run_folder):
+def test_a_run_is_chatted_with_and_its_tool_calls_are_shown(cli, run_folder):
     run = run_folder()
     for name in (str(run.path), run.path.name, str(run.model)):
         answer = cli("chat", name, "--once", "What does a red lamp cost?")
@@ -67,7 +67,7 @@ def test_an_answer_that_is_cut_off_says_so(cli, agent_file):
     assert "cut off" in answer.out
 
 
-def test_tools_that_cannot_be_found_are_told_and_the_talk_goes_on(cli, run_folder, says):
+def test_tools_that_cannot_be_found_are_told_and_the_chat_goes_on(cli, run_folder, says):
     says("/quit")
     answer = cli("chat", str(run_folder(source="/no/such/agent.py").path))
     assert answer.code == 0
@@ -92,7 +92,7 @@ def test_a_run_without_a_model_and_a_model_that_is_none_are_named(cli, run_folde
 
 
 def test_on_a_terminal_an_answer_is_seen_while_it_is_written():
-    class Talking:
+    class WritingSession:
         so_far = ""
 
         async def say(self, text, on_message):
@@ -103,6 +103,6 @@ def test_on_a_terminal_an_answer_is_seen_while_it_is_written():
     screen, ended = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, width=24)
     with asyncio.Runner() as runner:
-        chat._answer(console, runner, Talking(), "count", lambda message, stop: ended.append(stop))
+        chat._answer(console, runner, WritingSession(), "count", lambda message, stop: ended.append(stop))
     assert ended == ["answered"]
     assert "…wo [bold]three four" in screen.getvalue()

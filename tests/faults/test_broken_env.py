@@ -51,8 +51,8 @@ def config(tmp_path: Any) -> RunConfig:
     return RunConfig.build(
         {
             "output_dir": str(tmp_path),
-            "train": {"max_steps": 2, "problems_per_step": 12, "refill_limit": 0},
-            "rollout": {"group_size": 2, "max_new_tokens": 24, "temperature": 1.0},
+            "train": {"max_steps": 2, "problems_per_step": 12},
+            "rollout": {"group_size": 2, "max_new_tokens": 40, "temperature": 1.0},
         }
     )
 
