@@ -31,6 +31,7 @@ def policy_loss(objective, logprobs, old, row, advantages, **more):
     return token_policy_loss(objective, logprobs, old, row, advantages[row], rows=len(advantages), **more)
 
 
+SETTINGS: dict[str, object] = {}
 SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
     "tiny": (128, 4, 4, 2, 32, 384, 4096),
     "small": (384, 6, 6, 2, 64, 1024, 16384),
@@ -107,7 +108,8 @@ def learner_for(
         {
             "train": {"tokens_per_micro_batch": tokens_per_micro_batch, "share_prefix": share_prefix},
             "rollout": {"temperature": 1.0},
-        }
+        },
+        SETTINGS,
     )
     return LocalLearner(model, config=config), config
 
@@ -232,8 +234,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--bf16-states", action="store_true", help="without float32 master weights, as the plain one")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    SETTINGS["model.master_weights"] = not arguments.bf16_states
     if arguments.gpu:
         on_gpu(arguments.tiny, arguments.repeats)
     else:
