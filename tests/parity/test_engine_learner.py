@@ -32,10 +32,15 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
             logprobs[i] += [0.0] * len(more)
         params = [SamplingParams(8 + i, temperature=temperature, seed=i) for i in range(4)]
         for i, turn in enumerate(engine.sample(group, params)):
-            logprobs[i] += turn.logprobs
+            logprobs[i] += turn.logprobs.tolist()
     samples = [
         Sample(
-            tuple(session.token_ids), tuple(x != 0.0 for x in row), (False,) * len(row), tuple(row), 1.0, 0, len(PROMPT)
+            session.token_ids,
+            policy_mask=[x != 0.0 for x in row],
+            echo_mask=[False] * len(row),
+            logprobs=row,
+            advantages=1.0,
+            prompt_length=len(PROMPT),
         )
         for session, row in zip(group, logprobs, strict=True)
     ]
@@ -43,4 +48,4 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
     for batch in pack(samples, max_tokens=4096):
         with torch.no_grad(), scorer.session():
             learned, _ = scorer(batch)
-        assert (learned - batch.sampler_logprobs)[batch.trained].abs().max() <= 1e-5
+        assert (learned - batch.sampler_logprobs)[batch.policy_mask].abs().max() <= 1e-5

@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
 from palestra.engine.session import Session
 from palestra.policy.local import LocalPolicy, Pauses
 
@@ -56,7 +57,7 @@ def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:
 
     turns = asyncio.run(main())
     assert all(len(turn.token_ids) == len(turn.logprobs) == 10 for turn in turns)
-    assert len({turn.token_ids for turn in turns}) > 1
+    assert len({tuple(turn.token_ids) for turn in turns}) > 1
     assert steps == 11  # the prompt once, then ten tokens of all six
 
 
@@ -126,19 +127,20 @@ def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> 
         return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
 
     session = policy.open(PROMPT)
-    assert asyncio.run(turn()).policy_version == 0
+    assert asyncio.run(turn()).versions.tolist() == [0, 0, 0]
     kept = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     try:
-        policy.refresh(7)
+        policy.update(Weights(7, dict, model))
         assert session.kv_len == 0
         got = asyncio.run(turn())
         ids = torch.tensor([session.token_ids])
         with torch.no_grad():
             expected = model(input_ids=ids).logits[0, -4:-1].argmax(-1)
-        assert got.policy_version == policy.version == 7
-        assert got.token_ids == tuple(expected.tolist())
+        assert policy.version == 7
+        assert got.versions.tolist() == [7, 7, 7]
+        assert got.token_ids.tolist() == expected.tolist()
     finally:
         with torch.no_grad():
             model.lm_head.weight.copy_(kept)
