@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from palestra.engine.scheduler import KVMemory, Scheduler
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.stops import StopStrings
 
+log = logging.getLogger(__name__)
+
 GIB = 1 << 30
 
 
@@ -35,6 +38,12 @@ class Runner(KVMemory, Protocol):
     decode_steps: int
 
     def weights_changed(self) -> None: ...
+
+    def release_memory(self) -> None:
+        """Give the KV memory back; no session has KV at this moment."""
+        ...
+
+    def reserve_memory(self) -> None: ...
 
     def give_up_lean(self) -> bool:
         """Run every layer through the module from now on; False if that was so before."""
@@ -81,6 +90,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
+        self._asleep = self._warned = False
         if self_check:
             check_logits(self)
 
@@ -150,6 +160,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """One forward over everybody who can run; the turns that ended with it."""
+        if self._asleep:
+            raise PalestraError("the engine has given its KV memory back (sleep); call wake before sampling")
         chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return self._unstick()
@@ -175,13 +187,18 @@ class Engine:
         self.scheduler.drop_all()
         self.runner.weights_changed()
 
+    @torch.inference_mode()
     def sleep(self) -> None:
         """Give the KV cache's memory back; sessions stay, and are computed again after `wake`."""
-        self.scheduler.drop_all()
-        self.runner.release_memory()
+        if not self._asleep:
+            self.scheduler.drop_all()
+            self.runner.release_memory()
+            self._asleep = True
 
     def wake(self) -> None:
-        self.runner.reserve_memory()
+        if self._asleep:
+            self.runner.reserve_memory()
+            self._asleep = False
 
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
@@ -229,6 +246,14 @@ class Engine:
         stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         if stuck is None:
             return []
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "the KV cache (%d tokens) is too small for one rollout: a turn is cut off after %d tokens, finish="
+                "'length', and so will others; raise model.kv_memory_gib, or lower rollout.max_new_tokens",
+                self.pool.pages * self.pool.page_size,
+                len(stuck.session.token_ids),
+            )
         if stuck.params is not None:
             self._end(stuck, "length")
             return [stuck]

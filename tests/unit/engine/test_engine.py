@@ -268,3 +268,37 @@ def test_a_thousand_rollouts_with_delays_and_cancellations_lose_nothing(model: A
     assert not engine.scheduler.holders
     assert not engine.runner.lanes.sessions  # type: ignore[attr-defined]
     assert growth < 2_000_000
+
+
+def test_a_turn_that_meets_an_update_has_both_versions(model: Any) -> None:
+    engine = Engine(model, kv_memory_gib=0.01)
+    session = engine.open(PROMPT)
+    job = engine.submit(session, SamplingParams(8, temperature=0.0))
+    while len(job.logprobs) < 3:
+        engine.step()
+    kept = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    try:
+        engine.weights_changed(5)
+        assert session.kv_len == 0, "KV of the old weights is stale"
+        while job.finish is None:
+            engine.step()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([session.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    finally:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(kept)
+    turn = job.result()
+    assert turn.versions.tolist() == [0] * 3 + [5] * 5
+    assert turn.token_ids.tolist() == [*(-logits[:3]).argmax(-1).tolist(), *logits[3:].argmax(-1).tolist()]
+
+
+def test_memory_that_cuts_turns_off_is_warned_of_once(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_with(model, 32)
+    assert not caplog.messages
+    for _ in range(2):
+        assert engine.sample([engine.open(PROMPT)], SamplingParams(100))[0].finish == "length"
+    [message] = caplog.messages
+    assert "model.kv_memory_gib" in message
+    assert "32 tokens" in message

@@ -75,6 +75,10 @@ class LeanDecoder:
     def weights_changed(self) -> None:
         self._seen = None
 
+    def release_memory(self) -> None:
+        """Drop the copies of the weights; the next call makes them again."""
+        self._seen, self._layers, self._head = None, [], torch.empty(0)
+
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
         self._refresh()

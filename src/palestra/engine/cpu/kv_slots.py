@@ -45,8 +45,16 @@ class Pages:
 
     def __init__(self, shape: KVShape, pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.keys = lazy_zeros((shape.layers, pages, shape.heads, page_size, shape.key_dim), shape.dtype)
-        self.values = lazy_zeros((shape.layers, pages, shape.heads, page_size, shape.value_dim), shape.dtype)
+        self._shape, self._pages = shape, pages
+        self.reserve()
+
+    def reserve(self) -> None:
+        s, pages = self._shape, self._pages
+        self.keys = lazy_zeros((s.layers, pages, s.heads, self.page_size, s.key_dim), s.dtype)
+        self.values = lazy_zeros((s.layers, pages, s.heads, self.page_size, s.value_dim), s.dtype)
+
+    def release(self) -> None:
+        self.keys = self.values = torch.empty(0)
 
     def copy(self, source: int, target: int) -> None:
         for store in (self.keys, self.values):
@@ -77,6 +85,10 @@ class Slab:
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the smallest size; what was in it is lost."""
         self.rows, self.length = 8, 64
         self.keys, self.values = self._buffers()
 
@@ -120,6 +132,16 @@ class Lanes:
 
     def copy_page(self, source: int, target: int) -> None:
         self.pages.copy(source, target)
+
+    def release_memory(self) -> None:
+        """Every session has left."""
+        assert not self.sessions
+        self.pages.release()
+        self.own.reset()
+        self.prefix.reset()
+
+    def reserve_memory(self) -> None:
+        self.pages.reserve()
 
     def enter(self, session: Session) -> None:
         lane = len(self.sessions)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cpu.fast_decoder import LeanDecoder
 from palestra.engine.cpu.kv_slots import KVShape, Lanes, Pages
-from palestra.engine.cpu.memory import keep_freed_memory
+from palestra.engine.cpu.memory import give_freed_memory_back, keep_freed_memory
 from palestra.engine.cpu.norms import FastNorms
 from palestra.engine.cpu.plan import Decode, Feed, Groups, LanePlan
 from palestra.engine.sampler import SamplingRow, sample
@@ -45,6 +45,15 @@ class CpuRunner:
     def weights_changed(self) -> None:
         if self.lean is not None:
             self.lean.weights_changed()
+
+    def release_memory(self) -> None:
+        self.lanes.release_memory()
+        if self.lean is not None:
+            self.lean.release_memory()
+        give_freed_memory_back()
+
+    def reserve_memory(self) -> None:
+        self.lanes.reserve_memory()
 
     def give_up_lean(self) -> bool:
         lean, self.lean = self.lean, None
