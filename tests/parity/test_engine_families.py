@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from palestra.core.types import SamplingParams, Turn
-from palestra.engine.attention import UnsupportedModel
+from palestra.core.errors import UnsupportedModel
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UnsupportedModel
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
-from palestra.engine.check import check_logits
-from palestra.engine.cpu.kv_slots import KVShape
+from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
+from palestra.engine.kv_shape import KVShape
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
 from palestra.engine.scheduler import KVMemory, Scheduler
@@ -45,8 +45,8 @@ class Runner(KVMemory, Protocol):
 
     def reserve_memory(self) -> None: ...
 
-    def give_up_lean(self) -> bool:
-        """Run every layer through the module from now on; False if that was so before."""
+    def disable_fast_path(self) -> bool:
+        """Run the module's own layers from now on; False if that was so before."""
         ...
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
@@ -92,11 +92,16 @@ class Engine:
         self._compile_grammar = compile_grammar
         self._asleep = self._warned = False
         if self_check:
-            check_logits(self)
+            self._check()
 
     @property
     def pool(self) -> PagePool:
         return self.scheduler.pool
+
+    @property
+    def _capacity(self) -> int:
+        """The most tokens that one session may have."""
+        return min(self.context, self.pool.pages * self.pool.page_size)
 
     @property
     def busy(self) -> bool:
@@ -104,8 +109,8 @@ class Engine:
 
     def open(self, prompt_ids: Sequence[int]) -> Session:
         """A session that starts with these tokens. Nothing is computed until it is sampled."""
-        ids = self._checked(prompt_ids)
-        limit = min(self.context, self.pool.pages * self.pool.page_size)
+        ids = self._valid_ids(prompt_ids)
+        limit = self._capacity
         if not ids:
             raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
         if len(ids) >= limit:
@@ -121,13 +126,13 @@ class Engine:
             raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)
         session.closed = True
-        session.heirs = n
+        session.children = n
         return [Session(list(session.token_ids), source=session) for _ in range(n)]
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
-        """Feed tokens that the model did not make; they are computed with the next sample."""
+        """Add tokens that the model did not make; they are computed with the next sample."""
         self._check_idle(session)
-        session.token_ids += self._checked(token_ids)
+        session.token_ids += self._valid_ids(token_ids)
 
     @torch.inference_mode()
     def close(self, session: Session) -> None:
@@ -200,6 +205,17 @@ class Engine:
             self.runner.reserve_memory()
             self._asleep = False
 
+    def _check(self) -> None:
+        """Compare with the model's own forward; without the fast decoder if that is what differs."""
+        size, capacity = self.pool.page_size, self._capacity
+        try:
+            check_logprobs(self, self.model, size, capacity)
+        except UnsupportedModel as error:
+            if not self.runner.disable_fast_path():
+                raise
+            log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
+            check_logprobs(self, self.model, size, capacity)
+
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
         job = emission.job
@@ -257,24 +273,24 @@ class Engine:
         if stuck.params is not None:
             self._end(stuck, "length")
             return [stuck]
-        heirs = [job for job in self.scheduler.waiting if job.session.source is stuck.session]
+        children = [job for job in self.scheduler.waiting if job.session.source is stuck.session]
         self.scheduler.withdraw(stuck)
-        for job in heirs:
+        for job in children:
             self._end(job, "length")
-        return heirs
+        return children
 
     def _release(self, session: Session) -> None:
-        """Pages back; the source too when its last heir is gone."""
+        """Give pages back; the source's too when its last child is gone."""
         self.scheduler.drop(session)
         source, session.source = session.source, None
         if source is not None:
-            source.heirs -= 1
-            if source.heirs == 0:
+            source.children -= 1
+            if source.children == 0:
                 if source.job is not None:
                     self.scheduler.withdraw(source.job)
                 self._release(source)
 
-    def _checked(self, token_ids: Iterable[int]) -> list[int]:
+    def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:
         ids = [int(token) for token in token_ids]
         if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
             wrong = next(token for token in ids if not 0 <= token < self.vocabulary)

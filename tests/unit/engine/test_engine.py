@@ -266,7 +266,7 @@ def test_a_thousand_rollouts_with_delays_and_cancellations_lose_nothing(model: A
     assert engine.pool.free == engine.pool.pages
     assert not engine.busy
     assert not engine.scheduler.holders
-    assert not engine.runner.lanes.sessions  # type: ignore[attr-defined]
+    assert not engine.runner.slots.sessions  # type: ignore[attr-defined]
     assert growth < 2_000_000
 
 
