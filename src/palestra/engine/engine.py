@@ -23,6 +23,7 @@ from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.kv_shape import KVShape
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
+from palestra.engine.sampler import check_params
 from palestra.engine.scheduler import KVMemory, Scheduler
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.stops import StopStrings
@@ -304,23 +305,6 @@ class Engine:
             raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
         if session.job is not None:
             raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
-
-
-def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
-    """Refuse what cannot be sampled, in words."""
-    rules = (
-        (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
-        (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
-        (0 < params.top_p <= 1, f"top_p={params.top_p} is outside (0, 1]; 1 keeps every token"),
-        (params.top_k >= 0, f"top_k={params.top_k} is negative; 0 keeps every token"),
-        (0 <= params.min_p <= 1, f"min_p={params.min_p} is outside [0, 1]; 0 keeps every token"),
-        (params.repetition_penalty > 0, f"repetition_penalty={params.repetition_penalty} must be above 0; 1 is off"),
-        (has_tokenizer or not params.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
-        (all(params.stop), "an empty stop string would end every turn at once; leave it out"),
-    )
-    for holds, complaint in rules:
-        if not holds:
-            raise PalestraError(complaint)
 
 
 def default_kv_bytes(device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.engine.session import Session
-from palestra.policy.local import LocalPolicy, Pauses
+from palestra.policy.local import LocalPolicy
 
 PROMPT = [5, 9, 33, 21, 60, 2]
 
@@ -168,41 +168,42 @@ def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) ->
         asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
 
 
-def waits(pauses: Pauses) -> bool:
-    """Whether a step would wait for a session whose tool runs."""
+def test_weights_of_the_engines_own_module_are_not_copied(model: Qwen3ForCausalLM) -> None:
+    def read() -> dict[str, torch.Tensor]:
+        raise AssertionError("nothing needs reading")
 
-    async def step() -> bool:
-        pauses.begin(Session([1]))
-        began = asyncio.get_running_loop().time()
-        await pauses.wait()
-        return asyncio.get_running_loop().time() - began >= 0.009
-
-    return asyncio.run(step())
-
-
-def pause(pauses: Pauses, seconds: float) -> None:
-    session = Session([1])
-    pauses.begin(session)
-    pauses._since[session] -= seconds
-    pauses.end(session)
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    policy.update(Weights(3, read, model))
+    assert policy.version == 3
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
-@pytest.mark.serial
-def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
-    pauses = Pauses(quick_s=0.05, patience_s=0.01)
-    for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
-        pause(pauses, seconds)
-    assert waits(pauses)
+def test_named_tensors_are_copied_into_the_module(model: Qwen3ForCausalLM) -> None:
+    own = copy.deepcopy(model)
+    policy = LocalPolicy(own, kv_memory_gib=0.01)
+    head = torch.randn_like(model.lm_head.weight)
+    policy.update(Weights(1, lambda: {"lm_head.weight": head}))
+    assert torch.equal(own.lm_head.weight, head)
+    assert own.lm_head.weight.data_ptr() != head.data_ptr()
+    other = dict(model.named_parameters())
+    assert all(torch.equal(p, other[name]) for name, p in own.named_parameters() if name != "lm_head.weight")
 
 
-@pytest.mark.serial
-def test_a_slow_tool_holds_the_others_up_once_and_is_measured_on() -> None:
-    pauses = Pauses(quick_s=0.05, patience_s=0.06)
-    assert waits(pauses)
-    assert not waits(pauses)
-    for _ in range(8):
-        pause(pauses, 0.001)
-    assert waits(pauses), "quick again"
-    for _ in range(8):
-        pause(pauses, 0.2)
-    assert not waits(pauses)
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({"lm_head.weight": torch.zeros(3, 3)}, "lm_head.weight of shape"),
+        ({"lora.weight": torch.zeros(3)}, "lora.weight of shape"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_change_nothing(
+    model: Qwen3ForCausalLM, tensors: dict[str, torch.Tensor], complaint: str
+) -> None:
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    norm = model.model.norm.weight
+    before = norm.clone()
+    with pytest.raises(PalestraError, match=complaint):
+        policy.update(Weights(1, lambda: {"model.norm.weight": torch.zeros_like(norm), **tensors}))
+    assert torch.equal(norm, before)
+    assert policy.version == 0
