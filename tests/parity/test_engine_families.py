@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from palestra.core.types import SamplingParams, Turn
 from palestra.core.errors import UnsupportedModel
+from palestra.core.types import SamplingParams, Turn
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from palestra.algo.batching import pack
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
+from palestra.learner.packed import pack_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_families import tiny_model
@@ -45,7 +45,10 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
         for session, row in zip(group, logprobs, strict=True)
     ]
     scorer = Scorer(model, temperature=temperature)
-    for batch in pack(samples, max_tokens=4096):
+    packed = pack_batch(
+        samples, max_tokens=4096, share_prefix=scorer.shares_prefix, echo=False, device=torch.device("cpu")
+    )
+    for micro in packed.micro_batches:
         with torch.no_grad(), scorer.session():
-            learned, _ = scorer(batch)
-        assert (learned - batch.sampler_logprobs)[batch.policy_mask].abs().max() <= 1e-5
+            learned, _ = scorer(micro)
+        assert (learned - micro.batch.sampler_logprobs)[micro.policy].abs().max() <= 1e-5
