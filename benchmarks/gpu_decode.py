@@ -75,10 +75,10 @@ def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: i
 @torch.inference_mode()
 def kernels() -> None:
     """Triton against the reference on random ragged shapes, bf16."""
-    from palestra.engine.cuda.paged_ops import DecodePlan, FeedPlan
+    from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 
     generator = torch.Generator().manual_seed(int(time.time()))
-    worst = {"decode": 0.0, "feed": 0.0}
+    worst = {"decode": 0.0, "prefill": 0.0}
     for trial in range(24):
         rows = int(torch.randint(1, 40, (1,), generator=generator))
         kv, group, dim = [(8, 2, 128), (2, 4, 64), (4, 1, 80), (1, 8, 256), (3, 3, 64)][trial % 5]
@@ -88,7 +88,7 @@ def kernels() -> None:
         width = -(-int(lens.max()) // page)
         tables = torch.randperm(rows * width, generator=generator).view(rows, width).cuda()
         stores = [torch.randn(rows * width, kv, page, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        module = SimpleNamespace(palestra_kv=tuple(stores))
+        module, layers = SimpleNamespace(layer_idx=0), [store[None] for store in stores]  # a model of one layer
 
         def fresh(n: int, heads: int, dim: int = dim) -> torch.Tensor:
             return torch.randn(1, heads, n, dim, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def kernels() -> None:
             return torch.tensor(values, dtype=torch.int32, device="cuda")
 
         q, k, v = fresh(rows, kv * group), fresh(rows, kv), fresh(rows, kv)
-        plan = DecodePlan(tables.int(), lens.int().cuda())
+        plan = DecodePlan(*layers, tables.int(), lens.int().cuda())
         out = plan.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
         for r in range(rows):
             want = reference(q[0, :, r][None], *stores, tables[r], int(lens[r]), window, softcap)
@@ -112,22 +112,22 @@ def kernels() -> None:
         ]
         blocks = [(r, s) for r, c in enumerate(counts) for s in range(0, c, 64)]
         firsts = [sum(counts[:r]) for r in range(rows)]
-        feed = FeedPlan(
-            tables.int(), torch.tensor(pages).cuda(), torch.tensor(positions).cuda() % page,
+        prefill = PrefillPlan(
+            *layers, tables.int(), torch.tensor(pages).cuda(), torch.tensor(positions).cuda() % page,
             ragged([r for r, _ in blocks]), ragged([s for _, s in blocks]),
             ragged(firsts), ragged(counts), ragged(lens.tolist()), 64,
         )  # fmt: skip
-        out = feed.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        out = prefill.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
         for r in range(rows):
             mine = slice(firsts[r], firsts[r] + counts[r])
             want = reference(q[0, :, mine].transpose(0, 1), *stores, tables[r], int(lens[r]), window, softcap)
-            worst["feed"] = max(worst["feed"], (out[mine].float() - want).abs().max().item())
+            worst["prefill"] = max(worst["prefill"], (out[mine].float() - want).abs().max().item())
     report(what="kernel vs reference, max difference", **worst, target=2e-2)
 
 
 @torch.inference_mode()
 def parity(model: Any) -> None:
-    """Engine logprobs beside the plain forward's, bf16."""
+    """Engine logprobs beside the model's own forward, bf16."""
     engine = Engine(model, kv_memory_gib=4)
     group = [s for p in prompts(4, 300) for s in engine.fork(engine.open(p), 4)]
     turns = engine.sample(group, [SamplingParams(64, seed=i) for i in range(16)])

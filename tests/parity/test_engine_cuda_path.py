@@ -50,9 +50,12 @@ class EvenBehindOdd:  # a grammar: behind an odd id comes an even one
     def accept(self, token_id):
         self.odd = token_id % 2 == 1
 
-def turns():
-    engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
-    assert (engine.runner.lean is not None) == asked["lean"]
+def turns(nap=False):
+    engine = engine_module.Engine(
+        model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False,
+        compile_grammar=lambda text: EvenBehindOdd(),
+    )
+    assert (engine.runner.fast_decoder is not None) == asked["fast"]
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
     out = []
     for more in ([], [4, 5, 6]):
@@ -62,8 +65,12 @@ def turns():
             SamplingParams(5, temperature=0.0), SamplingParams(4, seed=7), SamplingParams(5, 0.7, stop_token_ids=(1,)),
         ]
         out += engine.sample(group, params)
+        if nap:
+            engine.sleep()
+            assert engine.runner.keys.numel() == engine.runner.values.numel() == 0
+            engine.wake()
     if asked["grammar"]:
-        held = SamplingParams(6, seed=3, grammar=EvenBehindOdd())
+        held = SamplingParams(6, seed=3, grammar="even behind odd")
         out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
         ids = out[-1].token_ids
         assert not any(a % 2 and b % 2 for a, b in zip(ids, ids[1:])), ids
@@ -76,8 +83,8 @@ expected = turns()
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = asked["programs"]
 model.to(device)
-for a, b in zip(expected, turns(), strict=True):
-    assert a.token_ids == b.token_ids and a.finish == b.finish, (a, b)
+for a, b in zip(expected, turns(nap=asked["nap"]), strict=True):
+    assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
 print("SAME")
 """
@@ -88,7 +95,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
-from palestra.engine.cuda import fast_decoder as cuda_lean
+from palestra.engine.cuda import fast_decoder, paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
 sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -98,17 +105,18 @@ model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()  # 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 engine_module.build_runner = CudaRunner
+paged_ops.DECODE_PROGRAMS = 4
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
-assert engine.runner.lean is not None
+assert engine.runner.fast_decoder is not None
 products = []
-real = cuda_lean.layer_kernels.gated_product
+real = fast_decoder.layer_kernels.gated_product
 
 class Noted:
     def __getitem__(self, grid):
         products.append(grid)
         return real[grid]
 
-cuda_lean.layer_kernels.gated_product = Noted()
+fast_decoder.layer_kernels.gated_product = Noted()
 session = engine.open([5, 17, 9, 23, 61, 3, 42])
 [turn] = engine.sample([session], SamplingParams(5, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
@@ -116,6 +124,29 @@ expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1
 assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < 0.02, (expected, turn.logprobs)
 assert products, "the product of our own was not used"
 print("SAME")
+"""
+
+FAULT = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+import palestra.engine.engine as engine_module
+from palestra.core.errors import UnsupportedModel
+from palestra.engine.cuda import paged_ops, runner
+
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+config = AutoConfig.for_model("olmo2", vocab_size=64, num_hidden_layers=1, pad_token_id=0, **sizes)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+model.to("cuda" if torch.cuda.is_available() else "cpu")
+engine_module.build_runner = runner.CudaRunner
+paged_ops.DECODE_PROGRAMS = 1
+right = runner.padded_tables
+runner.padded_tables = lambda tables: right(tables)[:, ::-1].copy()  # a prompt's pages in the wrong order
+try:
+    engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)
+except UnsupportedModel as error:
+    assert "differ from the model's own" in str(error)
+    print("SAME")
 """
 
 PRODUCT = """
@@ -134,7 +165,7 @@ print("SAME")
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "lean", "programs"),
+    ("family", "more", "fast", "programs"),
     [
         ("gemma2", {"sliding_window": 7}, False, 16),
         ("qwen3", {}, True, 1),  # one program a row; with 16 its pages are split among two
@@ -143,10 +174,23 @@ print("SAME")
     ],
 )
 def test_cuda_path_samples_what_the_cpu_path_samples(
-    run_kernels: RunKernels, family: str, more: dict[str, Any], lean: bool, programs: int
+    run_kernels: RunKernels, family: str, more: dict[str, Any], fast: bool, programs: int
 ) -> None:
-    asked = {"family": family, "more": more, "lean": lean, "programs": programs, "grammar": family == "gemma2"}
+    asked = {
+        "family": family,
+        "more": more,
+        "fast": fast,
+        "programs": programs,
+        "grammar": family == "gemma2",
+        "nap": family == "mistral",
+    }
     status, said = run_kernels(SCRIPT, json.dumps(asked))
+    assert status == 0, said[-3000:]
+    assert said.endswith("SAME\n")
+
+
+def test_a_wrong_page_is_noticed_at_load(run_kernels: RunKernels) -> None:
+    status, said = run_kernels(FAULT)
     assert status == 0, said[-3000:]
     assert said.endswith("SAME\n")
 
@@ -157,7 +201,7 @@ def test_the_gated_product_is_the_gate_times_the_value(run_kernels: RunKernels) 
     assert said.endswith("SAME\n")
 
 
-def test_in_half_precision_the_lean_way_rounds_as_the_module_does(run_kernels: RunKernels) -> None:
+def test_in_half_precision_the_fast_decoder_rounds_as_the_module_does(run_kernels: RunKernels) -> None:
     status, said = run_kernels(HALF)
     assert status == 0, said[-3000:]
     assert said.endswith("SAME\n")

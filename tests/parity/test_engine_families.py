@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from palestra.core.types import SamplingParams
-from palestra.engine.attention import UnsupportedModel
+from palestra.core.errors import UnsupportedModel
+from palestra.core.types import SamplingParams, Turn
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
 
@@ -26,12 +26,12 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def assert_turn_is_plain(model: Any, session: Session, turn_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-    start = len(session.token_ids) - len(turn_ids)
+def assert_turn_is_plain(model: Any, session: Session, turn: Turn) -> None:
+    start = len(session.token_ids) - len(turn.token_ids)
     logits = plain_logits(model, session.token_ids)[start - 1 : -1]
-    assert turn_ids == tuple(logits.argmax(-1).tolist())
+    assert turn.token_ids.tolist() == logits.argmax(-1).tolist()
     expected = logits.log_softmax(-1).max(-1).values
-    assert (expected - torch.tensor(logprobs)).abs().max() <= 1e-4
+    assert (expected - torch.tensor(turn.logprobs)).abs().max() <= 1e-4
 
 
 def engine_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def rounds(engine: Engine, model: Any) -> None:
             for session, ids in zip(group, appended, strict=True):
                 engine.append(session, ids)
         for session, turn in zip(group, engine.sample(group, GREEDY), strict=True):
-            assert_turn_is_plain(model, session, turn.token_ids, turn.logprobs)
+            assert_turn_is_plain(model, session, turn)
     for session in group:
         engine.close(session)
     assert engine.pool.free == engine.pool.pages
@@ -96,7 +96,7 @@ def test_lora_wrapped_model_equals_the_plain_forward() -> None:
     assert model.training, "sampling must put the training mode back"
     model.eval()
     for session, turn in zip(group, turns, strict=True):
-        assert_turn_is_plain(model, session, turn.token_ids, turn.logprobs)
+        assert_turn_is_plain(model, session, turn)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from palestra.algo.batching import pack
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
+from palestra.learner.packed import pack_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_families import tiny_model
@@ -32,15 +32,23 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
             logprobs[i] += [0.0] * len(more)
         params = [SamplingParams(8 + i, temperature=temperature, seed=i) for i in range(4)]
         for i, turn in enumerate(engine.sample(group, params)):
-            logprobs[i] += turn.logprobs
+            logprobs[i] += turn.logprobs.tolist()
     samples = [
         Sample(
-            tuple(session.token_ids), tuple(x != 0.0 for x in row), (False,) * len(row), tuple(row), 1.0, 0, len(PROMPT)
+            session.token_ids,
+            policy_mask=[x != 0.0 for x in row],
+            echo_mask=[False] * len(row),
+            logprobs=row,
+            advantages=1.0,
+            prompt_length=len(PROMPT),
         )
         for session, row in zip(group, logprobs, strict=True)
     ]
     scorer = Scorer(model, temperature=temperature)
-    for batch in pack(samples, max_tokens=4096):
+    packed = pack_batch(
+        samples, max_tokens=4096, share_prefix=scorer.shares_prefix, echo=False, device=torch.device("cpu")
+    )
+    for micro in packed.micro_batches:
         with torch.no_grad(), scorer.session():
-            learned, _ = scorer(batch)
-        assert (learned - batch.sampler_logprobs)[batch.trained].abs().max() <= 1e-5
+            learned, _ = scorer(micro)
+        assert (learned - micro.batch.sampler_logprobs)[micro.policy].abs().max() <= 1e-5

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from palestra.core.errors import UnsupportedModel
 
 ENGINE_ATTENTION = "palestra_engine"
+REMEDY = "sample with engine=plain"
 
 
 class AttentionPlan(Protocol):
@@ -51,7 +52,7 @@ def engine_attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
     if s_aux is not None:
-        raise UnsupportedModel("attention sinks are not supported by the paged engine; sample with engine=plain")
+        raise UnsupportedModel(f"attention sinks are not supported by the paged engine; {REMEDY}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module, query, key, value, scale, sliding_window, softcap), None
 
@@ -99,26 +100,26 @@ def attend_part(
     q: Tensor,  # [B, H, Q, D]
     k: Tensor,  # [B, H, L, D]
     v: Tensor,
-    hidden: Tensor | None,  # added to the scores, [B or 1, 1, Q or 1, L]
+    bias: Tensor | None,  # added to the scores, [B or 1, 1, Q or 1, L]
     scale: float,
     softcap: float | None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a part of the keys [B, H, Q, D], and its log-sum-exp [B, H, Q], by which parts are merged.
 
-    `causal` is for as many queries as keys, without `hidden`.
+    `causal` is for as many queries as keys, without `bias`.
     """
     if softcap is None and k.shape[-1] == v.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=hidden, scale=scale
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
         )
     scores = torch.matmul(q * scale, k.transpose(-1, -2))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), hidden_value(scores.dtype))
-    elif hidden is not None:
-        scores += hidden
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), masked_score(scores.dtype))
+    elif bias is not None:
+        scores += bias
     total = scores.logsumexp(-1)
     return torch.matmul(scores.sub_(total[..., None]).exp_(), v), total
 
@@ -128,6 +129,6 @@ def merge_parts(a: Tensor, a_total: Tensor, b: Tensor, b_total: Tensor) -> Tenso
     return torch.lerp(a, b, (b_total - a_total).sigmoid_()[..., None].to(a.dtype))
 
 
-def hidden_value(dtype: torch.dtype) -> float:
-    """What hides a key. Finite, so that a part of which a query sees nothing merges with weight 0 and not as NaN."""
+def masked_score(dtype: torch.dtype) -> float:
+    """The score of a masked key. Finite, so that a part whose keys are all masked merges with weight 0, not as NaN."""
     return torch.finfo(dtype).min / 2

@@ -8,23 +8,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UnsupportedModel
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
-from palestra.engine.check import check_logits
-from palestra.engine.cpu.kv_slots import KVShape
+from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
+from palestra.engine.kv_shape import KVShape
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
+from palestra.engine.sampler import check_params
 from palestra.engine.scheduler import KVMemory, Scheduler
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.stops import StopStrings
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -36,8 +40,14 @@ class Runner(KVMemory, Protocol):
 
     def weights_changed(self) -> None: ...
 
-    def give_up_lean(self) -> bool:
-        """Run every layer through the module from now on; False if that was so before."""
+    def release_memory(self) -> None:
+        """Give the KV memory back; no session has KV at this moment."""
+        ...
+
+    def reserve_memory(self) -> None: ...
+
+    def disable_fast_path(self) -> bool:
+        """Run the module's own layers from now on; False if that was so before."""
         ...
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
@@ -81,12 +91,18 @@ class Engine:
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
+        self._asleep = self._warned = False
         if self_check:
-            check_logits(self)
+            self._check()
 
     @property
     def pool(self) -> PagePool:
         return self.scheduler.pool
+
+    @property
+    def _capacity(self) -> int:
+        """The most tokens that one session may have."""
+        return min(self.context, self.pool.pages * self.pool.page_size)
 
     @property
     def busy(self) -> bool:
@@ -94,8 +110,8 @@ class Engine:
 
     def open(self, prompt_ids: Sequence[int]) -> Session:
         """A session that starts with these tokens. Nothing is computed until it is sampled."""
-        ids = self._checked(prompt_ids)
-        limit = min(self.context, self.pool.pages * self.pool.page_size)
+        ids = self._valid_ids(prompt_ids)
+        limit = self._capacity
         if not ids:
             raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
         if len(ids) >= limit:
@@ -111,13 +127,13 @@ class Engine:
             raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)
         session.closed = True
-        session.heirs = n
+        session.children = n
         return [Session(list(session.token_ids), source=session) for _ in range(n)]
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
-        """Feed tokens that the model did not make; they are computed with the next sample."""
+        """Add tokens that the model did not make; they are computed with the next sample."""
         self._check_idle(session)
-        session.token_ids += self._checked(token_ids)
+        session.token_ids += self._valid_ids(token_ids)
 
     @torch.inference_mode()
     def close(self, session: Session) -> None:
@@ -150,6 +166,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """One forward over everybody who can run; the turns that ended with it."""
+        if self._asleep:
+            raise PalestraError("the engine has given its KV memory back (sleep); call wake before sampling")
         chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return self._unstick()
@@ -175,13 +193,29 @@ class Engine:
         self.scheduler.drop_all()
         self.runner.weights_changed()
 
+    @torch.inference_mode()
     def sleep(self) -> None:
         """Give the KV cache's memory back; sessions stay, and are computed again after `wake`."""
-        self.scheduler.drop_all()
-        self.runner.release_memory()
+        if not self._asleep:
+            self.scheduler.drop_all()
+            self.runner.release_memory()
+            self._asleep = True
 
     def wake(self) -> None:
-        self.runner.reserve_memory()
+        if self._asleep:
+            self.runner.reserve_memory()
+            self._asleep = False
+
+    def _check(self) -> None:
+        """Compare with the model's own forward; without the fast decoder if that is what differs."""
+        size, capacity = self.pool.page_size, self._capacity
+        try:
+            check_logprobs(self, self.model, size, capacity)
+        except UnsupportedModel as error:
+            if not self.runner.disable_fast_path():
+                raise
+            log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
+            check_logprobs(self, self.model, size, capacity)
 
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""
@@ -229,27 +263,35 @@ class Engine:
         stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         if stuck is None:
             return []
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "the KV cache (%d tokens) is too small for one rollout: a turn is cut off after %d tokens, finish="
+                "'length', and so will others; raise model.kv_memory_gib, or lower rollout.max_new_tokens",
+                self.pool.pages * self.pool.page_size,
+                len(stuck.session.token_ids),
+            )
         if stuck.params is not None:
             self._end(stuck, "length")
             return [stuck]
-        heirs = [job for job in self.scheduler.waiting if job.session.source is stuck.session]
+        children = [job for job in self.scheduler.waiting if job.session.source is stuck.session]
         self.scheduler.withdraw(stuck)
-        for job in heirs:
+        for job in children:
             self._end(job, "length")
-        return heirs
+        return children
 
     def _release(self, session: Session) -> None:
-        """Pages back; the source too when its last heir is gone."""
+        """Give pages back; the source's too when its last child is gone."""
         self.scheduler.drop(session)
         source, session.source = session.source, None
         if source is not None:
-            source.heirs -= 1
-            if source.heirs == 0:
+            source.children -= 1
+            if source.children == 0:
                 if source.job is not None:
                     self.scheduler.withdraw(source.job)
                 self._release(source)
 
-    def _checked(self, token_ids: Iterable[int]) -> list[int]:
+    def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:
         ids = [int(token) for token in token_ids]
         if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
             wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
@@ -263,23 +305,6 @@ class Engine:
             raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
         if session.job is not None:
             raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
-
-
-def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
-    """Refuse what cannot be sampled, in words."""
-    rules = (
-        (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
-        (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
-        (0 < params.top_p <= 1, f"top_p={params.top_p} is outside (0, 1]; 1 keeps every token"),
-        (params.top_k >= 0, f"top_k={params.top_k} is negative; 0 keeps every token"),
-        (0 <= params.min_p <= 1, f"min_p={params.min_p} is outside [0, 1]; 0 keeps every token"),
-        (params.repetition_penalty > 0, f"repetition_penalty={params.repetition_penalty} must be above 0; 1 is off"),
-        (has_tokenizer or not params.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
-        (all(params.stop), "an empty stop string would end every turn at once; leave it out"),
-    )
-    for holds, complaint in rules:
-        if not holds:
-            raise PalestraError(complaint)
 
 
 def default_kv_bytes(device: torch.device) -> float:

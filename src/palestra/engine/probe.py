@@ -1,4 +1,4 @@
-"""Can the engine run this model? Find its KV shape, refuse what is unknown, check the logits."""
+"""Can the engine run this model? Find the shape of its KV, or refuse it by name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch, UnsupportedModel
-from palestra.engine.cpu.kv_slots import KVShape
+from palestra.core.errors import UnsupportedModel
+from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+from palestra.engine.kv_shape import KVShape
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-REMEDY = "sample with engine=plain"
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """An attention plan that computes plain causal attention and notes what each layer brings."""
+    """An attention plan that computes causal attention without a cache and notes the KV shape of each layer."""
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -42,6 +42,10 @@ def text_config(model: nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
 
 
+def has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def kv_shape(model: Any) -> KVShape:
     """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
     config = text_config(model)
@@ -51,16 +55,15 @@ def kv_shape(model: Any) -> KVShape:
         raise UnsupportedModel(
             f"{name} has layers of type {', '.join(foreign)}; the paged engine knows attention only; {REMEDY}"
         )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{name} does not attend through transformers' attention interface, which the paged engine needs; {REMEDY}"
+        )
     probe = ShapeProbe()
     device = next(model.parameters()).device
-    try:
-        with torch.inference_mode(), AttentionSwitch(model).use(ENGINE_ATTENTION, training=False):
-            ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-            model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, plan=probe)
-    except UnsupportedModel:
-        raise
-    except Exception as error:
-        raise UnsupportedModel(f"{name} does not run with the paged engine ({error}); {REMEDY}") from error
+    with torch.inference_mode(), AttentionSwitch(model).use(ENGINE_ATTENTION, training=False):
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, plan=probe)
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         raise UnsupportedModel(
             f"{name} has {config.num_hidden_layers} layers and {len(probe.layers)} of them attend through the "
@@ -68,6 +71,6 @@ def kv_shape(model: Any) -> KVShape:
         )
     shapes = set(probe.layers.values())
     if len(shapes) > 1:
-        raise UnsupportedModel(f"{name} has layers of differing KV shapes {sorted(shapes)}; {REMEDY}")
+        raise UnsupportedModel(f"{name} has layers of different KV shapes {sorted(shapes)}; {REMEDY}")
     heads, key_dim, value_dim = shapes.pop()
     return KVShape(config.num_hidden_layers, heads, key_dim, value_dim, model.dtype)

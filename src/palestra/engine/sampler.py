@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.core.errors import PalestraError
 from palestra.core.types import Matching, SamplingParams
 from palestra.engine.session import Job
 
@@ -30,6 +31,23 @@ class SamplingRow(NamedTuple):
     def truncates(self) -> bool:
         p = self.params
         return p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0
+
+
+def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
+    """Refuse what cannot be sampled, in words."""
+    rules = (
+        (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
+        (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
+        (0 < params.top_p <= 1, f"top_p={params.top_p} is outside (0, 1]; 1 keeps every token"),
+        (params.top_k >= 0, f"top_k={params.top_k} is negative; 0 keeps every token"),
+        (0 <= params.min_p <= 1, f"min_p={params.min_p} is outside [0, 1]; 0 keeps every token"),
+        (params.repetition_penalty > 0, f"repetition_penalty={params.repetition_penalty} must be above 0; 1 is off"),
+        (has_tokenizer or not params.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
+        (all(params.stop), "an empty stop string would end every turn at once; leave it out"),
+    )
+    for holds, complaint in rules:
+        if not holds:
+            raise PalestraError(complaint)
 
 
 def uniforms(seeds: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ class Scheduler:
         """Take a job out, finished or not; its session keeps its KV and may go on later."""
         if job in self.running:
             self.running.remove(job)
-            self._park(job.session)
+            self._to_idle(job.session)
         elif job in self.waiting:
             self.waiting.remove(job)
         job.session.job = None
@@ -62,7 +62,7 @@ class Scheduler:
     def drop_all(self) -> None:
         """Forget every KV (the weights changed); jobs under way are computed again."""
         for job in self.running:
-            self.memory.leave(job.session, keep=False)
+            self._leave(job.session, keep=False)
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         for session in list(self.holders):
@@ -109,24 +109,25 @@ class Scheduler:
                     self.waiting.appendleft(Job(source, None, len(source.token_ids)))
                     source.job = self.waiting[0]
                 continue
-            if not self._adopt(job.session) or not self._fits(job):
+            if not self._inherit_prefix(job.session) or not self._fits(job):
                 self.waiting.appendleft(job)
                 break
             if job.pending <= 0:  # a fill whose KV is there already
                 job.session.job = None
                 continue
             self.memory.enter(job.session)
+            job.session.running = True
             self.running.append(job)
         self.waiting.extendleft(reversed(blocked))
 
     def _unfilled_source(self, session: Session) -> Session | None:
-        """The source that must be computed before this session can adopt it, if any."""
+        """The source that must be computed before this session can inherit from it, if any."""
         source = session.source
         if source is None or session.kv_len > 0 or source.fill_target <= 0:
             return None
         return source if source.kv_len < source.fill_target else None
 
-    def _adopt(self, session: Session) -> bool:
+    def _inherit_prefix(self, session: Session) -> bool:
         """Share the source's pages; False when there is no page for the partial one."""
         source = session.source
         if source is None or session.kv_len > 0 or source.fill_target <= 0:
@@ -148,7 +149,7 @@ class Scheduler:
         return self._free_up(missing, keep=(session,)) or not self.running
 
     def _room(self, job: Job, count: int) -> bool:
-        """Take the pages for `count` more tokens, preempting younger jobs if need be."""
+        """Take the pages for `count` more tokens, preempting younger jobs if necessary."""
         session = job.session
         missing = self.pool.needed(session.kv_len + count) - len(session.table)
         if missing <= 0:
@@ -171,7 +172,7 @@ class Scheduler:
         if pages <= self.pool.free:
             return True
         kept = set(keep)
-        idle = [s for s in self.holders if s not in kept and (s.job is None or s.lane < 0)]
+        idle = [s for s in self.holders if s not in kept and not s.running]
         for session in sorted(idle, key=lambda s: s.job is not None):
             self.drop(session)
             self.dropped_sessions += 1
@@ -182,18 +183,22 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         self.running.remove(job)
         self._preempted.add(job)
-        self.memory.leave(job.session, keep=False)
+        self._leave(job.session, keep=False)
         self.drop(job.session)
         self.dropped_sessions += 1
         self.waiting.appendleft(job)
 
-    def _park(self, session: Session) -> None:
+    def _to_idle(self, session: Session) -> None:
         """Out of the running batch, KV kept; room that was reserved and not used goes back."""
-        self.memory.leave(session, keep=True)
+        self._leave(session, keep=True)
         used = self.pool.needed(session.kv_len)
         self.pool.release(session.table[used:])
         del session.table[used:]
         self._touch(session)
+
+    def _leave(self, session: Session, keep: bool) -> None:
+        self.memory.leave(session, keep)
+        session.running = False
 
     def _touch(self, session: Session) -> None:
         self.holders.pop(session, None)

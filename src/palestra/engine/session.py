@@ -13,7 +13,7 @@ class Session:
     """Tokens, and how many of them have their KV in pages.
 
     A forked session has a `source`: the sequence that it and its siblings go on from. The source is
-    computed once; each child adopts its pages. `shared_len` is how many leading tokens were adopted.
+    computed once; each child inherits its pages. `shared_len` is how many leading tokens were inherited.
     """
 
     token_ids: list[int]
@@ -21,14 +21,15 @@ class Session:
     table: list[int] = field(default_factory=list)
     kv_len: int = 0
     shared_len: int = 0
-    heirs: int = 0
+    children: int = 0  # that may still need this source
     closed: bool = False
     job: Job | None = None
-    lane: int = -1
+    running: bool = False  # in the scheduler's batch
+    slot: int = -1  # of contiguous KV on the CPU, while it runs
 
     @property
     def fill_target(self) -> int:
-        """KV that children adopt: all but the last token, which each child feeds to sample from."""
+        """KV that children inherit: all but the last token, which each child computes to sample from."""
         return len(self.token_ids) - 1
 
 
@@ -46,7 +47,7 @@ class Job:
 
     @property
     def pending(self) -> int:
-        """Tokens to feed before the next one can be sampled (or before the fill is done)."""
+        """Tokens to compute before the next one can be sampled (or before the fill is done)."""
         end = len(self.session.token_ids) if self.params is not None else self.session.fill_target
         return end - self.session.kv_len
 
@@ -59,7 +60,7 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """What one session does in one step: feed `count` tokens from its `kv_len` on, then perhaps sample."""
+    """What one session does in one step: compute `count` tokens from its `kv_len` on, then perhaps sample."""
 
     job: Job
     count: int

@@ -1,15 +1,16 @@
-"""Plain batched sampling: left-padded, in lock step, any causal language model.
+"""Naive batched sampling: left-padded, in lock step, any causal language model.
 
-The slow, simple way that needs nothing of the model but a forward with a cache. It is what models
-fall back to that the engine cannot run, and the yardstick that the engine is measured against.
+Slow and simple: it needs nothing of the model but a forward with a cache. Models that the engine cannot run fall
+back to it, and the engine is measured against it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +19,15 @@ from palestra.chat.callgrammar import grammar_compiler
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.engine.sampler import SamplingRow, sample
+from palestra.engine.sampler import SamplingRow, check_params, sample
+from palestra.engine.stops import StopStrings
 from palestra.policy.load_weights import load_weights
 
 
 @dataclass(eq=False, slots=True)
 class NaiveSession:
     token_ids: list[int]
+    closed: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +37,7 @@ class _Request:
     done: asyncio.Future[Turn]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
     matching: Matching | None = None
 
@@ -41,6 +45,15 @@ class _Request:
     def row(self) -> SamplingRow:
         tokens = self.session.token_ids + self.ids
         return SamplingRow(self.params, len(tokens), tokens, self.matching if self.finish is None else None)
+
+
+class _KV(NamedTuple):
+    """The cache of a batch, and what is computed next."""
+
+    cache: Any
+    next_ids: Tensor  # [B, T]
+    mask: Tensor  # [B, cached + T]
+    version: int
 
 
 class NaivePolicy:
@@ -51,6 +64,8 @@ class NaivePolicy:
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._version = 0
+        self._weights_lock = threading.Lock()
+        self._stops = StopStrings(tokenizer)
         self._compile_grammar = grammar_compiler(tokenizer)
         self._waiting: list[_Request] = []
         self._worker: asyncio.Task[None] | None = None
@@ -60,8 +75,9 @@ class NaivePolicy:
         return self._version
 
     def update(self, weights: Weights) -> None:
-        load_weights(self._model, weights)
-        self._version = weights.version
+        with self._weights_lock:  # batches run in a thread
+            load_weights(self._model, weights)
+            self._version = weights.version
 
     def sleep(self) -> None:
         """No KV is kept between turns."""
@@ -70,20 +86,26 @@ class NaivePolicy:
 
     def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):
-            raise PalestraError("the prompt is empty; give it at least one token")
+            raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
         return NaiveSession([int(i) for i in prompt_ids])
 
     def fork(self, session: NaiveSession, n: int) -> list[NaiveSession]:
         if n < 1:
-            raise PalestraError(f"fork into {n} sessions; use 1 or more")
+            raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
+        _check_open(session)
+        session.closed = True
         return [NaiveSession(list(session.token_ids)) for _ in range(n)]
 
     def append(self, session: NaiveSession, token_ids: Sequence[int]) -> None:
-        session.token_ids += token_ids
+        _check_open(session)
+        session.token_ids += [int(i) for i in token_ids]
 
-    def close(self, session: NaiveSession) -> None: ...
+    def close(self, session: NaiveSession) -> None:
+        session.closed = True
 
     async def sample(self, session: NaiveSession, params: SamplingParams) -> Turn:
+        _check_open(session)
+        check_params(params, self._tokenizer is not None)
         request = _Request(session, params, asyncio.get_running_loop().create_future())
         request.matching = self._compile_grammar(params.grammar).start() if params.grammar is not None else None
         self._waiting.append(request)
@@ -105,43 +127,49 @@ class NaivePolicy:
             try:
                 await asyncio.to_thread(self._run, batch)
             except Exception as error:
-                _settle(batch, error)
+                _resolve(batch, error)
             else:
-                _settle(batch, None, self._version)
+                _resolve(batch)
 
     @torch.inference_mode()
     def _run(self, batch: list[_Request]) -> None:
         training = self._model.training
         self._model.eval()
         try:
-            device = next(self._model.parameters()).device
-            ids, mask = _left_pad([r.session.token_ids for r in batch], device)
-            cache = None
-            for _ in range(max(r.params.max_new_tokens for r in batch)):
-                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-                out = self._model(
-                    ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-                cache = out.past_key_values
-                ids = self._advance(batch, out.logits[:, -1].float())
-                mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=-1)
-                if all(r.finish for r in batch):
-                    return
+            kv: _KV | None = None
+            while not all(request.finish for request in batch):
+                with self._weights_lock:
+                    kv = self._step(batch, kv)
         finally:
             self._model.train(training)
 
+    def _step(self, batch: list[_Request], kv: _KV | None) -> _KV:
+        """One token for each request; from the first token on if the cache is of other weights."""
+        if kv is None or kv.version != self._version:
+            rows = [request.session.token_ids + request.ids for request in batch]
+            ids, mask = _left_pad(rows, next(self._model.parameters()).device)
+            kv = _KV(None, ids, mask, self._version)
+        positions = (kv.mask.cumsum(-1) - 1).clamp(min=0)[:, -kv.next_ids.shape[1] :]
+        out = self._model(
+            kv.next_ids,
+            attention_mask=kv.mask,
+            position_ids=positions,
+            past_key_values=kv.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        next_ids = self._advance(batch, out.logits[:, -1].float())
+        mask = torch.cat([kv.mask, kv.mask.new_ones(len(batch), 1)], dim=-1)
+        return _KV(out.past_key_values, next_ids, mask, self._version)
+
     def _advance(self, batch: list[_Request], logits: Tensor) -> Tensor:
-        """Sample a token for each request that goes on; give what is fed next, [B, 1]."""
+        """Sample a token for each request that goes on; the next input ids [B, 1]."""
         tokens, logprobs = sample(logits, [request.row for request in batch])
         for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
             if request.finish is None:
                 request.ids.append(token)
                 request.logprobs.append(logprob)
+                request.versions.append(self._version)
                 if request.matching is not None:
                     request.matching.accept(token)
                 request.finish = self._finish(request)
@@ -151,14 +179,17 @@ class NaivePolicy:
         params = request.params
         if request.ids[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop and self._tokenizer is not None:
-            text = self._tokenizer.decode(request.ids)
-            if any(stop in text for stop in params.stop):
-                return "stop"
+        if params.stop and self._stops.found(request.ids, params.stop):
+            return "stop"
         return "length" if len(request.ids) >= params.max_new_tokens else None
 
 
-def _settle(batch: list[_Request], error: Exception | None, version: int = 0) -> None:
+def _check_open(session: NaiveSession) -> None:
+    if session.closed:
+        raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
+
+
+def _resolve(batch: list[_Request], error: Exception | None = None) -> None:
     for request in batch:
         if request.done.done():
             continue
@@ -166,7 +197,7 @@ def _settle(batch: list[_Request], error: Exception | None, version: int = 0) ->
             request.done.set_exception(error)
         else:
             finish = request.finish or "length"
-            turn = Turn("model", request.ids, request.logprobs, version, finish)  # type: ignore[arg-type]
+            turn = Turn("model", request.ids, request.logprobs, request.versions, finish)  # type: ignore[arg-type]
             request.done.set_result(turn)
 
 

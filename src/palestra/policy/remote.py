@@ -67,7 +67,7 @@ class RemotePolicy:
         return sampled
 
     def append(self, session: RemoteSession, token_ids: Sequence[int]) -> None:
-        session.token_ids += token_ids
+        session.token_ids += [int(i) for i in token_ids]  # `list += array` would add number by number
 
     def close(self, session: RemoteSession) -> None:
         """Nothing is held for it anywhere."""

@@ -88,18 +88,18 @@ def test_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(model: Any)
         forked = engine.fork(engine.open(PROMPT), 2)
         turns = engine.sample([*crowd, *forked], [*others, params, params])
         for turn in turns[-2:]:
-            assert turn.token_ids == alone.token_ids
+            assert turn.token_ids.tolist() == alone.token_ids.tolist()
             assert turn.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def test_text_is_the_same_when_memory_is_scarce(model: Any) -> None:
-    def texts(tokens: int) -> list[tuple[int, ...]]:
+    def texts(tokens: int) -> list[list[int]]:
         engine = engine_with(model, tokens)
         group = [s for i in range(3) for s in engine.fork(engine.open(PROMPT[i:]), 3)]
         out = []
         for _ in range(3):
             turns = engine.sample(group, [SamplingParams(12, seed=i) for i in range(9)])
-            out += [turn.token_ids for turn in turns]
+            out += [turn.token_ids.tolist() for turn in turns]
             for session in group:
                 engine.append(session, [4, 4, 4])
         for session in group:
@@ -129,7 +129,7 @@ def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
     turn = engine.sample([session], SamplingParams(1000))[0]
     assert turn.finish == "length"
     assert len(session.token_ids) == CONTEXT
-    assert engine.sample([session], SamplingParams(1))[0].token_ids == ()
+    assert engine.sample([session], SamplingParams(1))[0].token_ids.tolist() == []
 
 
 def test_long_prompts_are_fed_in_chunks_while_others_decode(model: Any) -> None:
@@ -140,7 +140,7 @@ def test_long_prompts_are_fed_in_chunks_while_others_decode(model: Any) -> None:
     assert max(counts) <= 16
     big = Engine(model, kv_memory_gib=0.01)
     again = big.sample([big.open(PROMPT[:2]), big.open(PROMPT * 9)], SamplingParams(10, temperature=0.0))
-    assert [t.token_ids for t in turns] == [t.token_ids for t in again]
+    assert [t.token_ids.tolist() for t in turns] == [t.token_ids.tolist() for t in again]
 
 
 class Letters:
@@ -168,10 +168,10 @@ def test_stop_string_that_never_comes_ends_by_length(model: Any) -> None:
 
 def test_stop_token_ends_the_turn_and_is_part_of_it(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01)
-    free = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1))[0].token_ids
+    free = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1))[0].token_ids.tolist()
     turn = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1, stop_token_ids=(free[5],)))[0]
     assert turn.finish == "stop"
-    assert turn.token_ids == free[: free.index(free[5]) + 1]
+    assert turn.token_ids.tolist() == free[: free.index(free[5]) + 1]
 
 
 @pytest.mark.parametrize(
@@ -266,5 +266,39 @@ def test_a_thousand_rollouts_with_delays_and_cancellations_lose_nothing(model: A
     assert engine.pool.free == engine.pool.pages
     assert not engine.busy
     assert not engine.scheduler.holders
-    assert not engine.runner.lanes.sessions  # type: ignore[attr-defined]
+    assert not engine.runner.slots.sessions  # type: ignore[attr-defined]
     assert growth < 2_000_000
+
+
+def test_a_turn_that_meets_an_update_has_both_versions(model: Any) -> None:
+    engine = Engine(model, kv_memory_gib=0.01)
+    session = engine.open(PROMPT)
+    job = engine.submit(session, SamplingParams(8, temperature=0.0))
+    while len(job.logprobs) < 3:
+        engine.step()
+    kept = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    try:
+        engine.weights_changed(5)
+        assert session.kv_len == 0, "KV of the old weights is stale"
+        while job.finish is None:
+            engine.step()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([session.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    finally:
+        with torch.no_grad():
+            model.lm_head.weight.copy_(kept)
+    turn = job.result()
+    assert turn.versions.tolist() == [0] * 3 + [5] * 5
+    assert turn.token_ids.tolist() == [*(-logits[:3]).argmax(-1).tolist(), *logits[3:].argmax(-1).tolist()]
+
+
+def test_memory_that_cuts_turns_off_is_warned_of_once(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_with(model, 32)
+    assert not caplog.messages
+    for _ in range(2):
+        assert engine.sample([engine.open(PROMPT)], SamplingParams(100))[0].finish == "length"
+    [message] = caplog.messages
+    assert "model.kv_memory_gib" in message
+    assert "32 tokens" in message

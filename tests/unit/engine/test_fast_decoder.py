@@ -1,4 +1,4 @@
-"""The short forward of plain decoders: the module's numbers and newest weights; other models run as they are."""
+"""The fast decoder of Llama-like models: the module's numbers and newest weights; other models run as modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.core.types import SamplingParams
-from palestra.engine.cpu.fast_decoder import LeanDecoder
+from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
@@ -22,7 +22,7 @@ PROMPT = [5, 17, 99, 23, 64, 3, 42]
 
 
 def gap_to_the_module(engine: Engine, model: Any) -> float:
-    """Largest difference of a turn's logprobs to the plain forward's."""
+    """Largest difference of a turn's logprobs to the module's own."""
     session = engine.open(PROMPT)
     [turn] = engine.sample([session], GREEDY)
     with torch.no_grad():
@@ -32,18 +32,18 @@ def gap_to_the_module(engine: Engine, model: Any) -> float:
     return float((expected - torch.tensor(turn.logprobs)).abs().max())
 
 
-def takes_the_short_way(engine: Engine) -> bool:
-    return engine.runner.lean is not None  # type: ignore[attr-defined]
+def takes_the_fast_path(engine: Engine) -> bool:
+    return engine.runner.fast_decoder is not None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
-def test_plain_decoders_take_the_short_way(family: str) -> None:
-    assert takes_the_short_way(Engine(tiny_model(family), kv_memory_gib=0.01))
+def test_llama_like_decoders_take_the_fast_path(family: str) -> None:
+    assert takes_the_fast_path(Engine(tiny_model(family), kv_memory_gib=0.01))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "olmo2", "qwen3_moe", "granite"])
 def test_other_shapes_run_through_their_module(family: str) -> None:
-    assert not takes_the_short_way(Engine(tiny_model(family), kv_memory_gib=0.01))
+    assert not takes_the_fast_path(Engine(tiny_model(family), kv_memory_gib=0.01))
 
 
 def test_biases_and_norm_weights_are_not_forgotten() -> None:
@@ -55,7 +55,7 @@ def test_biases_and_norm_weights_are_not_forgotten() -> None:
         for parameter in model.parameters():
             parameter.add_(torch.rand_like(parameter) * 0.3)
     engine = Engine(model, kv_memory_gib=0.01)
-    assert takes_the_short_way(engine)
+    assert takes_the_fast_path(engine)
     assert gap_to_the_module(engine, model) <= 1e-5
 
 
@@ -76,52 +76,57 @@ def test_a_hook_on_a_module_keeps_it_on_the_way() -> None:
     model = tiny_model("llama")
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
     engine = Engine(model, kv_memory_gib=0.01)
-    assert not takes_the_short_way(engine)
+    assert not takes_the_fast_path(engine)
     assert gap_to_the_module(engine, model) <= 1e-5
 
 
 def test_numbers_that_differ_from_the_module_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
-    assert takes_the_short_way(Engine(model, kv_memory_gib=0.01))
+    assert takes_the_fast_path(Engine(model, kv_memory_gib=0.01))
     kind = type(model.model.layers[1].self_attn)
-    kind.use_rope = False  # only the short way reads it in this family
+    kind.use_rope = False  # only the fast decoder reads it in this family
     try:
-        assert LeanDecoder.of(model) is None
+        assert not takes_the_fast_path(Engine(model, kv_memory_gib=0.01))
     finally:
         del kind.use_rope
-    assert "differs" in caplog.text
+    assert "falling back to the module's own layers" in caplog.text
 
 
-class Backwards(LeanDecoder):
+class Backwards(CpuFastDecoder):
     """A decoder that has its logits in the wrong order."""
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         return super().__call__(*arguments).flip(-1)
 
 
-class Broken(LeanDecoder):
+class Broken(CpuFastDecoder):
     """A decoder that this machine cannot run."""
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         raise RuntimeError("out of resources")
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Backwards, "lean way differs"), (Broken, "out of resources")])
-def test_a_lean_way_that_goes_wrong_is_given_up_at_load(
-    kind: type[LeanDecoder], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_fast_decoder_that_is_wrong_is_disabled_at_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(LeanDecoder, "of", kind)
+    monkeypatch.setattr(CpuFastDecoder, "of", Backwards)
     engine = Engine(model, kv_memory_gib=0.01)
-    assert not takes_the_short_way(engine)
-    assert reason in caplog.text
+    assert not takes_the_fast_path(engine)
+    assert "differ from the model's own" in caplog.text
     assert gap_to_the_module(engine, model) <= 1e-5
     assert engine.pool.free == engine.pool.pages
+
+
+def test_a_fast_decoder_that_raises_is_not_taken_for_an_unsupported_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuFastDecoder, "of", Broken)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        Engine(tiny_model("llama"), kv_memory_gib=0.01)
 
 
 def test_a_window_that_the_family_does_not_heed_is_not_heeded() -> None:
     model = tiny_model("llama")
     model.config.sliding_window = 3
     engine = Engine(model, kv_memory_gib=0.01)
-    assert takes_the_short_way(engine)
+    assert takes_the_fast_path(engine)
     assert gap_to_the_module(engine, model) <= 1e-5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
-from palestra.engine.session import Session
-from palestra.policy.local import LocalPolicy, Pauses
+from palestra.core.weights import Weights
+from palestra.policy.local import LocalPolicy
 
 PROMPT = [5, 9, 33, 21, 60, 2]
 
@@ -56,7 +57,7 @@ def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:
 
     turns = asyncio.run(main())
     assert all(len(turn.token_ids) == len(turn.logprobs) == 10 for turn in turns)
-    assert len({turn.token_ids for turn in turns}) > 1
+    assert len({tuple(turn.token_ids) for turn in turns}) > 1
     assert steps == 11  # the prompt once, then ten tokens of all six
 
 
@@ -126,19 +127,20 @@ def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> 
         return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
 
     session = policy.open(PROMPT)
-    assert asyncio.run(turn()).policy_version == 0
+    assert asyncio.run(turn()).versions.tolist() == [0, 0, 0]
     kept = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     try:
-        policy.refresh(7)
+        policy.update(Weights(7, dict, model))
         assert session.kv_len == 0
         got = asyncio.run(turn())
         ids = torch.tensor([session.token_ids])
         with torch.no_grad():
             expected = model(input_ids=ids).logits[0, -4:-1].argmax(-1)
-        assert got.policy_version == policy.version == 7
-        assert got.token_ids == tuple(expected.tolist())
+        assert policy.version == 7
+        assert got.versions.tolist() == [7, 7, 7]
+        assert got.token_ids.tolist() == expected.tolist()
     finally:
         with torch.no_grad():
             model.lm_head.weight.copy_(kept)
@@ -166,41 +168,42 @@ def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) ->
         asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
 
 
-def waits(pauses: Pauses) -> bool:
-    """Whether a step would wait for a session whose tool runs."""
+def test_weights_of_the_engines_own_module_are_not_copied(model: Qwen3ForCausalLM) -> None:
+    def read() -> dict[str, torch.Tensor]:
+        raise AssertionError("nothing needs reading")
 
-    async def step() -> bool:
-        pauses.begin(Session([1]))
-        began = asyncio.get_running_loop().time()
-        await pauses.wait()
-        return asyncio.get_running_loop().time() - began >= 0.009
-
-    return asyncio.run(step())
-
-
-def pause(pauses: Pauses, seconds: float) -> None:
-    session = Session([1])
-    pauses.begin(session)
-    pauses._since[session] -= seconds
-    pauses.end(session)
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    policy.update(Weights(3, read, model))
+    assert policy.version == 3
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
-@pytest.mark.serial
-def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one() -> None:
-    pauses = Pauses(quick_s=0.05, patience_s=0.01)
-    for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
-        pause(pauses, seconds)
-    assert waits(pauses)
+def test_named_tensors_are_copied_into_the_module(model: Qwen3ForCausalLM) -> None:
+    own = copy.deepcopy(model)
+    policy = LocalPolicy(own, kv_memory_gib=0.01)
+    head = torch.randn_like(model.lm_head.weight)
+    policy.update(Weights(1, lambda: {"lm_head.weight": head}))
+    assert torch.equal(own.lm_head.weight, head)
+    assert own.lm_head.weight.data_ptr() != head.data_ptr()
+    other = dict(model.named_parameters())
+    assert all(torch.equal(p, other[name]) for name, p in own.named_parameters() if name != "lm_head.weight")
 
 
-@pytest.mark.serial
-def test_a_slow_tool_holds_the_others_up_once_and_is_measured_on() -> None:
-    pauses = Pauses(quick_s=0.05, patience_s=0.06)
-    assert waits(pauses)
-    assert not waits(pauses)
-    for _ in range(8):
-        pause(pauses, 0.001)
-    assert waits(pauses), "quick again"
-    for _ in range(8):
-        pause(pauses, 0.2)
-    assert not waits(pauses)
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({"lm_head.weight": torch.zeros(3, 3)}, "lm_head.weight of shape"),
+        ({"lora.weight": torch.zeros(3)}, "lora.weight of shape"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_change_nothing(
+    model: Qwen3ForCausalLM, tensors: dict[str, torch.Tensor], complaint: str
+) -> None:
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    norm = model.model.norm.weight
+    before = norm.clone()
+    with pytest.raises(PalestraError, match=complaint):
+        policy.update(Weights(1, lambda: {"model.norm.weight": torch.zeros_like(norm), **tensors}))
+    assert torch.equal(norm, before)
+    assert policy.version == 0

@@ -1,14 +1,12 @@
-"""The forward of plain decoders in few calls, for the CPU.
+"""The forward of Llama-like decoders in few calls, for the CPU.
 
-At a few rows a step costs what its calls cost, not its arithmetic. So the layers of the Llama shape are
-written out here with the weights laid out for small products: q, k and v as one, transposed, the norms'
-weights multiplied in. The copies are made anew when the weights change. The module stays the truth: what
-is not of this very shape, or gives other numbers on a few tokens, runs through the module itself.
+At a few rows a step costs what its calls cost, not its arithmetic. So the layers are written out here with the
+weights laid out for small matrix products: q, k and v as one, transposed, the norms' weights multiplied in. The
+copies are made anew when the weights change. The engine's self-check compares it with the module at load.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.engine.attention import ENGINE_ATTENTION, AttentionPlan, AttentionSwitch
-from palestra.engine.cpu.norms import norm_epsilon
-from palestra.engine.probe import ShapeProbe, text_config
-from palestra.engine.supported import is_plain_decoder, window_of
+from palestra.engine.attention import AttentionPlan
+from palestra.engine.probe import text_config
+from palestra.engine.supported import is_llama_like, norm_epsilon, sliding_window
 
-log = logging.getLogger(__name__)
-
-LARGEST_BYTES = 2 << 30  # of weights; beyond this a second copy is too dear
-CHECK_TOKENS, TOLERANCE = 12, 1e-4
+MAX_WEIGHT_BYTES = 2 << 30  # beyond this a second copy of the weights takes too much memory
 
 
 @dataclass(slots=True)
@@ -44,7 +38,7 @@ class _Weights:
     qk_norm: Tensor | None  # [H + KV, D]
 
 
-class LeanDecoder:
+class CpuFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP."""
 
     def __init__(self, model: Any) -> None:
@@ -61,19 +55,19 @@ class LeanDecoder:
         self._cos = self._sin = torch.empty(0, 1, self.head_dim)
 
     @classmethod
-    def of(cls, model: Any) -> LeanDecoder | None:
-        """For a model of this shape whose numbers it gives; None for any other."""
-        if not _fits(model):
-            return None
-        lean = cls(model)
-        difference = lean._difference()
-        if not difference <= TOLERANCE:
-            log.warning("%s runs layer by layer: the short way differs by %.2g", type(model).__name__, difference)
-            return None
-        return lean
+    def of(cls, model: Any) -> CpuFastDecoder | None:
+        """For a model of this shape, in float32 and not too large; None for any other."""
+        parameters = list(model.parameters())
+        here = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+        small = sum(p.nbytes for p in parameters) <= MAX_WEIGHT_BYTES
+        return cls(model) if here and small and is_llama_like(model) else None
 
     def weights_changed(self) -> None:
         self._seen = None
+
+    def release_memory(self) -> None:
+        """Drop the copies of the weights; the next call makes them again."""
+        self._seen, self._layers, self._head = None, [], torch.empty(0)
 
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
@@ -97,16 +91,16 @@ class LeanDecoder:
     def _attention(
         self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """What the heads bring together [N, H * D], before their output product."""
+        """The heads' outputs side by side [N, H * D], before their output product."""
         qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(x.shape[0], -1, self.head_dim)
         qk = qkv[:, : self.heads + self.kv_heads]
         if weights.qk_norm is not None:
             self._norms["head"](qk, out=qk).mul_(weights.qk_norm)
         if getattr(module, "use_rope", True):
-            turned = qk.roll(self.head_dim // 2, -1)
-            qk.mul_(cos).addcmul_(turned, sin)
+            rotated = qk.roll(self.head_dim // 2, -1)
+            qk.mul_(cos).addcmul_(rotated, sin)
         q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
-        return plan.attend(module, q, k, v, module.scaling, window_of(module), None).reshape(x.shape[0], -1)
+        return plan.attend(module, q, k, v, module.scaling, sliding_window(module), None).reshape(x.shape[0], -1)
 
     def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
         normed = self._norms["hidden"](x)
@@ -155,22 +149,6 @@ class LeanDecoder:
         signs[: self.head_dim // 2] = -1.0
         self._cos, self._sin = cos[0, :, None], (sin * signs)[0, :, None]
 
-    @torch.inference_mode()
-    def _difference(self) -> float:
-        """The largest difference to the module's logits on a few tokens, in units of their spread."""
-        vocabulary = text_config(self.model).vocab_size
-        ids = [(i * 7919 + 17) % vocabulary for i in range(CHECK_TOKENS)]
-        positions = list(range(CHECK_TOKENS))
-        with AttentionSwitch(self.model).use(ENGINE_ATTENTION, training=False):
-            expected = self.model(
-                input_ids=torch.tensor([ids]),
-                position_ids=torch.tensor([positions]),
-                use_cache=False,
-                plan=ShapeProbe(),
-            ).logits[0]
-        found = self(ids, positions, positions, ShapeProbe())
-        return float((found - expected).abs().max() / expected.std())
-
 
 class _Norm:
     """x / sqrt(mean(x²) + ε) without the constant √d, which is multiplied into the weights that follow."""
@@ -199,9 +177,3 @@ def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> T
 def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
     """[in, out] of linear layers side by side, their input scaled by a norm's weight."""
     return torch.cat([linear.weight.t() for linear in linears], dim=1).mul_(norm[:, None])
-
-
-def _fits(model: Any) -> bool:
-    parameters = list(model.parameters())
-    here = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
-    return here and sum(p.numel() * 4 for p in parameters) <= LARGEST_BYTES and is_plain_decoder(model)

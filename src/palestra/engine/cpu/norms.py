@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
+
 
 class FastNorms:
     """The model's RMS norms with quicker ones in their place for a while: torch's own, or one that is trained through.
@@ -19,8 +21,9 @@ class FastNorms:
 
     def __init__(self, model: nn.Module, *, trained: bool = False) -> None:
         found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
-        verdicts = {kind: norm_is_plain(next(m for m in found if type(m) is kind)) for kind in {type(m) for m in found}}
-        self._stand_ins = [(m, _trained(m) if trained else _fast(m)) for m in found if verdicts[type(m)]]
+        first = {type(m): m for m in reversed(found)}
+        standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
+        self._stand_ins = [(m, _trained(m) if trained else _fast(m)) for m in found if type(m) in standard]
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -31,13 +34,6 @@ class FastNorms:
         finally:
             for module, _ in self._stand_ins:
                 del module.__dict__["forward"]
-
-
-def norm_epsilon(module: nn.Module) -> float | None:
-    """The epsilon of a norm with a weight vector; None when it is something else."""
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    return epsilon if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(epsilon, float) else None
 
 
 def _fast(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -69,13 +65,3 @@ class _RmsNorm(torch.autograd.Function):
         mean = torch.matmul(along, weight).div_(len(weight)).unsqueeze_(-1)
         grad_x = (grad * weight).addcmul_(normed, mean, value=-1.0).mul_(inverse)
         return grad_x, along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
-
-
-@torch.no_grad()
-def norm_is_plain(module: nn.Module) -> bool:
-    """Whether the norm gives torch's numbers (some families scale by 1 + weight)."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    if weight.dtype != torch.float32:
-        return False  # half precision rounds in another order
-    x = torch.randn(3, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    return torch.allclose(module(x), _fast(module)(x), rtol=1e-5, atol=1e-6)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
-from palestra.engine.cpu.fast_decoder import LeanDecoder
-from palestra.engine.cpu.kv_slots import KVShape, Lanes, Pages
-from palestra.engine.cpu.memory import keep_freed_memory
-from palestra.engine.cpu.norms import FastNorms
-from palestra.engine.cpu.plan import Decode, Feed, Groups, LanePlan
+from palestra.engine.cpu.fast_decoder import CpuFastDecoder
+from palestra.engine.cpu.kv_slots import KVSlots, Pages
+from palestra.engine.cpu.memory import give_freed_memory_back, keep_freed_memory
+from palestra.engine.cpu.plan import DecodeRows, PrefillChunk, SharedPrefixes, SlotPlan
+from palestra.engine.kv_shape import KVShape
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Session
 
@@ -26,29 +26,37 @@ class CpuRunner:
     def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:
         keep_freed_memory()
         self.model: Any = model
-        self.lanes = Lanes(shape, Pages(shape, pages, page_size))
-        self.switch = AttentionSwitch(model)
-        self.norms = FastNorms(model)
-        self.lean = LeanDecoder.of(model)
+        self.slots = KVSlots(shape, Pages(shape, pages, page_size))
+        self.fast_decoder = CpuFastDecoder.of(model)
+        self._switch = AttentionSwitch(model)
         self._heads = torch.arange(shape.heads)
-        self._groups: tuple[int, int, Groups | None] = (-1, -1, None)
+        self._prefixes: tuple[int, int, SharedPrefixes | None] = (-1, -1, None)
 
     def enter(self, session: Session) -> None:
-        self.lanes.enter(session)
+        self.slots.enter(session)
 
     def leave(self, session: Session, keep: bool) -> None:
-        self.lanes.leave(session, keep)
+        self.slots.leave(session, keep)
 
     def copy_page(self, source: int, target: int) -> None:
-        self.lanes.copy_page(source, target)
+        self.slots.copy_page(source, target)
 
     def weights_changed(self) -> None:
-        if self.lean is not None:
-            self.lean.weights_changed()
+        if self.fast_decoder is not None:
+            self.fast_decoder.weights_changed()
 
-    def give_up_lean(self) -> bool:
-        lean, self.lean = self.lean, None
-        return lean is not None
+    def release_memory(self) -> None:
+        self.slots.release_memory()
+        if self.fast_decoder is not None:
+            self.fast_decoder.release_memory()
+        give_freed_memory_back()
+
+    def reserve_memory(self) -> None:
+        self.slots.reserve_memory()
+
+    def disable_fast_path(self) -> bool:
+        fast_decoder, self.fast_decoder = self.fast_decoder, None
+        return fast_decoder is not None
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
@@ -65,7 +73,7 @@ class CpuRunner:
         return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
 
     def forward(self, chunks: Sequence[Chunk], decoding: int) -> Tensor:
-        """Logits [sampling chunks, vocabulary]; the first `decoding` chunks are lanes 0, 1, … with one token each."""
+        """Logits [sampling chunks, vocabulary]; the first `decoding` chunks are slots 0, 1, … with one token each."""
         ids: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
@@ -77,9 +85,9 @@ class CpuRunner:
             if chunk.samples:
                 ends.append(len(ids) - 1)
         plan = self._plan(chunks, decoding, positions)
-        if self.lean is not None:
-            return self.lean(ids, positions, ends, plan)
-        with self.switch.use(ENGINE_ATTENTION, training=False), self.norms.use():
+        if self.fast_decoder is not None:
+            return self.fast_decoder(ids, positions, ends, plan)
+        with self._switch.use(ENGINE_ATTENTION, training=False):
             output = self.model(
                 input_ids=torch.tensor([ids]),
                 position_ids=torch.tensor([positions]),
@@ -90,39 +98,40 @@ class CpuRunner:
         return output.logits[0]
 
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Bring the sessions with one token to lanes 0..n-1, so that attention reads them in place."""
+        """Bring the sessions with one token to slots 0..n-1, so that attention reads them in place."""
         singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
-        n, last = len(singles), len(self.lanes.sessions) - 1
-        for lane in range(n):
-            if self.lanes.sessions[lane] not in singles:
-                while self.lanes.sessions[last] not in singles:
+        n, last = len(singles), len(self.slots.sessions) - 1
+        for slot in range(n):
+            if self.slots.sessions[slot] not in singles:
+                while self.slots.sessions[last] not in singles:
                     last -= 1
-                self.lanes.swap(lane, last)
-        ordered = [singles[session] for session in self.lanes.sessions[:n]]
+                self.slots.swap(slot, last)
+        ordered = [singles[session] for session in self.slots.sessions[:n]]
         return ordered + [chunk for chunk in chunks if chunk.count > 1], n
 
-    def _plan(self, chunks: Sequence[Chunk], decoding: int, positions: list[int]) -> LanePlan:
-        lanes = self.lanes
-        own_lens = [chunk.job.session.kv_len - lanes.base[chunk.job.session.lane] + chunk.count for chunk in chunks]
-        lanes.own.ensure(len(lanes.sessions), max(own_lens))
-        rows = [chunk.job.session.lane for chunk in chunks for _ in range(chunk.count)]
-        columns = [position - lanes.base[row] for row, position in zip(rows, positions, strict=True)]
-        heads, length = len(self._heads), lanes.own.length
+    def _plan(self, chunks: Sequence[Chunk], decoding: int, positions: list[int]) -> SlotPlan:
+        slots = self.slots
+        own_lens = [chunk.job.session.kv_len - slots.base[chunk.job.session.slot] + chunk.count for chunk in chunks]
+        slots.own.ensure(len(slots.sessions), max(own_lens))
+        rows = [chunk.job.session.slot for chunk in chunks for _ in range(chunk.count)]
+        columns = [position - slots.base[row] for row, position in zip(rows, positions, strict=True)]
+        heads, length = len(self._heads), slots.own.length
         row_starts = torch.tensor(rows) * (heads * length) + torch.tensor(columns)
         targets = (row_starts[:, None] + self._heads * length).view(-1)
         decode = None
         if decoding:
             lens = own_lens[:decoding]
-            decode = Decode(lanes, lens, max(lens), self._grouping(decoding))
-        feeds, first = [], decoding
+            decode = DecodeRows(slots, lens, max(lens), self._shared_prefixes(decoding))
+        prefills, first = [], decoding
         for chunk, own_len in zip(chunks[decoding:], own_lens[decoding:], strict=True):
-            feeds.append(Feed(lanes, chunk.job.session.lane, first, chunk.count, own_len))
+            prefills.append(PrefillChunk(slots, chunk.job.session.slot, first, chunk.count, own_len))
             first += chunk.count
-        return LanePlan(lanes, targets, decode, feeds)
+        return SlotPlan(slots, targets, decode, prefills)
 
-    def _grouping(self, n: int) -> Groups | None:
-        generation, lanes_then, groups = self._groups
-        if (generation, lanes_then) != (self.lanes.generation, n):
-            groups = Groups.of(self.lanes, n)
-            self._groups = (self.lanes.generation, n, groups)
-        return groups
+    def _shared_prefixes(self, n: int) -> SharedPrefixes | None:
+        """Those of slots 0..n-1; found anew only when the batch has changed."""
+        generation, count, prefixes = self._prefixes
+        if (generation, count) != (self.slots.generation, n):
+            prefixes = SharedPrefixes.of(self.slots, n)
+            self._prefixes = (self.slots.generation, n, prefixes)
+        return prefixes

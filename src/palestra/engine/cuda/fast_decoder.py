@@ -1,13 +1,14 @@
-"""The forward of plain decoders in few kernels, for the GPU.
+"""The forward of Llama-like decoders in few kernels, for the GPU.
 
-At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers of the Llama
-shape are written out: seven to nine kernels each, of which the products are mostly the library's. Residuals
-are added by the products themselves, and queries and keys are normed and turned where they are read. Nothing
-is compiled but these small kernels, so the first step comes in a second. The weights are the module's own.
+At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers are written out:
+seven to nine kernels each, of which the matrix products are mostly the library's. Residuals are added by the
+products themselves, and RoPE is applied where queries and keys are read. Nothing is compiled but these small
+kernels, so the first step comes in a second. The weights are the module's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,113 +16,108 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.cpu.norms import norm_epsilon
 from palestra.engine.cuda import layer_kernels
-from palestra.engine.cuda.fuse import FusedLinears
-from palestra.engine.cuda.paged_ops import DecodePlan, FeedPlan, Turning, attend_one
-from palestra.engine.supported import is_plain_decoder, window_of
+from palestra.engine.cuda.fuse import fuse
+from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, decode_attention
+from palestra.engine.supported import norm_epsilon, sliding_window
 
-FEW_ROWS = 64  # up to here the gated product of our own beats the library's with a kernel behind it
+MAX_GATED_ROWS = 64  # up to here the gated product of our own beats the library's with a kernel behind it
 GATED_SHAPE = {"BM": 64, "BN": 32, "BK": 128}
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights and the pages of its KV."""
+    """One layer's weights."""
 
-    before: nn.Module  # the norm
+    index: int
+    attention_norm: nn.Module
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Any
-    between: nn.Module
+    mlp_norm: nn.Module
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Any
-    keys: Tensor
-    values: Tensor
-    turning: Turning
+    rope: RopeAndNorm
     scale: float
     window: int | None
 
 
-class CudaLean:
-    """Logits of a decoder whose layers are norm, attention, norm, gated MLP."""
+class CudaFastDecoder:
+    """Logits of a decoder whose layers are norm, attention, norm, gated MLP. Its KV is the plan's."""
 
-    def __init__(self, model: Any, fused: FusedLinears, keys: Tensor, values: Tensor, context: int) -> None:
+    def __init__(self, model: Any, context: int) -> None:
         self.model = model
         body = model.model
-        positions = torch.arange(context, device=keys.device)[None]
-        cos, sin = (x[0].contiguous() for x in body.rotary_emb(body.embed_tokens.weight[:0], positions))
-        self.layers = [
-            _layer(layer, fused, k, v, cos, sin) for layer, k, v in zip(body.layers, keys, values, strict=True)
-        ]
-        self.kv_heads, self.head_dim = keys.shape[2], keys.shape[4]
+        positions = torch.arange(context, device=model.device)[None]
+        self._cos, self._sin = (x[0].contiguous() for x in body.rotary_emb(body.embed_tokens.weight[:0], positions))
+        self.find_weights()
+        self.kv_heads, self.head_dim = model.config.num_key_value_heads, body.layers[0].self_attn.head_dim
 
-    @classmethod
-    def of(cls, model: Any, fused: FusedLinears, keys: Tensor, values: Tensor, context: int) -> CudaLean | None:
-        """For a model of this shape; None for any other."""
-        return cls(model, fused, keys, values, context) if is_plain_decoder(model) else None
+    def find_weights(self) -> None:
+        """Note where the weights are; again after somebody has moved them."""
+        self._layers = [_layer(i, layer, self._cos, self._sin) for i, layer in enumerate(self.model.model.layers)]
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""
 
         def attend(layer: _Layer, qkv: Tensor) -> Tensor:
             q, k, v = qkv.split((qkv.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 1)
+            keys, values = plan.keys[layer.index], plan.values[layer.index]
             window = layer.window or 0
-            return attend_one(
-                q, k, v, layer.keys, layer.values, plan.tables, plan.lens, layer.scale, 0.0, window, layer.turning
-            )
+            return decode_attention(q, k, v, keys, values, plan.tables, plan.lens, layer.scale, 0.0, window, layer.rope)
 
         return self._logits(ids, attend)
 
-    def feed(self, ids: Tensor, positions: Tensor, plan: FeedPlan, ends: Tensor) -> Tensor:
+    def prefill(self, ids: Tensor, positions: Tensor, plan: PrefillPlan, ends: Tensor) -> Tensor:
         """Logits [ends, vocabulary] behind several tokens of several rows."""
 
         def attend(layer: _Layer, qkv: Tensor) -> Tensor:
-            q = plan.take(qkv, layer.keys, layer.values, positions, layer.turning)
-            return plan.over_pages(q, layer.keys, layer.values, layer.scale, layer.window, None)
+            keys, values = plan.keys[layer.index], plan.values[layer.index]
+            q = plan.rope_and_store(qkv, keys, values, positions, layer.rope)
+            return plan.over_pages(q, keys, values, layer.scale, layer.window, None)
 
         return self._logits(ids, attend, ends)
 
-    def _logits(self, ids: Tensor, attend: Any, ends: Tensor | None = None) -> Tensor:
+    def _logits(self, ids: Tensor, attend: Callable[[_Layer, Tensor], Tensor], ends: Tensor | None = None) -> Tensor:
         body = self.model.model
         x = F.embedding(ids, body.embed_tokens.weight)
-        for layer in self.layers:
-            qkv = F.linear(_norm(layer.before, x), layer.qkv, layer.qkv_bias)
+        for layer in self._layers:
+            qkv = F.linear(_norm(layer.attention_norm, x), layer.qkv, layer.qkv_bias)
             out = attend(layer, qkv.view(x.shape[0], -1, self.head_dim)).flatten(1)
-            if ends is not None and layer is self.layers[-1]:  # from here on only what is sampled from
+            if ends is not None and layer is self._layers[-1]:  # from here on only what is sampled from
                 x, out = x.index_select(0, ends), out.index_select(0, ends)
             _add_product(x, out, layer.out)
-            _add_product(x, _gated(_norm(layer.between, x), layer), layer.down)
+            _add_product(x, _gated(_norm(layer.mlp_norm, x), layer), layer.down)
         head = self.model.lm_head
         return F.linear(_norm(body.norm, x), head.weight, head.bias)
 
 
-def _layer(module: Any, fused: FusedLinears, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> _Layer:
+def _layer(index: int, module: Any, cos: Tensor, sin: Tensor) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
-    turns = getattr(attention, "use_rope", True)
+    has_rope = getattr(attention, "use_rope", True)
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    qkv, gate_up = fused.whole(attention.q_proj), fused.whole(mlp.gate_proj)
+    qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
     return _Layer(
-        before=module.input_layernorm,
-        qkv=qkv[0],
-        qkv_bias=qkv[1],
+        index=index,
+        attention_norm=module.input_layernorm,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
         out=attention.o_proj,
-        between=module.post_attention_layernorm,
-        gate_up=gate_up[0],
-        gate_up_bias=gate_up[1],
+        mlp_norm=module.post_attention_layernorm,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
         down=mlp.down_proj,
-        keys=keys,
-        values=values,
-        turning=Turning(
-            cos=cos if turns else None,
-            sin=sin if turns else None,
+        rope=RopeAndNorm(
+            cos=cos if has_rope else None,
+            sin=sin if has_rope else None,
             q_norm=q_norm,
             k_norm=k_norm,
             epsilon=0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0,
         ),
         scale=attention.scaling,
-        window=window_of(attention),
+        window=sliding_window(attention),
     )
 
 
@@ -140,7 +136,7 @@ def _gated(x: Tensor, layer: _Layer) -> Tensor:
     (rows, depth), width = x.shape, layer.gate_up.shape[0] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     shape = GATED_SHAPE
-    few = rows <= FEW_ROWS and x.dtype.itemsize == 2 and layer.gate_up_bias is None
+    few = rows <= MAX_GATED_ROWS and x.dtype.itemsize == 2 and layer.gate_up_bias is None
     if few and width % shape["BN"] == 0 and depth % shape["BK"] == 0:
         grid = (width // shape["BN"], -(-rows // shape["BM"]))
         layer_kernels.gated_product[grid](x, layer.gate_up, out, rows, width, depth, **shape, num_warps=4, num_stages=3)

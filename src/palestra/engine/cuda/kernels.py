@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from palestra.engine.cuda.layer_kernels import turned
+from palestra.engine.cuda.layer_kernels import apply_rope
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def decode_attention(
     q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """One new token of each row: makes its query and key ready, stores its KV and attends to the row's pages.
+    """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
@@ -41,8 +41,8 @@ def decode_attention(
     rows = (g[:, None] < G) & in_d[None, :]
     past = tl.maximum(n - 1, 0)
     q_row, k_row = b * q_stride + (h * G + g[:, None]) * D, b * k_stride + h * D + tl.arange(0, 1)[:, None]
-    q = turned(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, TURN)
-    k_new = turned(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, TURN)
+    q = apply_rope(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, ROPE)
+    k_new = apply_rope(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, ROPE)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
     first, end = first_key // T, tl.cdiv(past, T)
     span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
@@ -101,7 +101,7 @@ def combine_splits(PART, PART_ML, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS
 
 
 @triton.jit
-def feed_attention(
+def prefill_attention(
     Q, K, V, TABLES, BLOCK_ROW, BLOCK_START, ROW_FIRST, ROW_COUNT, ROW_LEN, OUT,
     table_width, scale, softcap, window,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,

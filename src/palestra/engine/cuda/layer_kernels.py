@@ -1,4 +1,4 @@
-"""Triton kernels for the small steps of a layer between its products: norm, gate, and what turns queries and keys."""
+"""Triton kernels for the small steps of a layer between its matrix products: norm, gate, RoPE."""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
@@ -57,16 +57,16 @@ def gated_product(
 
 
 @triton.jit
-def turned(
+def apply_rope(
     X, row, inside, d, W, COS, SIN, position, eps,
-    D: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [R, DP] from X + row [R, 1] on, normed by W and turned to their position; as loaded where neither is asked.
+    """Heads [R, DP] from X + row [R, 1] on, with NORM the RMS norm of weight W, with ROPE rotated to their position.
 
     Rounded where the Hugging Face modules round, so that sampler and learner differ as little as can be.
     """
     x = tl.load(X + row + d[None, :], mask=inside, other=0.0)
-    if NORM or TURN:
+    if NORM or ROPE:
         E: tl.constexpr = X.dtype.element_ty
         other_d = (d + D // 2) % D
         other = tl.load(X + row + other_d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def turned(
             other_w = tl.load(W + other_d, mask=in_d, other=0.0).to(tl.float32)
             y = ((y * r).to(E).to(tl.float32) * w[None, :]).to(E).to(tl.float32)
             other = ((other * r).to(E).to(tl.float32) * other_w[None, :]).to(E).to(tl.float32)
-        if TURN:
+        if ROPE:
             cos = tl.load(COS + position * D + d, mask=in_d, other=0.0).to(tl.float32)
             sin = tl.load(SIN + position * D + d, mask=in_d, other=0.0).to(tl.float32)
             sign = tl.where(d < D // 2, -1.0, 1.0)
@@ -88,22 +88,22 @@ def turned(
 
 
 @triton.jit
-def turn_and_store(
+def rope_and_store(
     QKV, Q_OUT, K, V, PAGES, POSITIONS, COS, SIN, Q_NORM, K_NORM, eps, qkv_stride,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, TURN: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """A token's queries made ready into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV)."""
+    """A token's queries with RoPE into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(POSITIONS + token)
     one, d = tl.arange(0, 1), tl.arange(0, DP)
     inside = (one[:, None] == 0) & (d[None, :] < D)
     row = token * qkv_stride + head * D + one[:, None]
     if head < H:
-        q = turned(QKV, row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, TURN)
+        q = apply_rope(QKV, row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ROPE)
         tl.store(Q_OUT + (token * H + head) * D + one[:, None] + d[None, :], q, mask=inside)
     else:
-        k = turned(QKV, row, inside, d, K_NORM, COS, SIN, position, eps, D, NORM, TURN)
+        k = apply_rope(QKV, row, inside, d, K_NORM, COS, SIN, position, eps, D, NORM, ROPE)
         v = tl.load(QKV + row + KV * D + d[None, :], mask=inside, other=0.0)
         at = ((tl.load(PAGES + token) * KV + head - H) * PAGE + position % PAGE) * D + one[:, None] + d[None, :]
         tl.store(K + at, k, mask=inside)

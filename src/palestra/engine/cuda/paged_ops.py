@@ -40,8 +40,8 @@ def _pad(n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
-    """What a model does to queries and keys before they meet: a norm of each head, a turn to its position, or both."""
+class RopeAndNorm:
+    """What a layer does to queries and keys before they meet: an RMS norm of each head, RoPE, or both."""
 
     cos: Tensor | None = None  # [positions, D]
     sin: Tensor | None = None
@@ -55,15 +55,15 @@ class Turning:
 
     @property
     def flags(self) -> dict[str, bool]:
-        return {"NORM": self.q_norm is not None, "TURN": self.cos is not None}
+        return {"NORM": self.q_norm is not None, "ROPE": self.cos is not None}
 
 
-AS_IT_IS = Turning()
+APPLIED_ALREADY = RopeAndNorm()
 
 
-def attend_one(
+def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
-    scale: float, softcap: float, window: int, turning: Turning = AS_IT_IS,
+    scale: float, softcap: float, window: int, rope: RopeAndNorm = APPLIED_ALREADY,
 ) -> Tensor:  # fmt: skip
     """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
     q, k, v = _packed(q), _packed(k), _packed(v)
@@ -75,38 +75,23 @@ def attend_one(
     part = torch.empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     part_ml = torch.empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     kernels.decode_attention[(rows, kv_heads, splits)](
-        q, k, v, keys, values, tables, lens, out, part, part_ml, *turning.arguments(q),
-        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window, turning.epsilon,
+        q, k, v, keys, values, tables, lens, out, part, part_ml, *rope.arguments(q),
+        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window, rope.epsilon,
         KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
         T=min(keys_at_once, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
-        **turning.flags, num_warps=warps, num_stages=stages,
+        **rope.flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)
     return out
 
 
-@torch.library.custom_op("palestra::decode_attention", mutates_args=("keys", "values"))
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
-    scale: float, softcap: float, window: int,
-) -> Tensor:  # fmt: skip
-    """`attend_one` as an operation that compiled layers can call."""
-    return attend_one(q, k, v, keys, values, tables, lens, scale, softcap, window)
-
-
-@decode_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
-    scale: float, softcap: float, window: int,
-) -> Tensor:  # fmt: skip
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
 @dataclass(slots=True)
 class DecodePlan:
     """One token for each row. `lens` counts it; 0 is a dead row."""
 
+    keys: Tensor  # [layers, pages, KV heads, page, D]
+    values: Tensor
     tables: Tensor  # [B, pages of the longest context]
     lens: Tensor  # [B]
 
@@ -120,18 +105,19 @@ class DecodePlan:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        keys, values = module.palestra_kv  # type: ignore[misc]
+        layer: int = module.layer_idx  # type: ignore[assignment]
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        out = torch.ops.palestra.decode_attention(
-            q, k, v, keys, values, self.tables, self.lens, scale, softcap or 0.0, window or 0
-        )
+        keys, values = self.keys[layer], self.values[layer]
+        out = decode_attention(q, k, v, keys, values, self.tables, self.lens, scale, softcap or 0.0, window or 0)
         return out[None]
 
 
 @dataclass(slots=True)
-class FeedPlan:
+class PrefillPlan:
     """Several tokens of several rows, one row after the other."""
 
+    keys: Tensor  # [layers, pages, KV heads, page, D]
+    values: Tensor
     tables: Tensor  # [rows, pages]
     pages: Tensor  # [N] page of each token
     offsets: Tensor  # [N] place in it
@@ -152,20 +138,21 @@ class FeedPlan:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        keys, values = module.palestra_kv  # type: ignore[misc]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        keys, values = self.keys[layer], self.values[layer]
         heads = torch.arange(keys.shape[1], device=k.device)
         for store, new in ((keys, k), (values, v)):
             store[self.pages[:, None], heads, self.offsets[:, None]] = new[0].transpose(0, 1)
         return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap)[None]
 
-    def take(self, qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, turning: Turning) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, rope: RopeAndNorm) -> Tensor:
         """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
         tokens, heads, dim = qkv.shape
         kv_heads = keys.shape[1]
         q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-        layer_kernels.turn_and_store[(tokens, heads - kv_heads)](
-            qkv, q, keys, values, self.pages, positions, *turning.arguments(qkv), turning.epsilon, qkv.stride(0),
-            H=q.shape[1], KV=kv_heads, D=dim, DP=_pad(dim), PAGE=keys.shape[2], **turning.flags, num_warps=1,
+        layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
+            qkv, q, keys, values, self.pages, positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
+            H=q.shape[1], KV=kv_heads, D=dim, DP=_pad(dim), PAGE=keys.shape[2], **rope.flags, num_warps=1,
         )  # fmt: skip
         return q
 
@@ -175,7 +162,7 @@ class FeedPlan:
         """Attention of queries [N, H, D] over pages that hold their own tokens already -> [N, H, D]."""
         out = torch.empty_like(q)
         _, n_heads, dim = q.shape
-        kernels.feed_attention[(self.block_row.shape[0], n_heads)](
+        kernels.prefill_attention[(self.block_row.shape[0], n_heads)](
             q, keys, values, self.tables, self.block_row, self.block_start, self.row_first, self.row_count,
             self.row_len, out, self.tables.stride(0), scale, softcap or 0.0, window or 0,
             H=n_heads, KV=keys.shape[1], D=dim, DP=_pad(dim), PAGE=keys.shape[2], M=self.block,

@@ -1,17 +1,14 @@
-"""One step on a GPU: prompts and appends as one ragged forward, then a burst of decode steps.
+"""One step on a GPU: prompts and appends as one ragged forward, then several decode steps.
 
-A decode step is a CUDA graph of a bucketed batch size: the lean forward of plain decoders, or the module
-with compiled layers and fused linears; attention over pages, LM head. Two kernels then choose the tokens
-and make every row ready for the next step. The host looks every few steps whether a row has ended, while
-the next ones already run.
+A decode step is a CUDA graph of a bucketed batch size: the fast decoder's forward, or the module's with our
+attention over pages. Two kernels then choose the tokens and make every row ready for the next step. The host
+looks every few steps whether a row has ended, while the next ones already run.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,80 +16,96 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
-from palestra.engine.cpu.kv_slots import KVShape
-from palestra.engine.cuda.fast_decoder import CudaLean
-from palestra.engine.cuda.fuse import FusedLinears
-from palestra.engine.cuda.paged_ops import DecodePlan, FeedPlan
+from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+from palestra.engine.cuda.fast_decoder import CudaFastDecoder
+from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.state import DecodeState, padded_tables
+from palestra.engine.kv_shape import KVShape
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Job, Session
-
-log = logging.getLogger(__name__)
+from palestra.engine.supported import can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(slots=True)
 class Graph:
-    """A captured decode step: replay it, then read the logits."""
+    """A decode step of one batch size: replay it, then read the logits."""
 
-    replay: Any
+    replay: Callable[[], None]
     logits: Tensor
 
 
 class CudaRunner:
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
-    decode_steps = 64  # the most steps of a burst
+    decode_steps = 64  # the most steps between two looks of the scheduler
     look_every = 8
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
     ) -> None:
+        if shape.key_dim != shape.value_dim:
+            sizes = f"{shape.key_dim} and {shape.value_dim}"
+            raise UnsupportedModel(f"keys and values of different widths ({sizes}) have no GPU kernel; {REMEDY}")
         self.model: Any = model
         self.page_size = page_size
         self.context = context
         self.device = next(model.parameters()).device
         self.warm_up_s = 0.0
-        lead = (shape.layers, pages, shape.heads, page_size)
-        self.keys = torch.zeros((*lead, shape.key_dim), dtype=shape.dtype, device=self.device)
-        self.values = torch.zeros((*lead, shape.value_dim), dtype=shape.dtype, device=self.device)
+        self._kv_shape, self._pages = shape, pages
+        self.reserve_memory()
         self._switch = AttentionSwitch(model)
-        self._fused = FusedLinears(model)
-        self.lean = CudaLean.of(model, self._fused, self.keys, self.values, context)
-        self._layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
-        self._compiled: dict[nn.Module, Any] = {}
-        self._compiles = True
+        self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
+        self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
         self._graphs: dict[int, Graph] = {}
         self._graph_pool: Any = None
-        self._pointers: list[int] = []
+        self._weights_at = self._weight_addresses()
         self._state = DecodeState(bucket_for(max_running), -(-context // page_size), self.decode_steps, self.device)
 
     def enter(self, session: Session) -> None:
-        session.lane = 0
+        """Pages are read in place."""
 
-    def leave(self, session: Session, keep: bool) -> None:
-        session.lane = -1
+    def leave(self, session: Session, keep: bool) -> None: ...
 
     def copy_page(self, source: int, target: int) -> None:
         for store in (self.keys, self.values):
             store[:, target] = store[:, source]
 
     def weights_changed(self) -> None:
-        """Captured graphs hold the weights' addresses: capture again if somebody moved one."""
-        with torch.no_grad():
-            self._fused.claim()
-        if self._graphs and self._addresses() != self._pointers:
+        """Captured graphs hold the weights' addresses: capture again if somebody has moved one."""
+        if self._weight_addresses() != self._weights_at:
             self._forget_graphs()
+            if self.fast_decoder is not None:
+                self.fast_decoder.find_weights()
+            self._weights_at = self._weight_addresses()
 
-    def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.model.parameters()]
+    def release_memory(self) -> None:
+        self._forget_graphs()  # they hold the addresses of the pages
+        self.keys = self.values = torch.empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def give_up_lean(self) -> bool:
-        lean, self.lean = self.lean, None
+    def reserve_memory(self) -> None:
+        s = self._kv_shape
+        lead = (s.layers, self._pages, s.heads, self.page_size)
+        try:
+            self.keys = torch.zeros((*lead, s.key_dim), dtype=s.dtype, device=self.device)
+            self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            gib = self._pages * self.page_size * s.bytes_per_token / (1 << 30)
+            raise PalestraError(
+                f"the KV cache of {gib:.1f} GiB does not fit on the GPU ({error}); lower model.kv_memory_gib"
+            ) from error
+
+    def disable_fast_path(self) -> bool:
+        fast_decoder, self.fast_decoder = self.fast_decoder, None
         self._forget_graphs()
-        return lean is not None
+        return fast_decoder is not None
+
+    def _weight_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.model.parameters()]
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
@@ -101,28 +114,27 @@ class CudaRunner:
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
-        singles = [c for c in chunks if c.count == 1 and c.samples]
-        feeds = [c for c in chunks if not (c.count == 1 and c.samples)]
-        emissions = self._feed(feeds) if feeds else []
-        if singles:
-            rows = [SamplingRow.of(c.job) for c in singles]
+        decoding = [c for c in chunks if c.count == 1 and c.samples]
+        prefills = [c for c in chunks if not (c.count == 1 and c.samples)]
+        emissions = self._prefill(prefills) if prefills else []
+        if decoding:
+            rows = [SamplingRow.of(c.job) for c in decoding]
             general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-            emissions += self._single(singles, rows) if general else self._burst(singles, rows)
+            emissions += self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
         return emissions
 
-    def _feed(self, chunks: Sequence[Chunk]) -> list[Emission]:
-        plan, ids, positions, ends = self._feed_plan(chunks)
-        if self.lean is not None:
-            logits = self.lean.feed(ids[0], positions[0], plan, ends)
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Emission]:
+        plan, ids, positions, ends = self._prefill_plan(chunks)
+        if self.fast_decoder is not None:
+            logits = self.fast_decoder.prefill(ids, positions, plan, ends)
         else:
-            with self._ready(compiled=False):
-                logits = self._logits(ids, positions, plan, ends)
+            logits = self._module_logits(ids, positions, plan, ends)
         for chunk in chunks:
             chunk.job.session.kv_len += chunk.count
         sampling = [chunk.job for chunk in chunks if chunk.samples]
         return _emitted(sampling, logits, [SamplingRow.of(job) for job in sampling]) if sampling else []
 
-    def _single(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
+    def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
         """One decode step whose tokens the general sampler chooses."""
         self._state.load(chunks, rows, self.page_size, self.context)
         logits = self._decode(bucket_for(len(chunks)))[: len(chunks)]
@@ -130,8 +142,8 @@ class CudaRunner:
             chunk.job.session.kv_len += 1
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
-    def _burst(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
-        """Decode steps until a row ends or the longest burst is over."""
+    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
+        """Decode steps until a row ends, at most `decode_steps`."""
         state, bucket = self._state, bucket_for(len(chunks))
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
         steps = state.load(chunks, rows, self.page_size, self.context, self.look_every if blind else self.decode_steps)
@@ -152,40 +164,27 @@ class CudaRunner:
         """The logits [bucket, V] of one decode step over the state's first rows."""
         if bucket not in self._graphs:
             started = time.perf_counter()
-            self._graphs[bucket] = self._capture(bucket)
+            self._graphs[bucket] = self._graph(bucket)
             self.warm_up_s += time.perf_counter() - started
         graph = self._graphs[bucket]
         graph.replay()
         return graph.logits
 
-    def _capture(self, bucket: int) -> Graph:
-        lens = self._state.lens.clone()
-        try:
-            return self._captured(bucket)
-        except Exception as error:
-            if self.lean is not None or not self._compiles:
-                raise
-            log.warning("the layers do not compile (%s); they run as they are, slower", error)
-            self._compiles = False
-            return self._captured(bucket)
-        finally:
-            self._state.lens.copy_(lens)
-
-    def _captured(self, bucket: int) -> Graph:
+    def _graph(self, bucket: int) -> Graph:
         state = self._state
-        plan = DecodePlan(state.tables[:bucket], state.lens[:bucket])
+        plan = DecodePlan(self.keys, self.values, state.tables[:bucket], state.lens[:bucket])
 
         def forward() -> Tensor:
-            if self.lean is not None:
-                return self.lean.decode(state.ids[:bucket], plan)
-            return self._logits(state.ids[None, :bucket], state.positions[None, :bucket], plan)
+            if self.fast_decoder is not None:
+                return self.fast_decoder.decode(state.ids[:bucket], plan)
+            return self._module_logits(state.ids[:bucket], state.positions[:bucket], plan)
 
-        if self.device.type != "cuda":  # the kernels' interpreter: no graphs there
-            graph = Graph(None, torch.empty(0))
-            graph.replay = lambda: self._run_into(graph, forward)
-            return graph
-        with nullcontext() if self.lean is not None else self._ready(compiled=self._compiles):
-            state.lens.zero_()  # dead rows while capturing: nothing is written
+        return self._captured(forward) if self._captures else _uncaptured(forward)
+
+    def _captured(self, forward: Callable[[], Tensor]) -> Graph:
+        lens = self._state.lens.clone()
+        self._state.lens.zero_()  # dead rows while capturing: nothing is written
+        try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -195,46 +194,23 @@ class CudaRunner:
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured, pool=self._graph_pool):
                 logits = forward()
-            self._graph_pool = self._graph_pool or captured.pool()
-            self._pointers = self._addresses()
+        except Exception as error:
+            error.add_note(f"A decode step could not be captured as a CUDA graph; {REMEDY}, slower, to go on without")
+            raise
+        finally:
+            self._state.lens.copy_(lens)
+        self._graph_pool = self._graph_pool or captured.pool()
         return Graph(captured.replay, logits)
 
-    def _run_into(self, graph: Graph, forward: Any) -> None:
-        with self._ready(compiled=False):
-            graph.logits = forward()
-
-    def _logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor | int = 0) -> Tensor:
-        """[rows, V] logits at the given places; 0: at all of them."""
-        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=ends, plan=plan)
+    def _module_logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor | int = 0) -> Tensor:
+        """[rows, V] logits of the module with our attention, at the given places; 0: at all of them."""
+        with self._switch.use(ENGINE_ATTENTION, training=False):
+            output = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends, plan=plan
+            )
         return output.logits[0]
 
-    @contextmanager
-    def _ready(self, compiled: bool) -> Iterator[None]:
-        """The model as the engine runs it: its attention, its KV in reach, fused linears, compiled layers."""
-        with ExitStack() as stack:
-            stack.enter_context(self._switch.use(ENGINE_ATTENTION, training=False))
-            stack.enter_context(self._fused.use())
-            for module in self._layers:
-                layer = module.layer_idx
-                module.__dict__["palestra_kv"] = (self.keys[layer], self.values[layer])  # type: ignore[index]
-                stack.callback(module.__dict__.pop, "palestra_kv")
-            for module in self._compilable() if compiled else ():
-                if module not in self._compiled:
-                    self._compiled[module] = _compile(module.forward)
-                module.__dict__["forward"] = self._compiled[module]
-                stack.callback(module.__dict__.pop, "forward")
-            yield
-
-    def _compilable(self) -> list[nn.Module]:
-        """The decoder layers and the small modules beside them (norm, rotary embedding)."""
-        stacks = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.keys.shape[0]]
-        if len(stacks) != 1:
-            return []
-        body = next(m for m in self.model.modules() if any(child is stacks[0] for child in m.children()))
-        beside = [m for m in body.children() if m is not stacks[0] and not isinstance(m, nn.Embedding)]
-        return [*stacks[0], *beside]
-
-    def _feed_plan(self, chunks: Sequence[Chunk]) -> tuple[FeedPlan, Tensor, Tensor, Tensor]:
+    def _prefill_plan(self, chunks: Sequence[Chunk]) -> tuple[PrefillPlan, Tensor, Tensor, Tensor]:
         page, block = self.page_size, 64 if max(c.count for c in chunks) > 32 else 16
         sessions, counts = [c.job.session for c in chunks], [c.count for c in chunks]
         tables = padded_tables([session.table for session in sessions])
@@ -249,7 +225,9 @@ class CudaRunner:
             return torch.tensor(np.asarray(values), dtype=dtype, device=self.device)
 
         at = put(positions, torch.long)
-        plan = FeedPlan(
+        plan = PrefillPlan(
+            keys=self.keys,
+            values=self.values,
             tables=put(tables),
             pages=put(tables[row_of, positions // page], torch.long),
             offsets=at % page,
@@ -260,12 +238,17 @@ class CudaRunner:
             row_len=put([s.kv_len + n for s, n in zip(sessions, counts, strict=True)]),
             block=block,
         )
-        return plan, put([ids], torch.long), at[None], put(ends, torch.long)
+        return plan, put(ids, torch.long), at, put(ends, torch.long)
 
 
-def _compile(function: Any) -> Any:
-    """One compile for all buckets; small kernels that do not wait for each other run as one."""
-    return torch.compile(function, dynamic=True, options={"combo_kernels": True})
+def _uncaptured(forward: Callable[[], Tensor]) -> Graph:
+    """A step that runs kernel by kernel each time."""
+
+    def replay() -> None:
+        graph.logits = forward()
+
+    graph = Graph(replay, torch.empty(0))
+    return graph
 
 
 def bucket_for(rows: int) -> int:

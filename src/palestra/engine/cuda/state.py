@@ -1,4 +1,4 @@
-"""What a burst of decode steps reads and writes on the device: rows, draws, stops, chosen tokens."""
+"""What decode steps read and write on the device: rows, draws, stops, chosen tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ VOCABULARY_BLOCK = 4096
 
 
 class DecodeState:
-    """What a burst reads and writes on the device, allocated once."""
+    """What decode steps read and write on the device, allocated once: captured graphs hold its addresses."""
 
     def __init__(self, rows: int, table_width: int, steps: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.rows, self.steps = rows, steps
-        # One row more than any bucket: a slice that is the whole would cost a compile of its own.
-        self.ids = zeros(rows + 1, dtype=torch.long)
-        self.positions = zeros(rows + 1, dtype=torch.long)
-        self.tables = zeros(rows + 1, table_width)
-        self.lens = zeros(rows + 1)
+        self.ids = zeros(rows, dtype=torch.long)
+        self.positions = zeros(rows, dtype=torch.long)
+        self.tables = zeros(rows, table_width)
+        self.lens = zeros(rows)
         self.left = zeros(rows)
         self.temperature = torch.ones(rows, device=device)
         self.greedy = zeros(rows)
@@ -70,9 +69,9 @@ class DecodeState:
         self._put(self.draws[:steps, :n], uniforms(seeds, np.asarray(positions) + np.arange(steps)[:, None]))
         return steps
 
-    def look(self, turn: int) -> Callable[[], bool]:
+    def look(self, number: int) -> Callable[[], bool]:
         """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
-        answer = self._left_on_host[turn % 2]
+        answer = self._left_on_host[number % 2]
         answer.copy_(self.left, non_blocking=True)
         copied = torch.cuda.Event() if self.left.is_cuda else None
         if copied is not None:
