@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from palestra import demo, train_grpo
 from palestra.faces.cli.main import run as palestra
+from palestra.runs.index import Index, palestra_home
 
 STEPS = 9
 ARGUMENTS = [
@@ -33,10 +35,15 @@ def train(folder: Path, *arguments: str) -> int:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """The same in a process that can be killed, with as many threads: sums are then added up in the same order."""
+    """The same in a process that can be killed."""
+    return spawn(folder, "-m", "palestra", "train", *arguments)
+
+
+def spawn(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Python in a folder of its own, with as many threads as here: sums are then added up in the same order."""
     folder.mkdir()
-    command = [sys.executable, "-m", "palestra", "train", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, *arguments]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -76,6 +83,35 @@ def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path
 
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert_same_run(run_of(broken), run_of(straight), name)
+
+
+SCRIPT = """
+from palestra import demo, train_grpo
+train_grpo(demo.agent, demo.suite, config=demo.config | {settings}, held_out=demo.held_out)
+"""
+
+
+def test_a_run_that_was_started_from_python_resumes_there(tmp_path: Path) -> None:
+    settings = {
+        "seed": 5, "train.max_steps": STEPS - 3, "train.problems_per_step": 2, "rollout.group_size": 4,
+        "eval.cases": 4, "eval.every": 3, "checkpoint.every": 1,
+    }  # fmt: skip
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    victim = spawn(broken, "-c", SCRIPT.format(settings=settings))
+    kill_in_the_middle(victim, broken, random.Random(os.getpid()))
+    run = run_of(broken)
+    assert len(metrics(run)) < STEPS - 1  # an evaluation has a row of its own
+    options = {"config": demo.config | settings, "held_out": demo.held_out}
+    resumed = train_grpo(demo.agent, demo.suite, held_out=demo.held_out, resume=run)
+    expected = train_grpo(demo.agent, demo.suite, **options, folder=straight)
+    assert resumed.run.path == run
+    assert_same_run(run, straight, "model.safetensors")
+    assert resumed.before.pass_rate == expected.before.pass_rate
+    assert resumed.after.pass_rate == expected.after.pass_rate
+    assert resumed.run.eval_names() == expected.run.eval_names() == ["before", 3, "after"]
+    assert run.joinpath("report.html").is_file()
+    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.resolve())]
+    assert row.state == "completed"  # the row of the life that was killed goes on
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
+from palestra.core.errors import PalestraError
 from palestra.result import GRPOTrainingResult
+from palestra.runs.index import Index, palestra_home
 
 PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89}
 
@@ -31,8 +34,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainingResult:
     cases = [{"input": f"What does a {item} cost?", "expect": cost} for item, cost in PRICES.items()]
     config = {
         "output_dir": str(tmp_path_factory.mktemp("runs")),
-        "train.max_steps": 1,
+        "train.max_steps": 2,
         "train.problems_per_step": 1,
+        "eval.every": 1,
         "train.learning_rate": 1e-7,
         "rollout.group_size": 2,
         "rollout.max_new_tokens": 40,
@@ -71,6 +75,43 @@ def test_generate_works_inside_a_running_event_loop(result: GRPOTrainingResult) 
 def test_generate_is_repeatable_and_follows_the_seed(result: GRPOTrainingResult) -> None:
     answers = [result.generate("Hello there", temperature=2.0, max_new_tokens=12, seed=seed) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
+
+
+def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_index(
+    result: GRPOTrainingResult,
+) -> None:
+    run = result.run
+    report = run.report()
+    assert report is not None
+    assert {name: report[name] for name in ("before", "after")} == json.loads(json.dumps(result.report()))
+    assert [row["step"] for row in report["metrics"]] == [1, 1, 2]  # an evaluation has a row of its own
+    assert report["agent"] == "clerk"
+    assert report["tools"] == ["price"]
+    assert "clerk" in run.report_page.read_text()
+    assert run.eval_names() == ["before", 1, "after"]
+    for name, scored in (("before", result.before), ("after", result.after)):
+        assert [row["messages"][-1]["text"] for row in run.eval_rollouts(name)] == [
+            rollout.messages[-1].text for rollout in scored.rollouts
+        ]
+    assert len(list(run.eval_rollouts(1))) == len(result.before.rollouts)
+    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.path.resolve())]
+    assert (row.state, row.kind, row.name, row.reason) == ("completed", "foreground", "clerk", None)
+
+
+def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> None:
+    agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
+    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}] * 4, measures=[right_price])
+    config = {"output_dir": str(tmp_path), "train.max_steps": 1, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
+
+    def broken(**columns: Any) -> list[float]:
+        return [float("nan")] * len(columns["completions"])
+
+    with pytest.raises(PalestraError, match="is nan"):
+        train_grpo(agent, suite, config=config, extra_reward_funcs=[broken])
+    [folder] = tmp_path.iterdir()
+    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
+    assert row.state == "failed"
+    assert "step 1: the reward of rollout 0" in str(row.reason)
 
 
 def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path: Path) -> None:

@@ -127,11 +127,12 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]]) -> li
 def _probe(model: Any) -> tuple[PackedMicroBatch, PackedMicroBatch]:
     """Three siblings of unlike lengths, packed as one tree and apart; the scored tokens come in the same order.
 
-    The longest reaches beyond the model's sliding window, where there is one of moderate size.
+    The longest reaches well beyond the model's sliding window, where there is one of moderate size: a few tokens
+    with a few keys too many would not show.
     """
     embeddings = model.get_input_embeddings().weight
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-    longest = 9 + (window if window <= LONGEST_WINDOW else 0)
+    longest = 9 + (window + window // 4 if window <= LONGEST_WINDOW else 0)
     ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
     samples = []
     for first, last in ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest)):
