@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from palestra.core.run_folder import RunFolder
 from palestra.faces.rl_tools import TOOL_NAMES, RlTools
 from palestra.faces.rl_tools import tools as tools_module
 from palestra.runs.locks import Limits, Site
@@ -35,8 +36,8 @@ PLAIN_NAMES = ["name", "field", "value", "run_id", "num_steps", "group_size", "m
 class NothingStarts(RunManager):
     """The real manager, index and folders; only the processes of its runs are not there."""
 
-    def _launch(self, run_id: str, folder: Path) -> None:
-        (folder / "logs").mkdir(exist_ok=True)
+    def _launch(self, run_id: str, folder: RunFolder) -> None:
+        folder.logs.mkdir(exist_ok=True)
 
 
 class Monkey:
