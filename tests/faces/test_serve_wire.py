@@ -16,6 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from palestra.faces.cli.settings import EnvSettings
+from palestra.faces.cli.train_wire import new_run_for
+
 PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
@@ -34,13 +37,14 @@ def api(tmp_path) -> Iterator[str]:
 class Environment(threading.Thread):
     """A small environment that speaks the protocol: the more digits in an answer, the better.
 
-    It leaves logprobs out of every other group, and posts one group that no model can train.
+    It leaves logprobs out of every other group, and posts one group that no model can train. It pauses after
+    `groups` groups until `go_on` is set.
     """
 
-    def __init__(self, api: str, inference: str) -> None:
+    def __init__(self, api: str, inference: str, groups: int) -> None:
         super().__init__(daemon=True)
         self.api, self.inference = httpx.Client(base_url=api, timeout=60), httpx.Client(base_url=inference, timeout=60)
-        self.done = threading.Event()
+        self.groups, self.go_on, self.done = groups, threading.Event(), threading.Event()
 
     def run(self) -> None:
         me = {"max_token_length": 64, "desired_name": "digits", "weight": 1.0, "group_size": 4}
@@ -50,6 +54,8 @@ class Environment(threading.Thread):
         number = 0
         while not self.done.is_set():
             with contextlib.suppress(httpx.TransportError):  # the trainer is away, and its server with it
+                if number + 1 == self.groups:
+                    self.go_on.wait()
                 if self.api.get("/status").json()["queue_size"] < 5:
                     self.attempt(number, answer["env_id"])
                     number += 1
@@ -91,19 +97,48 @@ def steps(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def test_only_an_environment_of_ours_is_scored_by_the_trainer(monkeypatch, tmp_path):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    settings = EnvSettings(env={"held_out_size": "2"}, run={"train.max_steps": 3, "output_dir": str(tmp_path)})
+
+    def record_of(env: str | None) -> dict:
+        return new_run_for(env, "http://127.0.0.1:8001", None, settings).record
+
+    ours = str(root / "examples" / "my_first_env.py")
+    record = record_of("examples/my_first_env.py")
+    assert record["scored_by"] == {"name": ours, "settings": {"held_out_size": "2"}}
+    assert record["env_url"] == "http://127.0.0.1:8001"
+    assert "scored_by" not in record_of("benchmarks/atropos/digits_env.py")
+    assert "scored_by" not in record_of(None)
+
+
+def test_a_training_without_a_last_step_is_refused(cli):
+    answer = cli("train", "--env-url", "http://127.0.0.1:9")
+    assert answer.code == 2
+    assert "--train.max_steps" in answer.err
+
+
+def tokens_of(run: Path, step: int) -> list[list[int]]:
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    return [[i for turn in row["turns"] for i in turn["token_ids"]] for row in lines if row["step"] == step]
+
+
 def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, cli, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     wire = ["--env-url", api, "--serve-port", port]
-    trainer, inference = start(tmp_path, *wire, *TRAINER, "--train.max_steps", "5", "--checkpoint.every", "1")
-    environment = Environment(api, inference)
+    trainer, inference = start(tmp_path, *wire, *TRAINER, "--train.max_steps", "5", "--checkpoint.every", "2")
+    environment = Environment(api, inference, groups=6)  # three batches
     environment.start()
     (run,) = (tmp_path / "runs").iterdir()
-    while len(steps(run)) < 2:
+    while len(steps(run)) < 3:
         assert trainer.poll() is None, trainer.communicate()
         time.sleep(0.05)
     trainer.kill()
     _, said = trainer.communicate()
+    first_life = steps(run)[2], tokens_of(run, 3)  # the checkpoint is of step 2
+    environment.go_on.set()
     resumed = cli("train", *wire, "--resume", str(run), "--json")
     environment.done.set()
     assert resumed.code == 0, resumed.err
@@ -114,3 +149,19 @@ def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, 
     assert all(row["tokens_trained"] > 0 for row in rows)
     assert (run / "model" / "model.safetensors").exists()
     assert "cannot be trained: token id 1000000" in said
+    assert tokens_of(run, 3) == first_life[1], "the batch since the checkpoint came again"
+    for name in ("loss", "grad_norm", "reward_mean", "ratio_max", "staleness_max"):
+        assert rows[2][name] == first_life[0][name], f"{name} of the repeated step"
+    assert httpx.get(f"{api}/status").json()["current_step"] == 5
+    assert_nothing_was_evaluated(run, summary)
+
+
+def assert_nothing_was_evaluated(run: Path, summary: dict) -> None:
+    """The trainer knows nothing of this environment, so it has no held-out problems to score."""
+    report = json.loads((run / "report.json").read_text())
+    assert (report["before"], report["after"]) == (None, None)
+    assert not list(run.glob("evals/*"))
+    assert "held_out_before" not in summary
+    assert not any("eval/pass_rate" in row for row in steps(run))
+    assert summary["report"].endswith(f"{run.name}/report.html")
+    assert "There was no held-out evaluation" in (run / "report.html").read_text()

@@ -81,11 +81,12 @@ def present(run: RunFolder, outcome: Outcome, console: Console, as_json: bool) -
         console.print(change_table(compare(outcome.before, outcome.after)))
     page = show_path(outcome.report_path)
     rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
+    steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
     console.print(
-        f"{len(outcome.metrics)} steps in {outcome.seconds:.0f} s; mean score {rewards[0]:.3f} at the first, "
+        f"{steps} steps in {outcome.seconds:.0f} s; mean score {rewards[0]:.3f} at the first, "
         f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}\nreport: {page}",
         highlight=False,
     )
     if as_json:
-        steps = {"steps": len(outcome.metrics), "reward_first": rewards[0], "reward_last": rewards[-1]}
-        click.echo(json.dumps(steps | outcome_summary(run, outcome)))
+        summary = {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
+        click.echo(json.dumps(summary | outcome_summary(run, outcome)))
