@@ -11,12 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
-from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.policy.remote import RemotePolicy
 from palestra.tools.arguments import read_arguments
 
 OPEN = "<tool_call>"
@@ -170,9 +168,3 @@ def test_top_k_counts_allowed_tokens() -> None:
     row = SamplingRow(SamplingParams(1, top_k=1), 0, [], Only(3, 5))
     tokens, logprobs = sample(logits, [row])
     assert (tokens.item(), logprobs.item()) == (5, 0.0)
-
-
-def test_a_server_of_others_refuses_a_grammar() -> None:
-    policy = RemotePolicy("http://127.0.0.1:9")
-    with pytest.raises(PalestraError, match="constrain_tool_calls"):
-        asyncio.run(policy.sample(policy.open([1]), SamplingParams(4, grammar=GRAMMAR)))
