@@ -1,4 +1,4 @@
-"""The engine on a GPU beside transformers' own ways to sample, at the shape of Qwen3-0.6B.
+"""The engine on a GPU beside transformers' own sampling, at the shape of Qwen3-0.6B.
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode generate agent]
 
@@ -135,11 +135,11 @@ def parity(model: Any) -> None:
     for session, turn in zip(group, turns, strict=True):
         ids = torch.tensor([session.token_ids], device="cuda")
         logprobs = model(input_ids=ids, use_cache=False).logits[0, 299:-1].float().log_softmax(-1)
-        plain = logprobs.gather(1, ids[0, 300:, None])[:, 0].cpu()
-        differences.append((plain - torch.tensor(turn.logprobs)).abs())
+        expected = logprobs.gather(1, ids[0, 300:, None])[:, 0].cpu()
+        differences.append((expected - torch.tensor(turn.logprobs)).abs())
     difference = torch.cat(differences)
     report(
-        what="bf16 logprob, engine vs plain", mean=difference.mean().item(), max=difference.max().item(), target=0.02
+        what="bf16 logprob, engine vs model", mean=difference.mean().item(), max=difference.max().item(), target=0.02
     )
 
 
@@ -173,7 +173,7 @@ def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
 
 
 def generate(model: Any) -> None:
-    """transformers' own: plain, compiled with a static cache, continuous batching; batch 64, context 384."""
+    """transformers' own: generate, compiled with a static cache, continuous batching; batch 64, context 384."""
     new = 64
     ids = torch.tensor(prompts(64, CONTEXT - new // 2), device="cuda")
     common = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
@@ -187,7 +187,7 @@ def generate(model: Any) -> None:
         except Exception as error:
             report(what=what, error=str(error)[:200])
 
-    timed("plain generate")
+    timed("generate")
     timed("compiled static generate", cache_implementation="static")
     try:
         config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
@@ -214,7 +214,7 @@ def agent(model: Any) -> None:
         for session in sessions:
             engine.close(session)
 
-    def plain() -> None:
+    def generated() -> None:
         ids = torch.tensor([p for p in groups for _ in range(8)], device="cuda")
         results = torch.tensor(tool, device="cuda")
         for r in range(rounds):
@@ -225,8 +225,8 @@ def agent(model: Any) -> None:
 
     ours()
     ours_s = min(seconds(ours), seconds(ours))
-    plain_s = seconds(plain)
-    report(what="agent step", ours_s=ours_s, plain_s=plain_s, ratio=plain_s / ours_s, target=15)
+    generate_s = seconds(generated)
+    report(what="agent step", ours_s=ours_s, generate_s=generate_s, ratio=generate_s / ours_s, target=15)
 
 
 def main() -> None:

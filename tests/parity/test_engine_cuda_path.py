@@ -23,11 +23,11 @@ from palestra.core.types import SamplingParams
 from palestra.engine.cuda import paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
-asked = json.loads(sys.argv[1])
+options = json.loads(sys.argv[1])
 config = AutoConfig.for_model(
-    asked["family"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    options["family"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
-    **asked["more"],
+    **options["more"],
 )
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -55,7 +55,7 @@ def turns(nap=False):
         model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False,
         compile_grammar=lambda text: EvenBehindOdd(),
     )
-    assert (engine.runner.fast_decoder is not None) == asked["fast"]
+    assert (engine.runner.fast_decoder is not None) == options["fast"]
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
     out = []
     for more in ([], [4, 5, 6]):
@@ -69,7 +69,7 @@ def turns(nap=False):
             engine.sleep()
             assert engine.runner.keys.numel() == engine.runner.values.numel() == 0
             engine.wake()
-    if asked["grammar"]:
+    if options["grammar"]:
         held = SamplingParams(6, seed=3, grammar="even behind odd")
         out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
         ids = out[-1].token_ids
@@ -81,9 +81,9 @@ def turns(nap=False):
 
 expected = turns()
 engine_module.build_runner = CudaRunner
-paged_ops.DECODE_PROGRAMS = asked["programs"]
+paged_ops.DECODE_PROGRAMS = options["programs"]
 model.to(device)
-for a, b in zip(expected, turns(nap=asked["nap"]), strict=True):
+for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
 print("SAME")
@@ -176,7 +176,7 @@ print("SAME")
 def test_cuda_path_samples_what_the_cpu_path_samples(
     run_kernels: RunKernels, family: str, more: dict[str, Any], fast: bool, programs: int
 ) -> None:
-    asked = {
+    options = {
         "family": family,
         "more": more,
         "fast": fast,
@@ -184,24 +184,24 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "grammar": family == "gemma2",
         "nap": family == "mistral",
     }
-    status, said = run_kernels(SCRIPT, json.dumps(asked))
-    assert status == 0, said[-3000:]
-    assert said.endswith("SAME\n")
+    status, output = run_kernels(SCRIPT, json.dumps(options))
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
 
 
 def test_a_wrong_page_is_noticed_at_load(run_kernels: RunKernels) -> None:
-    status, said = run_kernels(FAULT)
-    assert status == 0, said[-3000:]
-    assert said.endswith("SAME\n")
+    status, output = run_kernels(FAULT)
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
 
 
 def test_the_gated_product_is_the_gate_times_the_value(run_kernels: RunKernels) -> None:
-    status, said = run_kernels(PRODUCT)
-    assert status == 0, said[-3000:]
-    assert said.endswith("SAME\n")
+    status, output = run_kernels(PRODUCT)
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
 
 
 def test_in_half_precision_the_fast_decoder_rounds_as_the_module_does(run_kernels: RunKernels) -> None:
-    status, said = run_kernels(HALF)
-    assert status == 0, said[-3000:]
-    assert said.endswith("SAME\n")
+    status, output = run_kernels(HALF)
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")

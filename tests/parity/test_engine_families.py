@@ -1,4 +1,4 @@
-"""The engine's numbers beside a plain forward, for every family."""
+"""The engine's numbers beside the model's own forward, for every family."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29
 
 
 @torch.no_grad()
-def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
+def own_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def assert_turn_is_plain(model: Any, session: Session, turn: Turn) -> None:
+def assert_turn_is_the_models_own(model: Any, session: Session, turn: Turn) -> None:
     start = len(session.token_ids) - len(turn.token_ids)
-    logits = plain_logits(model, session.token_ids)[start - 1 : -1]
+    logits = own_logits(model, session.token_ids)[start - 1 : -1]
     assert turn.token_ids.tolist() == logits.argmax(-1).tolist()
     expected = logits.log_softmax(-1).max(-1).values
     assert (expected - torch.tensor(turn.logprobs)).abs().max() <= 1e-4
@@ -48,7 +48,7 @@ def engine_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch
 
 
 def rounds(engine: Engine, model: Any) -> None:
-    """Prefill, fork, three rounds of decode, two ragged appends; each turn equals the plain forward's."""
+    """Prefill, fork, three rounds of decode, two ragged appends; each turn equals the model's own forward."""
     group = [*engine.fork(engine.open(PROMPT), 3), engine.open(PROMPT[:4])]
     tools = [[[9, 8, 7], [11], [30, 31, 32, 33, 34, 35, 36], [50, 51]], [[70], [71, 72, 73, 74], [75], [76] * 9]]
     for appended in [None, *tools]:
@@ -56,20 +56,20 @@ def rounds(engine: Engine, model: Any) -> None:
             for session, ids in zip(group, appended, strict=True):
                 engine.append(session, ids)
         for session, turn in zip(group, engine.sample(group, GREEDY), strict=True):
-            assert_turn_is_plain(model, session, turn)
+            assert_turn_is_the_models_own(model, session, turn)
     for session in group:
         engine.close(session)
     assert engine.pool.free == engine.pool.pages
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_turns_equal_the_plain_forward(family: str) -> None:
+def test_greedy_turns_equal_the_models_own_forward(family: str) -> None:
     model = tiny_model(family)
     rounds(Engine(model, page_size=4, kv_memory_gib=0.01), model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_the_plain_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_the_models_own_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
     engine = Engine(model, page_size=4, kv_memory_gib=0.01)
     seen = engine_logits(engine, monkeypatch)
@@ -77,13 +77,13 @@ def test_logits_equal_the_plain_forward(family: str, monkeypatch: pytest.MonkeyP
     engine.sample([session], GREEDY)
     engine.append(session, [4, 5, 6])
     engine.sample([session], GREEDY)
-    plain = plain_logits(model, session.token_ids)
+    expected = own_logits(model, session.token_ids)
     first = len(PROMPT) - 1
     at = [*range(first, first + 5), *range(first + 8, first + 13)]
-    assert (torch.cat(seen) - plain[at]).abs().max() <= 1e-4
+    assert (torch.cat(seen) - expected[at]).abs().max() <= 1e-4
 
 
-def test_lora_wrapped_model_equals_the_plain_forward() -> None:
+def test_lora_wrapped_model_equals_the_models_own_forward() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         tiny_model("qwen3"),
@@ -96,7 +96,7 @@ def test_lora_wrapped_model_equals_the_plain_forward() -> None:
     assert model.training, "sampling must put the training mode back"
     model.eval()
     for session, turn in zip(group, turns, strict=True):
-        assert_turn_is_plain(model, session, turn)
+        assert_turn_is_the_models_own(model, session, turn)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""The engine beside plain batched sampling and transformers' `generate`: same model, prompts and lengths.
+"""The engine beside naive batched sampling and transformers' `generate`: same model, prompts and lengths.
 
-No turn stops early and tool results are given token ids, so every side samples as many tokens as the others.
+No turn stops early and tool results are fixed token ids, so every side samples as many tokens as the others.
 
 >>> bench = Bench("palestra/tiny", Workload())     # doctest: +SKIP
 >>> bench.measure("engine", tool_rounds=3).tokens_per_s
@@ -32,7 +32,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The token ids that a scenario is given: a prompt for each group, tool results for each rollout and round."""
+    """The token ids of a scenario: a prompt for each group, tool results for each rollout and round."""
 
     prompts: list[list[int]]
     tool_results: list[list[list[int]]]  # [rollout][round]
@@ -71,7 +71,7 @@ class Bench:
         self._work = workload
         self._vocabulary: int = config.vocab_size
         self._local = LocalPolicy(model)
-        self._plain = NaivePolicy(model)
+        self._naive = NaivePolicy(model)
 
     @property
     def device(self) -> str:
@@ -104,7 +104,7 @@ class Bench:
             case "engine":
                 return asyncio.run(_sample(self._local, work, tokens))
             case "plain":
-                return asyncio.run(_sample(self._plain, work, tokens))
+                return asyncio.run(_sample(self._naive, work, tokens))
             case "generate":
                 return _generate(self._model, work, tokens)
 
@@ -119,9 +119,9 @@ class Bench:
 
         def counted_step(chunks: Any) -> Any:
             nonlocal total
-            fed = sum(chunk.count for chunk in chunks)
+            planned = sum(chunk.count for chunk in chunks)
             emissions = step(chunks)
-            total += fed + sum(len(e.token_ids) - 1 for e in emissions)  # a burst feeds what it samples itself
+            total += planned + sum(len(e.token_ids) - 1 for e in emissions)  # several decode steps compute their own
             return emissions
 
         runner: Any = self._local.engine.runner

@@ -1,4 +1,4 @@
-"""What is compared, and what came of it. Knows no torch, so that bad sizes are told at once."""
+"""What is compared, and the results. Imports no torch, so that bad sizes are refused at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from palestra.core.errors import PalestraError
 
-Side = Literal["engine", "plain", "generate"]
+Side = Literal["engine", "plain", "generate"]  # plain is NaivePolicy
 SIDES: tuple[Side, ...] = get_args(Side)
 TOOL_RESULT_TOKENS = 32
 
@@ -70,7 +70,7 @@ class Measured:
         }
 
 
-Results = dict[str, dict[Side, Measured]]  # scenario -> side -> what it came to
+Results = dict[str, dict[Side, Measured]]  # scenario -> side -> its result
 
 
 def check_least(name: str, value: int, least: int) -> None:

@@ -1,6 +1,6 @@
 """The self-check at load: what the engine samples, scored by the model's own forward in the same dtype.
 
-Two forks of a random prompt sample a turn, are given more tokens, and sample again. The lengths are chosen so that
+Two forks of a random prompt sample a turn, get tokens appended, and sample again. The lengths are chosen so that
 everything is passed where an engine can go wrong: prefill and decode cross page boundaries, a partial page is
 copied for a fork, the prompt is longer than the sliding window, and KV leaves the batch and comes back.
 """
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 NEW_TOKENS = 8  # of each turn
 APPENDED_TOKENS = (3, 5)  # to each fork
-MOST_NEW_TOKENS = 2 * NEW_TOKENS + max(APPENDED_TOKENS)
-MAX_WINDOW_FLOPS = {"cpu": 2e11, "cuda": 1e15}  # a window whose check costs more is not checked: a second or two
+MAX_GROWTH = 2 * NEW_TOKENS + max(APPENDED_TOKENS)  # of a fork
+MAX_WINDOW_FLOPS, MAX_WINDOW_FLOPS_CUDA = 2e11, 1e15  # a second or two; a window that costs more is left out
 HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR = 2.0, 16.0, 4.0  # see `tolerated_difference`
 
 
-class Sampler(Protocol):
-    """What is checked: an engine, by its sessions."""
+class CheckedEngine(Protocol):
+    """What the check needs of an engine."""
 
     def open(self, prompt_ids: Sequence[int]) -> Session: ...
 
@@ -44,7 +44,7 @@ class Sampler(Protocol):
     def close(self, session: Session) -> None: ...
 
 
-def check_logprobs(engine: Sampler, model: Any, page_size: int, capacity: int) -> None:
+def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: int) -> None:
     """UnsupportedModel if the engine's logprobs differ from the model's own by more than rounding explains.
 
     `capacity` is how many tokens a session may have.
@@ -67,8 +67,8 @@ def check_logprobs(engine: Sampler, model: Any, page_size: int, capacity: int) -
             middle = end - len(second.token_ids) - count
             places = [*range(middle - len(first.token_ids), middle), *range(end - len(second.token_ids), end)]
             expected, logits = reference_logprobs(model, fork.token_ids, places)
-            found = torch.tensor([*first.logprobs.tolist(), *second.logprobs.tolist()])
-            differences.append((found - expected).abs())
+            sampled = torch.tensor([*first.logprobs.tolist(), *second.logprobs.tolist()])
+            differences.append((sampled - expected).abs())
             spreads.append(logits.std(-1))
     finally:
         for fork in forks:
@@ -84,19 +84,20 @@ def check_logprobs(engine: Sampler, model: Any, page_size: int, capacity: int) -
 
 
 def prompt_length(model: Any, page_size: int, capacity: int) -> int:
-    """Ends three tokens before a page does, in the second page or later, and behind the sliding window."""
+    """Such that the prompt ends three tokens before a page does, in the second page or later, behind the window."""
     length = 2 * page_size - 3
     window = getattr(text_config(model), "sliding_window", None)
     if window:
         longer = window + min(window, 256)  # enough that keys outside of the window would be noticed
-        parameters = sum(p.numel() for p in model.parameters())
+        flops_per_token = 2.0 * sum(p.numel() for p in model.parameters())
         forwards = 3  # the engine's, and one for each fork
-        if 2.0 * parameters * longer * forwards <= MAX_WINDOW_FLOPS[_device(model).type]:
+        limit = MAX_WINDOW_FLOPS_CUDA if _device(model).type == "cuda" else MAX_WINDOW_FLOPS
+        if flops_per_token * longer * forwards <= limit:
             length = max(length, longer)
         else:
             log.info("the self-check leaves out the sliding window of %d tokens, which would take too long", window)
     length += (page_size - 3 - length) % page_size
-    return max(1, min(length, capacity - MOST_NEW_TOKENS))
+    return max(1, min(length, capacity - MAX_GROWTH))
 
 
 @torch.inference_mode()

@@ -1,9 +1,9 @@
-"""The rollout engine: tokens in, tokens and logprobs out, KV kept in between.
+"""The rollout engine: tokens in, tokens and logprobs out, KV cached in between.
 
 >>> engine = Engine(model)                                    # doctest: +SKIP
 >>> group = engine.fork(engine.open(prompt_ids), 8)           # the prompt is computed once
 >>> turns = engine.sample(group, SamplingParams(max_new_tokens=64))
->>> engine.append(group[0], tool_result_ids)                  # goes on from kept KV
+>>> engine.append(group[0], tool_result_ids)                  # goes on from cached KV
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def no_grammars(text: str) -> Grammar:
 
 
 class Engine:
-    """Samples from the very module that is trained. One thread drives it: submit, step, take results."""
+    """Samples from the module that is trained. One thread drives it: submit, step, take results."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Engine:
         return Session(ids)
 
     def fork(self, session: Session, n: int) -> list[Session]:
-        """n sessions that go on from here; the given one is closed by this."""
+        """n sessions that go on from here; the session itself is closed by this."""
         if n < 1:
             raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)
@@ -159,15 +159,15 @@ class Engine:
 
     @torch.inference_mode()
     def cancel(self, job: Job) -> None:
-        """Stop a turn; what it sampled stays in the session, whose KV is kept."""
+        """Stop a turn; what it sampled stays in the session, and its KV in the cache."""
         if job.finish is None:
             self._end(job, "cancelled")
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
-        """One forward over everybody who can run; the turns that ended with it."""
+        """One step of every session that can run; the turns that ended with it."""
         if self._asleep:
-            raise PalestraError("the engine has given its KV memory back (sleep); call wake before sampling")
+            raise PalestraError("the engine sleeps and has no KV memory; call wake before sampling")
         chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return self._unstick()
@@ -188,7 +188,7 @@ class Engine:
 
     @torch.inference_mode()
     def weights_changed(self, version: int) -> None:
-        """The model's weights are new: every kept KV is stale and will be computed again."""
+        """The model's weights are new: all cached KV is stale and will be computed again."""
         self.version = version
         self.scheduler.drop_all()
         self.runner.weights_changed()
@@ -255,11 +255,11 @@ class Engine:
     def _end(self, job: Job, finish: Finish) -> None:
         job.finish = finish
         session = job.session
-        session.kv_len = min(session.kv_len, len(session.token_ids) - 1)  # a burst may have gone past the end
+        session.kv_len = min(session.kv_len, len(session.token_ids) - 1)  # decode steps may have gone past the end
         self.scheduler.withdraw(job)
 
     def _unstick(self) -> list[Job]:
-        """Nobody could run: the pages do not hold even one session. It ends as truncated."""
+        """No session could run: the pages do not hold even one. Its turn ends as truncated."""
         stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         if stuck is None:
             return []
@@ -302,7 +302,7 @@ class Engine:
 
     def _check_idle(self, session: Session) -> None:
         if session.closed:
-            raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
+            raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
         if session.job is not None:
             raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
 

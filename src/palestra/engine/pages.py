@@ -41,9 +41,9 @@ class PagePool:
         return -(-length // self.page_size)
 
     def take(self, n: int) -> list[int]:
-        """n fresh pages; the caller has seen to it that they are free."""
+        """n fresh pages; MemoryError if fewer are free."""
         if n > len(self._free):
-            raise MemoryError(f"{n} pages wanted, {len(self._free)} of {self.pages} free")
+            raise MemoryError(f"{n} pages asked for, {len(self._free)} of {self.pages} free")
         taken = [self._free.pop() for _ in range(n)]
         for page in taken:
             self._holders[page] = 1

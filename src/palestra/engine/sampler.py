@@ -34,7 +34,7 @@ class SamplingRow(NamedTuple):
 
 
 def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
-    """Refuse what cannot be sampled, in words."""
+    """Refuse what cannot be sampled; the message says what to change."""
     rules = (
         (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
         (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
@@ -105,8 +105,8 @@ def by_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
 
 def masked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """What a row's grammar does not allow becomes minus infinity; the other rows stay as they are."""
-    asked = [(i, row.matching.allowed()) for i, row in enumerate(rows) if row.matching is not None]
-    bits = {i: np.frombuffer(mask, np.uint8) for i, mask in asked if mask is not None}
+    masks = [(i, row.matching.allowed()) for i, row in enumerate(rows) if row.matching is not None]
+    bits = {i: np.frombuffer(mask, np.uint8) for i, mask in masks if mask is not None}
     if not bits:
         return logits
     vocabulary = logits.shape[1]

@@ -79,11 +79,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         pending = [(job.pending, job) for job in self.running]
         singles, others = [p for p in pending if p[0] <= 1], [p for p in pending if p[0] > 1]
-        for wanted, job in singles + others:
-            count = min(wanted, budget)
+        for tokens, job in singles + others:
+            count = min(tokens, budget)
             if count <= 0 or job in self._preempted or not self._room(job, count):
                 continue
-            chunks.append(Chunk(job, count, samples=job.params is not None and count == wanted))
+            chunks.append(Chunk(job, count, samples=job.params is not None and count == tokens))
             budget -= count
         if self._preempted:
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
@@ -171,8 +171,8 @@ class Scheduler:
         """Drop idle sessions, longest unused first, until `pages` are free."""
         if pages <= self.pool.free:
             return True
-        kept = set(keep)
-        idle = [s for s in self.holders if s not in kept and not s.running]
+        excepted = set(keep)
+        idle = [s for s in self.holders if s not in excepted and not s.running]
         for session in sorted(idle, key=lambda s: s.job is not None):
             self.drop(session)
             self.dropped_sessions += 1
@@ -189,7 +189,7 @@ class Scheduler:
         self.waiting.appendleft(job)
 
     def _to_idle(self, session: Session) -> None:
-        """Out of the running batch, KV kept; room that was reserved and not used goes back."""
+        """Out of the running batch with its KV; pages that were reserved and not used are released."""
         self._leave(session, keep=True)
         used = self.pool.needed(session.kv_len)
         self.pool.release(session.table[used:])

@@ -1,4 +1,4 @@
-"""A session is a token sequence with kept KV; a job is one sampling turn of it."""
+"""A session is a token sequence with cached KV; a job is one sampling turn of it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Policy(Protocol[Session]):
     def open(self, prompt_ids: Sequence[int]) -> Session: ...
 
     def fork(self, session: Session, n: int) -> list[Session]:
-        """n independent sessions that go on from here; the given one is closed by this."""
+        """n independent sessions that go on from here; the session itself is closed by this."""
         ...
 
     async def sample(self, session: Session, params: SamplingParams) -> Turn:
@@ -46,7 +46,7 @@ class Policy(Protocol[Session]):
         ...
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
-        """Feed tokens that the model did not make."""
+        """Add tokens that the model did not make."""
         ...
 
     def close(self, session: Session) -> None: ...

@@ -54,7 +54,7 @@ class LocalPolicy:
             self._deliver(job)
 
     def update(self, weights: Weights) -> None:
-        """Copy the tensors, unless the engine drives the very module that holds them; kept KV is stale either way."""
+        """Copy the tensors, unless the engine runs the module that holds them; cached KV is stale in both cases."""
         load_weights(self.engine.model, weights)
         self.engine.weights_changed(weights.version)
 

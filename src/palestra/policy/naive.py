@@ -80,7 +80,7 @@ class NaivePolicy:
             self._version = weights.version
 
     def sleep(self) -> None:
-        """No KV is kept between turns."""
+        """No KV is cached between turns."""
 
     def wake(self) -> None: ...
 
@@ -186,7 +186,7 @@ class NaivePolicy:
 
 def _check_open(session: NaiveSession) -> None:
     if session.closed:
-        raise PalestraError("the session is closed (fork closes the session that it is given); open a new one")
+        raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
 
 
 def _resolve(batch: list[_Request], error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The engine's promises: shared prompts, kept KV, pressure, bad input."""
+"""The engine's promises: shared prompts, cached KV, scarce memory, bad input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine_with(model: Any, tokens: int, **options: Any) -> Engine:
     return Engine(model, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), page_size=8, **options)
 
 
-def fed_tokens(engine: Engine) -> list[int]:
+def computed_tokens(engine: Engine) -> list[int]:
     """How many tokens each step from here on computes."""
     counts: list[int] = []
     step = engine.runner.step
@@ -63,7 +63,7 @@ def fed_tokens(engine: Engine) -> list[int]:
 
 def test_prompt_of_a_group_is_computed_once(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01)
-    counts = fed_tokens(engine)
+    counts = computed_tokens(engine)
     engine.sample(engine.fork(engine.open(PROMPT), 8), SamplingParams(1))
     assert sum(counts) == len(PROMPT) - 1 + 8
 
@@ -72,7 +72,7 @@ def test_turn_after_a_tool_costs_only_its_new_tokens(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01)
     session = engine.open(PROMPT)
     engine.sample([session], SamplingParams(6))
-    counts = fed_tokens(engine)
+    counts = computed_tokens(engine)
     engine.append(session, [1, 2, 3])
     engine.sample([session], SamplingParams(1))
     assert counts == [4]  # the last sampled token and the three new ones
@@ -132,9 +132,9 @@ def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
     assert engine.sample([session], SamplingParams(1))[0].token_ids.tolist() == []
 
 
-def test_long_prompts_are_fed_in_chunks_while_others_decode(model: Any) -> None:
+def test_long_prompts_are_prefilled_in_chunks_while_others_decode(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01, tokens_per_step=16)
-    counts = fed_tokens(engine)
+    counts = computed_tokens(engine)
     sessions = [engine.open(PROMPT[:2]), engine.open(PROMPT * 9)]
     turns = engine.sample(sessions, SamplingParams(10, temperature=0.0))
     assert max(counts) <= 16
@@ -276,7 +276,7 @@ def test_a_turn_that_meets_an_update_has_both_versions(model: Any) -> None:
     job = engine.submit(session, SamplingParams(8, temperature=0.0))
     while len(job.logprobs) < 3:
         engine.step()
-    kept = model.lm_head.weight.detach().clone()
+    original = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     try:
@@ -288,7 +288,7 @@ def test_a_turn_that_meets_an_update_has_both_versions(model: Any) -> None:
             logits = model(input_ids=torch.tensor([session.token_ids])).logits[0, len(PROMPT) - 1 : -1]
     finally:
         with torch.no_grad():
-            model.lm_head.weight.copy_(kept)
+            model.lm_head.weight.copy_(original)
     turn = job.result()
     assert turn.versions.tolist() == [0] * 3 + [5] * 5
     assert turn.token_ids.tolist() == [*(-logits[:3]).argmax(-1).tolist(), *logits[3:].argmax(-1).tolist()]

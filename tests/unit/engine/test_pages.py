@@ -1,4 +1,4 @@
-"""The page pool: nothing is lost, nothing is given twice."""
+"""The page pool: no page is lost, and none has two owners by mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_fork_at_a_page_boundary_copies_nothing() -> None:
 def test_more_pages_than_free_are_refused() -> None:
     pool = PagePool(pages=2, page_size=4)
     pool.take(2)
-    with pytest.raises(MemoryError, match="1 pages wanted"):
+    with pytest.raises(MemoryError, match="1 pages asked for"):
         pool.take(1)
 
 

@@ -45,7 +45,7 @@ def test_temperature_zero_takes_the_most_likely_with_its_logprob_at_one() -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "tokens_left"),
     [
         ({"top_k": 2}, 2),
         ({"top_p": 0.7}, 2),
@@ -54,11 +54,11 @@ def test_temperature_zero_takes_the_most_likely_with_its_logprob_at_one() -> Non
         ({"top_k": 3, "top_p": 0.6}, 1),
     ],
 )
-def test_truncation_keeps_the_likely_and_renormalises(options: dict[str, float], kept: int) -> None:
+def test_truncation_keeps_the_likely_and_renormalises(options: dict[str, float], tokens_left: int) -> None:
     tokens, logprobs = draw(20_000, **options)
-    expected = LOGITS[:kept].softmax(-1)
-    assert int(tokens.max()) == kept - 1
-    assert (frequencies(tokens)[:kept] - expected).abs().max() < 0.015
+    expected = LOGITS[:tokens_left].softmax(-1)
+    assert int(tokens.max()) == tokens_left - 1
+    assert (frequencies(tokens)[:tokens_left] - expected).abs().max() < 0.015
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 

@@ -1,4 +1,4 @@
-"""Sleep and wake: the KV cache's memory is given back in between, and open sessions go on as if nothing had been."""
+"""Sleep and wake: the KV cache's memory is free in between, and open sessions go on with the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local policy: batched, cancellable, and out of the way of other coroutines."""
+"""The local policy: batched, cancellable, and no obstacle to other coroutines."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> 
 
     session = policy.open(PROMPT)
     assert asyncio.run(turn()).versions.tolist() == [0, 0, 0]
-    kept = model.lm_head.weight.detach().clone()
+    original = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     try:
@@ -143,7 +143,7 @@ def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> 
         assert got.token_ids.tolist() == expected.tolist()
     finally:
         with torch.no_grad():
-            model.lm_head.weight.copy_(kept)
+            model.lm_head.weight.copy_(original)
 
 
 def test_a_failing_step_fails_the_turn_and_not_the_next_one(policy: LocalPolicy) -> None:

@@ -1,4 +1,4 @@
-"""A policy on a sampling copy stays at its version while the original is trained, and follows when it is told to."""
+"""A policy on a sampling copy stays at its version while the original is trained, and follows an update."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CpuFastDecoder:
         self.head_dim: int = attention.head_dim
         self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
         self._parameters = list(model.parameters())
-        self._seen: int | None = None
+        self._copied_version: int | None = None
         self._layers: list[_Weights] = []
         self._head: Tensor = torch.empty(0)
         self._cos = self._sin = torch.empty(0, 1, self.head_dim)
@@ -63,11 +63,11 @@ class CpuFastDecoder:
         return cls(model) if here and small and is_llama_like(model) else None
 
     def weights_changed(self) -> None:
-        self._seen = None
+        self._copied_version = None
 
     def release_memory(self) -> None:
         """Drop the copies of the weights; the next call makes them again."""
-        self._seen, self._layers, self._head = None, [], torch.empty(0)
+        self._copied_version, self._layers, self._head = None, [], torch.empty(0)
 
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
@@ -109,12 +109,12 @@ class CpuFastDecoder:
         return _add_product(x, gate, weights.down, weights.down_bias)
 
     def _refresh(self) -> None:
-        """Copy the weights if they changed. A write in place raises a tensor's version, but for fused optimizers:
-        after their steps `weights_changed` must be called, as for kept KV."""
-        seen = sum(p._version for p in self._parameters)
-        if seen == self._seen:
+        """Copy the weights if they changed. A write in place raises a tensor's version, except by a fused optimizer:
+        after its steps `weights_changed` must be called, as for cached KV."""
+        version = sum(p._version for p in self._parameters)
+        if version == self._copied_version:
             return
-        self._seen = seen
+        self._copied_version = version
         hidden, head = self._norms["hidden"].factor, self._norms["head"].factor
         self._layers = [self._copy(layer, hidden, head) for layer in self.model.model.layers]
         self._head = _scaled([self.model.lm_head], self.model.model.norm.weight * hidden)
@@ -122,19 +122,21 @@ class CpuFastDecoder:
     def _copy(self, layer: Any, hidden: float, head: float) -> _Weights:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        before, between = layer.input_layernorm.weight * hidden, layer.post_attention_layernorm.weight * hidden
+        attention_norm, mlp_norm = (
+            norm.weight * hidden for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
         qk_norm = None
         if hasattr(attention, "q_norm"):
             norms = [(attention.q_norm, self.heads), (attention.k_norm, self.kv_heads)]
             qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
         return _Weights(
-            qkv=_scaled(qkv, before),
+            qkv=_scaled(qkv, attention_norm),
             qkv_bias=None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]),
             out=attention.o_proj.weight.t().contiguous(),
             out_bias=attention.o_proj.bias,
-            gate=_scaled([mlp.gate_proj], between),
+            gate=_scaled([mlp.gate_proj], mlp_norm),
             gate_bias=mlp.gate_proj.bias,
-            up=_scaled([mlp.up_proj], between),
+            up=_scaled([mlp.up_proj], mlp_norm),
             up_bias=mlp.up_proj.bias,
             down=mlp.down_proj.weight.t().contiguous(),
             down_bias=mlp.down_proj.bias,
@@ -142,7 +144,7 @@ class CpuFastDecoder:
         )
 
     def _extend_rope(self, length: int) -> None:
-        """The model's own tables [positions, 1, D], twice as long as asked for; the sine has rotate_half's signs."""
+        """The model's own tables [positions, 1, D], twice as long as needed now; the sine has rotate_half's signs."""
         positions = torch.arange(max(256, 2 * length))[None]
         cos, sin = self.model.model.rotary_emb(torch.empty(0), positions)
         signs = torch.ones(self.head_dim)

@@ -1,11 +1,11 @@
-"""Freed memory stays in the process (on a CPU, page faults cost a quarter of a decode step) until it is given back."""
+"""Freed memory stays in the process until the engine sleeps: page faults cost a quarter of a decode step on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT_BYTES, _LARGEST_POOLED = 1 << 30, 1 << 25  # the largest value that glibc takes for the second is 32 MiB
+_RETAINED_BYTES, _MAX_POOLED_BYTES = 1 << 30, 1 << 25  # glibc takes at most 32 MiB for the second
 
 
 def keep_freed_memory() -> bool:
@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_POOLED) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_POOLED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES))
 
 
 def give_freed_memory_back() -> bool:

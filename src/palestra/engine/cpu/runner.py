@@ -129,7 +129,7 @@ class CpuRunner:
         return SlotPlan(slots, targets, decode, prefills)
 
     def _shared_prefixes(self, n: int) -> SharedPrefixes | None:
-        """Those of slots 0..n-1; found anew only when the batch has changed."""
+        """Those of slots 0..n-1; computed again only when the batch has changed."""
         generation, count, prefixes = self._prefixes
         if (generation, count) != (self.slots.generation, n):
             prefixes = SharedPrefixes.of(self.slots, n)

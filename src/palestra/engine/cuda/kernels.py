@@ -185,7 +185,7 @@ def choose_and_advance(
     target = tl.load(DRAWS + step * rows + b) * total
     reached = tl.cumsum(mass, 0)
     block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
-    block = tl.where(greedy, tl.argmax(tops, 0), block)  # either way one block holds the token
+    block = tl.where(greedy, tl.argmax(tops, 0), block)  # one block holds the token
     before = tl.sum(tl.where(i < block, mass, 0.0), 0)
     base = LOGITS + b.to(tl.int64) * vocabulary
     at = block * BLOCK + t

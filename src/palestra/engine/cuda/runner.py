@@ -40,8 +40,8 @@ class Graph:
 class CudaRunner:
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
-    decode_steps = 64  # the most steps between two looks of the scheduler
-    look_every = 8
+    decode_steps = 64  # the most decode steps before the scheduler plans again
+    look_every = 8  # steps after which the host looks whether a row has ended
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -95,6 +95,7 @@ class CudaRunner:
             self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
         except torch.OutOfMemoryError as error:
             gib = self._pages * self.page_size * s.bytes_per_token / (1 << 30)
+            self.keys = self.values = torch.empty(0)
             raise PalestraError(
                 f"the KV cache of {gib:.1f} GiB does not fit on the GPU ({error}); lower model.kv_memory_gib"
             ) from error
@@ -195,7 +196,7 @@ class CudaRunner:
             with torch.cuda.graph(captured, pool=self._graph_pool):
                 logits = forward()
         except Exception as error:
-            error.add_note(f"A decode step could not be captured as a CUDA graph; {REMEDY}, slower, to go on without")
+            error.add_note(f"A decode step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
             raise
         finally:
             self._state.lens.copy_(lens)
@@ -203,7 +204,7 @@ class CudaRunner:
         return Graph(captured.replay, logits)
 
     def _module_logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor | int = 0) -> Tensor:
-        """[rows, V] logits of the module with our attention, at the given places; 0: at all of them."""
+        """[rows, V] logits of the module with our attention, at the places `ends`; 0: at all of them."""
         with self._switch.use(ENGINE_ATTENTION, training=False):
             output = self.model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends, plan=plan
