@@ -12,7 +12,7 @@ import pytest
 
 from palestra.core.import_file import import_file
 from palestra.faces.cli.main import run
-from palestra.serve.openai_forms import plain_tool
+from palestra.serve.openai_forms import tool_schema
 from palestra.tools.tool import as_tool
 
 sdk = pytest.importorskip("agents", reason="pip install openai-agents")
@@ -73,4 +73,4 @@ def test_the_model_sees_tools_in_the_sdks_requests_as_it_saw_them_in_training(ex
     for tool in example.agent.tools:
         sent = Converter.tool_to_openai(tool)
         assert "strict" in sent["function"], "more than the model was shown"
-        assert plain_tool(sent) == as_tool(tool).schema
+        assert tool_schema(sent) == as_tool(tool).schema

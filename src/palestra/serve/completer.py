@@ -19,7 +19,7 @@ _SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """`n` completions of one prompt; `hold` is text that a stream keeps back, with all that follows it."""
+    """`n` completions of one prompt; a stream keeps back `hold` and all text that follows it."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -40,7 +40,7 @@ class Completion:
 
 
 class Completer:
-    """Answers from the policy's continuous batching; a refresh of the policy is seen by the next token."""
+    """Completions by the policy's continuous batching; new weights are used from the next token on."""
 
     def __init__(self, policy: Policy[Any], tokenizer: Any, name: str, context_tokens: int) -> None:
         self.policy = policy
@@ -66,35 +66,39 @@ class Completer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def ask(self, prompt_ids: Sequence[int], fields: SamplingFields, default_new_tokens: int) -> SamplingRequest:
+    def request(self, prompt_ids: Sequence[int], fields: SamplingFields, default_new_tokens: int) -> SamplingRequest:
+        """What to sample for a prompt, within the room that it leaves in the context."""
         room = self.context_tokens - len(prompt_ids)
         if room < 1:
             raise PalestraError(
                 f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
                 "included; shorten it"
             )
-        ask = SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
-        self.on_request(ask)
-        return ask
+        request = SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
+        self.on_request(request)
+        return request
 
-    async def complete(self, ask: SamplingRequest) -> list[Completion]:
+    async def complete(self, request: SamplingRequest) -> list[Completion]:
         """Exactly n completions; cancelling this cancels their sampling."""
-        sessions = self._open(ask)
+        sessions = self._open(request)
         try:
             sampled = await asyncio.gather(
-                *(self.policy.sample(s, _seeded(ask, i)) for i, s in enumerate(sessions)),
+                *(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)),
             )
         finally:
             for session in sessions:
                 self.policy.close(session)
-        return [self.completion(one, ask.params) for one in sampled]
+        return [self.completion(one, request.params) for one in sampled]
 
-    async def stream(self, ask: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
+    async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """(choice, new text) as it comes, (choice, Completion) when one has ended, (-1, None) while nothing does."""
-        sessions = self._open(ask)
-        tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(ask, i))) for i, s in enumerate(sessions)]
-        texts = [TextStream(self.tokenizer, (*ask.params.stop, *ask.hold), ask.params.stop_token_ids) for _ in sessions]
-        start, open_choices = len(ask.prompt_ids), set(range(len(tasks)))
+        sessions = self._open(request)
+        tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
+        texts = [
+            TextStream(self.tokenizer, (*request.params.stop, *request.hold), request.params.stop_token_ids)
+            for _ in sessions
+        ]
+        start, open_choices = len(request.prompt_ids), set(range(len(tasks)))
         try:
             while open_choices:
                 await asyncio.wait(
@@ -103,19 +107,19 @@ class Completer:
                 for i in sorted(open_choices):
                     if tasks[i].done():
                         open_choices.discard(i)
-                        yield i, self.completion(tasks[i].result(), ask.params)
+                        yield i, self.completion(tasks[i].result(), request.params)
                     elif new := texts[i].push(sessions[i].token_ids[start:]):
                         yield i, new
                 yield -1, None
-        finally:  # without waiting: whoever cancels a stream may cancel every wait in here too
+        finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
             for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
                 self.policy.close(session)
             asyncio.gather(*tasks, return_exceptions=True)
 
-    def _open(self, ask: SamplingRequest) -> list[Any]:
-        session = self.policy.open(ask.prompt_ids)
-        return self.policy.fork(session, ask.n) if ask.n > 1 else [session]
+    def _open(self, request: SamplingRequest) -> list[Any]:
+        session = self.policy.open(request.prompt_ids)
+        return self.policy.fork(session, request.n) if request.n > 1 else [session]
 
     def completion(self, turn: Turn, params: SamplingParams) -> Completion:
         ids, matched = turn.token_ids.tolist(), None
@@ -124,9 +128,9 @@ class Completer:
             matched = ids.pop()
         text = decode(self.tokenizer, ids)
         arrays = turn.token_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist()
-        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
-        if found and matched is None:
-            at, stop_text = min(found)
+        stops = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if stops and matched is None:
+            at, stop_text = min(stops)
             return Completion(*arrays, text[:at], finish, stop_text)
         return Completion(*arrays, text, finish, matched)
 
@@ -140,7 +144,7 @@ class TextStream:
         self._stops = stop_token_ids
         self._text = ""
         self._sent = 0
-        self._start = self._end = 0  # ids[start:end] are decoded again, for what follows may lean on them
+        self._start = self._end = 0  # ids[start:end] are decoded again: what follows may depend on them
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that has become certain since the last time."""
@@ -171,9 +175,9 @@ def certain(text: str, hold: Sequence[str]) -> str:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """What the ids say, special tokens included: a `<tool_call>` may be one."""
+    """The text of the ids, special tokens included: a `<tool_call>` may be one."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _seeded(ask: SamplingRequest, index: int) -> SamplingParams:
-    return replace(ask.params, seed=ask.params.seed + index * _SEED_STRIDE)
+def _seeded(request: SamplingRequest, index: int) -> SamplingParams:
+    return replace(request.params, seed=request.params.seed + index * _SEED_STRIDE)

@@ -1,4 +1,4 @@
-"""SGLang's and vLLM's `/generate`, told apart by their fields. Token ids in, token ids with logprobs out."""
+"""SGLang's and vLLM's `/generate`, recognised by their fields. Token ids in, token ids with logprobs out."""
 
 from __future__ import annotations
 
@@ -29,26 +29,30 @@ class SglangBody(BaseModel):
 
     @property
     def prompts(self) -> list[Any]:
-        given = self.text if self.input_ids is None else self.input_ids
-        if not given:
+        if not self._input:
             raise PalestraError("/generate needs input_ids or text; got neither")
-        return given if self.is_batch else [given]  # type: ignore[return-value]
+        return self._input if self.is_batch else [self._input]
 
     @property
     def is_batch(self) -> bool:
-        given = self.text if self.input_ids is None else self.input_ids
-        return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        return isinstance(self._input, list) and bool(self._input) and not isinstance(self._input[0], int)
 
-    def asks(self, model: Completer) -> list[SamplingRequest]:
+    @property
+    def _input(self) -> Any:
+        return self.text if self.input_ids is None else self.input_ids
+
+    def requests(self, model: Completer) -> list[SamplingRequest]:
         ids = [model.encode(p) if isinstance(p, str) else p for p in self.prompts]
-        return [model.ask(prompt, self.sampling_params, _SGLANG_NEW_TOKENS) for prompt in ids]
+        return [model.request(prompt, self.sampling_params, _SGLANG_NEW_TOKENS) for prompt in ids]
 
-    def answer(self, asks: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
+    def response(
+        self, requests: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer
+    ) -> Any:
         """One object for one completion, a list for several."""
-        results = [self._result(ask, c, model) for ask, row in zip(asks, rows, strict=True) for c in row]
+        results = [self._result(request, c, model) for request, row in zip(requests, rows, strict=True) for c in row]
         return results if self.is_batch or len(results) > 1 else results[0]
 
-    def _result(self, ask: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
+    def _result(self, request: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
         ids = completion.token_ids
         finish = (
             {"type": "stop", "matched": completion.matched}
@@ -58,7 +62,7 @@ class SglangBody(BaseModel):
         about: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "finish_reason": finish,
-            "prompt_tokens": len(ask.prompt_ids),
+            "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(ids),
             "weight_version": str(completion.versions[-1] if completion.versions else model.policy.version),
             "weight_versions": completion.versions,
@@ -80,13 +84,15 @@ class VllmBody(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=1)
     stream: bool = False
 
-    def asks(self, model: Completer) -> list[SamplingRequest]:
+    def requests(self, model: Completer) -> list[SamplingRequest]:
         ids = model.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
-        return [model.ask(ids, self, _VLLM_NEW_TOKENS)]
+        return [model.request(ids, self, _VLLM_NEW_TOKENS)]
 
-    def answer(self, asks: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer) -> Any:
-        (ask,), (row,) = asks, rows
-        prompt = self.prompt if isinstance(self.prompt, str) else model.tokenizer.decode(list(ask.prompt_ids))
+    def response(
+        self, requests: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer
+    ) -> Any:
+        (request,), (row,) = requests, rows
+        prompt = self.prompt if isinstance(self.prompt, str) else model.tokenizer.decode(list(request.prompt_ids))
         result: dict[str, Any] = {
             "text": [c.text for c in row],
             "prompt": prompt,
@@ -94,7 +100,7 @@ class VllmBody(SamplingFields):
         }
         if self.logprobs is not None:
             result["logprobs"] = [[[{str(i): p}] for i, p in zip(c.token_ids, c.logprobs, strict=True)] for c in row]
-            result["prompt_token_ids"] = list(ask.prompt_ids)
+            result["prompt_token_ids"] = list(request.prompt_ids)
             result["token_ids"] = [list(c.token_ids) for c in row]
         return result
 

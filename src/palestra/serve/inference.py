@@ -3,7 +3,7 @@
     POST /v1/chat/completions, /v1/completions      GET /v1/models
     POST /generate, /update_weights_from_disk       GET /health
 
-Everybody's requests share the policy's batches, and a client that goes away cancels its sampling.
+All requests share the policy's batches, and a client that disconnects cancels its sampling.
 """
 
 from __future__ import annotations
@@ -72,32 +72,34 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         body = await _read(request, forms.CompletionBody)
-        asks = body.asks(self._model)
+        to_sample = body.requests(self._model)
         if body.stream:
-            return _events(_stream_text(request, body, asks, self._model))
-        rows = await while_connected(request, self._all(asks))
+            return _events(_stream_text(request, body, to_sample, self._model))
+        rows = await while_connected(request, self._all(to_sample))
         flat = [completion for row in rows for completion in row]
         choices = [forms.text_choice(i, c, self._model, body.logprobs is not None) for i, c in enumerate(flat)]
-        return JSONResponse(forms.answer("text_completion", self._model)(choices, usage=forms.usage(asks, flat)))
+        return JSONResponse(forms.response("text_completion", self._model)(choices, usage=forms.usage(to_sample, flat)))
 
     async def chat(self, request: Request) -> Response:
         body = await _read(request, forms.ChatBody)
-        ask = body.ask(self._model)
+        to_sample = body.request(self._model)
         if body.stream:
-            return _events(_stream_chat(request, body, ask, self._model))
-        row = await while_connected(request, self._model.complete(ask))
+            return _events(_stream_chat(request, body, to_sample, self._model))
+        row = await while_connected(request, self._model.complete(to_sample))
         with_tools = bool(body.tools_used)
         choices = [forms.chat_choice(i, c, self._model, with_tools, bool(body.logprobs)) for i, c in enumerate(row)]
-        return JSONResponse(forms.answer("chat.completion", self._model)(choices, usage=forms.usage([ask], row)))
+        return JSONResponse(
+            forms.response("chat.completion", self._model)(choices, usage=forms.usage([to_sample], row))
+        )
 
     async def generate(self, request: Request) -> Response:
         raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
         body = parse(generate_body, raw)
         if body.stream:
             raise PalestraError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
-        asks = body.asks(self._model)
-        rows = await while_connected(request, self._all(asks))
-        return JSONResponse(body.answer(asks, rows, self._model))
+        to_sample = body.requests(self._model)
+        rows = await while_connected(request, self._all(to_sample))
+        return JSONResponse(body.response(to_sample, rows, self._model))
 
     async def update_weights(self, request: Request) -> Response:
         """New weights for the policy, by SGLang's name for it; turns under way go on with them."""
@@ -110,8 +112,8 @@ class _Api:
         version = self._model.policy.version
         return JSONResponse({"success": True, "message": f"weights of version {version}", "weight_version": version})
 
-    async def _all(self, asks: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        return list(await asyncio.gather(*(self._model.complete(ask) for ask in asks)))
+    async def _all(self, to_sample: Sequence[SamplingRequest]) -> list[list[Completion]]:
+        return list(await asyncio.gather(*(self._model.complete(each) for each in to_sample)))
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
@@ -134,37 +136,37 @@ def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
 
 
 async def _stream_text(
-    request: Request, body: forms.CompletionBody, asks: Sequence[SamplingRequest], model: Completer
+    request: Request, body: forms.CompletionBody, to_sample: Sequence[SamplingRequest], model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    if len(asks) > 1:
+    if len(to_sample) > 1:
         raise PalestraError("streaming takes one prompt at a time; send the prompts apart")
-    (ask,) = asks
-    say, ended = forms.answer("text_completion", model), list[Completion]()
-    sent = [""] * ask.n
-    async with contextlib.aclosing(model.stream(ask)) as source:
+    (prompt,) = to_sample
+    chunk, ended = forms.response("text_completion", model), list[Completion]()
+    sent = [""] * prompt.n
+    async with contextlib.aclosing(model.stream(prompt)) as source:
         async for i, piece in source:
             if piece is None:
                 if await request.is_disconnected():
                     return
             elif isinstance(piece, str):
                 sent[i] += piece
-                yield say([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}])
+                yield chunk([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}])
             else:
                 ended.append(piece)
                 choice = forms.text_choice(i, piece, model, body.logprobs is not None)
-                yield say([{**choice, "text": choice["text"][len(sent[i]) :]}])
+                yield chunk([{**choice, "text": choice["text"][len(sent[i]) :]}])
     if (body.stream_options or {}).get("include_usage"):
-        yield say([], usage=forms.usage(asks, ended))
+        yield chunk([], usage=forms.usage(to_sample, ended))
 
 
 async def _stream_chat(
-    request: Request, body: forms.ChatBody, ask: SamplingRequest, model: Completer
+    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    say, ended = forms.answer("chat.completion.chunk", model), list[Completion]()
-    with_tools, sent = bool(body.tools_used), [""] * ask.n
-    for i in range(ask.n):
-        yield say([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-    async with contextlib.aclosing(model.stream(ask)) as source:
+    chunk, ended = forms.response("chat.completion.chunk", model), list[Completion]()
+    with_tools, sent = bool(body.tools_used), [""] * to_sample.n
+    for i in range(to_sample.n):
+        yield chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    async with contextlib.aclosing(model.stream(to_sample)) as source:
         async for i, piece in source:
             if piece is None:
                 if await request.is_disconnected():
@@ -174,11 +176,11 @@ async def _stream_chat(
                 new = piece.lstrip() if with_tools and not sent[i] else piece
                 if new:
                     sent[i] += new
-                    yield say([{"index": i, "delta": {"content": new}, "finish_reason": None}])
+                    yield chunk([{"index": i, "delta": {"content": new}, "finish_reason": None}])
             else:
                 ended.append(piece)
                 last = forms.last_chat_deltas(i, piece, sent[i], model, with_tools, bool(body.logprobs))
                 for delta in last:
-                    yield say([delta])
+                    yield chunk([delta])
     if (body.stream_options or {}).get("include_usage"):
-        yield say([], usage=forms.usage([ask], ended))
+        yield chunk([], usage=forms.usage([to_sample], ended))

@@ -28,13 +28,13 @@ class CompletionBody(SamplingFields):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
-    def asks(self, model: Completer) -> list[SamplingRequest]:
+    def requests(self, model: Completer) -> list[SamplingRequest]:
         many = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         prompts: list[Any] = self.prompt if many else [self.prompt]  # type: ignore[assignment]
         if len(prompts) > _MAX_PROMPTS:
             raise PalestraError(f"{len(prompts)} prompts at once; up to {_MAX_PROMPTS} are taken, send the rest apart")
         ids = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [model.ask(prompt, self, _DEFAULT_COMPLETION_TOKENS) for prompt in ids]
+        return [model.request(prompt, self, _DEFAULT_COMPLETION_TOKENS) for prompt in ids]
 
 
 class ChatBody(SamplingFields):
@@ -49,13 +49,13 @@ class ChatBody(SamplingFields):
     def tools_used(self) -> list[dict[str, Any]]:
         if self.tool_choice not in (None, "auto", "none"):
             raise PalestraError(f"tool_choice={self.tool_choice!r} is not supported by this server; use auto or none")
-        return [] if self.tool_choice == "none" else [plain_tool(tool) for tool in self.tools or []]
+        return [] if self.tool_choice == "none" else [tool_schema(tool) for tool in self.tools or []]
 
-    def ask(self, model: Completer) -> SamplingRequest:
+    def request(self, model: Completer) -> SamplingRequest:
         tools = self.tools_used
         prompt = model.chat.prompt(self._messages(), tools)
-        ask = model.ask(prompt.token_ids.tolist(), self, model.context_tokens)
-        return replace(ask, hold=model.chat.call_form.opens if tools else ())
+        request = model.request(prompt.token_ids.tolist(), self, model.context_tokens)
+        return replace(request, hold=model.chat.call_form.opens if tools else ())
 
     def _messages(self) -> list[Message]:
         try:
@@ -64,18 +64,18 @@ class ChatBody(SamplingFields):
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
 
 
-def plain_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as it stood in training's prompts: what else clients send of it (`strict`) is not for the model."""
+def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as prompts of a training show it, without what else clients send (`strict`)."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         return tool
-    kept = {key: function[key] for key in ("name", "description", "parameters") if key in function}
-    return {"type": "function", "function": kept}
+    fields = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": fields}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What every piece of one answer says of itself."""
+class ResponseFrame:
+    """The fields that every chunk of one response has in common."""
 
     kind: str  # chat.completion, chat.completion.chunk or text_completion
     model: str
@@ -87,13 +87,13 @@ class Answer:
         return {**about, "choices": list(choices), **more}
 
 
-def answer(kind: str, model: Completer) -> Answer:
+def response(kind: str, model: Completer) -> ResponseFrame:
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return Answer(kind, model.name, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+    return ResponseFrame(kind, model.name, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
 
 
-def usage(asks: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
-    prompt = sum(len(ask.prompt_ids) for ask in asks)
+def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
+    prompt = sum(len(request.prompt_ids) for request in requests)
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
@@ -148,7 +148,7 @@ def call_dict(call: ToolCall) -> dict[str, Any]:
 def last_chat_deltas(
     index: int, completion: Completion, sent: str, model: Completer, with_tools: bool, with_logprobs: bool
 ) -> Iterator[dict[str, Any]]:
-    """The pieces that end a streamed choice: the text kept back so far, the calls, and why it ended."""
+    """The chunks that end a streamed choice: the text held back so far, the calls, and why it ended."""
     choice = chat_choice(index, completion, model, with_tools, with_logprobs)
     message = choice["message"]
     text = (message["content"] or "").lstrip() if with_tools else message["content"] or ""

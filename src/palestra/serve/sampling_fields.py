@@ -1,4 +1,4 @@
-"""How a request asks to be sampled: the fields of OpenAI's, vLLM's and SGLang's forms -> SamplingParams."""
+"""How a request is to be sampled: the fields of OpenAI's, vLLM's and SGLang's forms -> SamplingParams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 
-# What would change the answer but is not built: each is refused unless it says what holds anyway.
+# What would change the response but is not supported: refused, unless it has the value that it has here anyway.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -60,13 +60,13 @@ class SamplingFields(BaseModel):
     def params(self, eos: tuple[int, ...], room: int, default_new_tokens: int) -> SamplingParams:
         """`room` is what the context has left; stops may be strings or token ids, and add to the model's own."""
         stops = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop is not None else []
-        asked = self.max_completion_tokens or self.max_tokens or self.max_new_tokens or default_new_tokens
+        limit = self.max_completion_tokens or self.max_tokens or self.max_new_tokens or default_new_tokens
         top_k = self.top_k or 0
         return SamplingParams(
-            max_new_tokens=min(asked, room),
+            max_new_tokens=min(limit, room),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
-            top_k=top_k if 0 < top_k < 1 << 30 else 0,  # -1 and 2**30 are the other servers' words for "all"
+            top_k=top_k if 0 < top_k < 1 << 30 else 0,  # -1 and 2**30 mean "all" to other servers
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
             stop_token_ids=(

@@ -1,4 +1,4 @@
-"""What both servers share: who may ask, how much a body may hold, how errors look, how a port is opened."""
+"""What both servers share: access, limits on bodies, errors as JSON, opening a port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_app(
     token: str | None = None,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
-    """An application whose every error is JSON, and which asks for the token where one is set."""
+    """An application whose every error is JSON, and which requires the token where one is set."""
     handlers: Mapping[Any, Any] = {
         HTTPException: _http_error,
         PalestraError: _bad_input,
@@ -76,7 +76,7 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Lets in who knows the token; a page in somebody's browser is not let in at all.
+    """Checks the token; without one, refuses requests of web pages.
 
     A server on the loopback address can be reached by every page that a local browser shows. Such requests
     carry an Origin of their own, or a host name that was made to point here.
@@ -99,8 +99,8 @@ class Guard:
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         if self._token is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(given, self._token.encode()):
+            token = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if not hmac.compare_digest(token, self._token.encode()):
                 return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             return None
         origin = request.headers.get("origin")
@@ -158,10 +158,10 @@ async def read_model(request: Request, model: type[Model], limit: int = MIB) -> 
     return parse(model.model_validate_json, await read_body(request, limit))
 
 
-def parse(validate: Callable[[Any], T], given: Any) -> T:
+def parse(validate: Callable[[Any], T], data: Any) -> T:
     """What `validate` makes of it; 422 with what is wrong when it cannot."""
     try:
-        return validate(given)
+        return validate(data)
     except ValidationError as error:
         raise refuse(422, _explain(error)) from None
 
@@ -176,13 +176,13 @@ def _explain(error: ValidationError) -> str:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; a client that goes away cancels it."""
+    """The result of `work`; a client that disconnects cancels it."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(499, "the client went away")
+            raise HTTPException(499, "the client disconnected")
         return task.result()
     finally:
         for each in (task, gone):
@@ -221,9 +221,9 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn inside of somebody else's event loop: it leaves signals alone unless told to heed them."""
+    """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`."""
 
-    def __init__(self, app: ASGIApp, *, heed_signals: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, handle_signals: bool = False) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -235,9 +235,9 @@ class Server(uvicorn.Server):
                 ws="none",
             )
         )
-        self._heed_signals = heed_signals
+        self._handle_signals = handle_signals
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        with super().capture_signals() if self._heed_signals else contextlib.nullcontext():
+        with super().capture_signals() if self._handle_signals else contextlib.nullcontext():
             yield

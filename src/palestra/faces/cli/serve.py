@@ -114,7 +114,7 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
     from palestra.serve.web import Server, url_of
 
     click.echo(f"{message} {url_of(socket)}{path}")
-    asyncio.run(Server(app, heed_signals=True).serve(sockets=[socket]))
+    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
 
 
 def require_serve_extra() -> None:
