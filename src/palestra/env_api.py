@@ -1,4 +1,4 @@
-"""The short way in for environments: train on one, score it, look at what it gives, or serve it.
+"""Environments in one call each: train on one, evaluate it, write scored groups, or serve it to a trainer.
 
 torch is loaded only where a model is: scoring an endpoint does without.
 """
@@ -67,7 +67,7 @@ def train_wire(
 ) -> Outcome:
     """Serve the model, train it on what environments in other programs post, save it.
 
-    It is scored here where run.json names an environment of ours. `served` is told the inference URL and the
+    It is evaluated here if run.json names an environment of ours. `served` is called with the inference URL and the
     tokenizer; `check` may raise while groups are waited for.
     """
     from palestra.train.run import Run
@@ -146,7 +146,7 @@ def serve_env(
 ) -> Feed:
     """Feed a trainer elsewhere with scored groups until its last step, sampled from the model that it serves.
 
-    `model_name` says whose tokenizer to use; unless given, the server is asked what it serves.
+    `model_name` says whose tokenizer to use; None: that of the model that the server serves.
     """
     from palestra.models.loading import load_tokenizer
     from palestra.train.tasks import agent_collector

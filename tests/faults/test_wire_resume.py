@@ -49,7 +49,7 @@ def post_all_groups(url: str) -> None:
             "inference_logprobs": [[1.0] * 6 + [-2.0 - rng.random() for _ in answer] for answer in answers],
             "scores": [float(i % 2) for i in range(SIBLINGS)],
         }
-        asyncio.run(client.ask("/scored_data", body, key=f"group-{number}"))
+        asyncio.run(client.call("/scored_data", body, key=f"group-{number}"))
 
 
 def trainer(url: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""One attempt: the agent loop. The same for a policy that samples tokens and for a chat endpoint."""
+"""The agent loop: one attempt at a problem, the same for a policy that samples tokens and for a chat endpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Speaker(Protocol):
         ...
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """What the message was answered with."""
+        """The replies to that message."""
         ...
 
     def close(self) -> None: ...
@@ -49,7 +49,7 @@ class Speaker(Protocol):
 
 @dataclass(slots=True)
 class Attempt:
-    """What an attempt has gathered so far; `on_message` is told of each new message."""
+    """The messages and tool results of an attempt so far; `on_message` is called with each new message."""
 
     messages: list[Message]
     tool_results: list[ToolResult] = field(default_factory=list)
@@ -65,8 +65,8 @@ class Attempt:
 async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits) -> Rollout:
     """Play `episode` to its end and score it; the caller closes it.
 
-    What the environment or a tool does wrong is recorded on the rollout, as is a conversation that the policy
-    refuses (too long, say). A broken policy or record is a crash, and raises.
+    An error of the environment or a tool is recorded on the rollout, and so is a conversation that the policy
+    refuses, because it is too long for instance. A broken policy or a wrong record raises.
     """
     began = time.perf_counter()
     attempt = Attempt(list(episode.prompt))
@@ -94,7 +94,7 @@ async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limi
 
 
 async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: AttemptLimits) -> StopReason:
-    """Sample, call tools, feed their results and sample again, until the model answers or a limit is met.
+    """Sample, call tools, append their results and sample again, until the model answers or a limit is reached.
 
     A turn's seed is the attempt's plus the number of the turn.
     """
@@ -130,7 +130,7 @@ async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: Att
 async def replies_to(
     messages: Sequence[Message], episode: Episode, tools: Mapping[str, Tool], limits: AttemptLimits
 ) -> tuple[Sequence[Message], list[ToolResult]]:
-    """What the last message is answered with: the results of its tool calls, or what the environment says."""
+    """The replies to the last message: the results of its tool calls, or those of the environment."""
     if calls := messages[-1].tool_calls:
         results = await run_calls(tools, calls, limits.tool_timeout_s)
         return [tool_message(result) for result in results], results

@@ -22,7 +22,7 @@ OnRollout = Callable[[Rollout], None]
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Problems -> groups of scored attempts. `start` gives the siblings of a group someone who speaks for the model."""
+    """Problems -> groups of scored attempts. `start` gives each sibling of a group its speaker."""
 
     environment: Environment
     limits: AttemptLimits
@@ -37,11 +37,11 @@ class Collector:
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
         """One group for each problem, all running together. The same seed key gives the same rollouts."""
-        # All begin before the first samples, so that the sampler's batches do not depend on who was ready first.
-        begun = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
+        # All open before the first samples, so that the sampler's batches do not depend on which opened first.
+        opened = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
         tasks = [
             asyncio.create_task(self._group(problem, episodes, key, on_rollout))
-            for problem, episodes, key in zip(problems, begun, seed_keys, strict=True)
+            for problem, episodes, key in zip(problems, opened, seed_keys, strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -123,12 +123,12 @@ def endpoint_speakers(endpoint: ChatEndpoint) -> Callable[[Sequence[Episode]], l
 
 
 async def open_episodes(environment: Environment, problem: Problem, count: int) -> list[Episode]:
-    """In threads: beginning an attempt may mean to start a program or to ask a server."""
+    """In threads: an environment may start a program or call a server for each attempt."""
     return list(await asyncio.gather(*(asyncio.to_thread(environment.open, problem) for _ in range(count))))
 
 
 def require_one_good(groups: Sequence[Group]) -> None:
-    """Attempts that all failed tell nothing: stop, with the first error named."""
+    """Raise if every attempt failed: there is nothing to learn or to report."""
     errors = [r.error for group in groups for r in group.rollouts]
     if errors and None not in errors:
         raise PalestraError(f"every rollout failed; the first error was {errors[0]}")

@@ -1,4 +1,4 @@
-"""Talk with a policy outside of any environment: a fixed opening, tools, no score."""
+"""Chat with a policy outside of any environment: a fixed opening, tools, no score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.tools.tool import Tool
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """An episode that says nothing after its opening and judges nothing."""
+    """An episode without replies and without measures."""
 
     prompt: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -43,7 +43,7 @@ async def converse(
 
 
 class ChatSession:
-    """A conversation that goes on, question by question. What was said stays as the tokens that it was said in."""
+    """A conversation of several questions. Earlier turns keep the tokens that were sampled."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ChatSession:
         self.messages: list[Message] = list(self._opening)
 
     async def say(self, text: str, on_message: Callable[[Message], None] = lambda message: None) -> StopReason:
-        """Let the model answer, calling tools on the way; each new message is told as it comes.
+        """Let the model answer, calling tools on the way; `on_message` is called with each new message.
 
         An answer that fails or is cancelled leaves the conversation as it was.
         """
@@ -92,7 +92,7 @@ class ChatSession:
 
     @property
     def so_far(self) -> str:
-        """What the model has written of the message that it is at; empty between messages."""
+        """The part of the current message that has been sampled; empty between messages."""
         return "" if self._speaker is None or self._session is None else self._speaker.unread_text
 
     @property

@@ -97,16 +97,16 @@ class FunctionCollector:
 
 
 def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], version: int) -> list[Turn]:
-    """Stretches of tokens that the model (mask 1) or the environment (mask 0) made."""
+    """Runs of tokens that the model (mask 1) or the environment (mask 0) made."""
     if not len(ids) == len(logprobs) == len(mask):
         raise PalestraError(
             f"rollout_func gave {len(ids)} completion_ids with {len(logprobs)} logprobs and a mask of {len(mask)}; "
-            "give one of each a token"
+            "return one of each for every token"
         )
     values = [float(p[0]) if isinstance(p, Sequence) else float(p) for p in logprobs]  # TRL may nest them, best first
     turns = []
-    for by_model, stretch in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
-        at = list(stretch)
+    for by_model, run in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
+        at = list(run)
         part = slice(at[0], at[-1] + 1)
         if by_model:
             turns.append(Turn("model", ids[part], values[part], version))  # type: ignore[arg-type]
@@ -122,6 +122,6 @@ def _checked(output: Any, count: int) -> Mapping[str, Sequence[Any]]:
     wrong = {key: len(values) for key, values in output.items() if len(values) != count}
     if wrong:
         raise PalestraError(
-            f"rollout_func was given {count} prompts, and its columns have {wrong}; give one entry each"
+            f"rollout_func got {count} prompts, and its columns have {wrong} entries; return one for each prompt"
         )
     return cast(Mapping[str, Sequence[Any]], output)

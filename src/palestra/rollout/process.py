@@ -1,4 +1,4 @@
-"""Scored groups as plain data, without training: what an environment gives, for people and programs to look at."""
+"""Scored groups as JSON, without training: what an environment gives, for people and programs to look at."""
 
 from __future__ import annotations
 

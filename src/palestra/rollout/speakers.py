@@ -1,4 +1,4 @@
-"""Who speaks for the model: a policy, token by token, or a chat endpoint, message by message."""
+"""The model's side of a conversation: a policy that samples tokens, or a chat endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadsTokens(Protocol):
 
 
 class TokenSpeaker:
-    """A session of a policy. What it says is recorded as the very tokens that were sampled."""
+    """A session of a policy. Its turns hold the very tokens that were sampled."""
 
     def __init__(self, policy: Policy[Any], session: Any, chat: ReadsTokens, prompt: Turn) -> None:
         self.turns: list[Turn] = [prompt]
@@ -52,7 +52,7 @@ class TokenSpeaker:
 
     @property
     def unread_text(self) -> str:
-        """What has been sampled of a message that is still under way."""
+        """The part of the current message that has been sampled."""
         return self._chat.read(self._session.token_ids[self._tokens :]).text
 
     def _record(self, turn: Turn) -> None:
@@ -97,4 +97,4 @@ class EndpointSpeaker:
         self._messages += messages
 
     def close(self) -> None:
-        """Nothing is held for it."""
+        """The endpoint keeps no state."""

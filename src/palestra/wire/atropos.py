@@ -31,7 +31,7 @@ def venv_folder() -> Path:
     return cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> Path:
+def ensure_python(folder: Path, more: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Path:
     """The Python of a venv in `folder` that has atroposlib and `more`; made when it is not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     python, ready = folder / "bin" / "python", folder / "ready.json"
@@ -40,7 +40,7 @@ def ensure_python(folder: Path, more: Sequence[str] = (), tell: Callable[[str], 
         present = json.loads(ready.read_text()) if ready.exists() else []
         missing = [package for package in (*PACKAGES, *more) if package not in present]
         if missing:
-            tell(f"installing {', '.join(missing)} into {folder}; this takes minutes, once")
+            note(f"installing {', '.join(missing)} into {folder}; this takes minutes, once")
             _run([sys.executable, "-m", "venv", str(folder)])
             write_text(folder / "constraints.txt", CONSTRAINTS)
             install = [str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt")]
@@ -74,11 +74,11 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
 
 def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapping[str, Any]) -> list[str]:
     """`FILE serve` with settings in the form that atroposlib's command line takes."""
-    words = [str(python), str(file), "serve"]
+    command = [str(python), str(file), "serve"]
     for section, values in (("env", env), ("openai", openai)):
         for name, value in values.items():
-            words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return words
+            command += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return command
 
 
 class EnvProcess:
@@ -91,7 +91,7 @@ class EnvProcess:
             self.process = children.start(command, env=env_process_environment(), stdout=file, stderr=file)
 
     def check(self) -> None:
-        """Raise when it has ended; asked while nothing comes, so what it posted last has been taken by then."""
+        """Raise if it has ended; called while there is no batch, so its last posts have been taken by then."""
         code = self.process.poll()
         if code is None:
             return

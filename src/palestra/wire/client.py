@@ -16,17 +16,17 @@ _MAX_BATCH_BYTES = 4 * 2**30
 
 
 class ApiUnreachable(PalestraError):
-    """The trajectory API cannot be reached, and was waited for."""
+    """The trajectory API could not be reached for as long as the client waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireClient:
-    """HTTP to a trajectory API. One that is away or has no room for a while is waited for."""
+    """HTTP to a trajectory API. Requests are repeated while it is away or has no room."""
 
     url: str
     token: str | None = None
     give_up_s: float = _GIVE_UP_S
-    gone_s: float | None = None  # while it does not answer at all; give_up_s unless given
+    gone_s: float | None = None  # how long to repeat while it cannot be reached at all; None: give_up_s
 
     async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: RunFolder) -> None:
         body = {
@@ -34,26 +34,26 @@ class WireClient:
             "wandb_project": config.track.project,
             "batch_size": config.train.problems_per_step * config.rollout.group_size,
             "max_token_len": context_tokens,
-            "checkpoint_dir": str(folder.env_checkpoints.resolve()),  # by it the API knows a resumed run
+            "checkpoint_dir": str(folder.env_checkpoints.resolve()),  # identifies the run when it is resumed
             "save_checkpoint_interval": config.checkpoint.every,
             "starting_step": starting_step,
             "num_steps": config.train.max_steps,
         }
-        await self.ask("/register", body)
+        await self.call("/register", body)
 
     async def batch(self, after: int, saved: int | None = None) -> tuple[int, list[dict[str, Any]]] | None:
-        """The batch behind number `after`, with its own number; None while there is none.
+        """The number and the groups of the batch that follows number `after`; None while there is none.
 
-        The API keeps batches behind `saved` (`after` unless given), so that a trainer that is killed gets them again.
+        The API keeps the batches that follow `saved` (default: `after`), so that a killed trainer gets them again.
         """
-        answer = await self.ask(f"/batch?after={after}" + ("" if saved is None else f"&saved={saved}"))
+        answer = await self.call(f"/batch?after={after}" + ("" if saved is None else f"&saved={saved}"))
         groups = answer.get("batch")
         return (int(answer.get("number", after + 1)), groups) if groups else None
 
-    async def ask(
+    async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None
     ) -> dict[str, Any]:
-        """The answer; `key` lets a post that is repeated here count once there."""
+        """The response; a post with a `key` counts once, however often it is repeated."""
         gone_s = self.give_up_s if self.gone_s is None else self.gone_s
         request = Request(
             f"{self.url.rstrip('/')}{path}",

@@ -1,4 +1,4 @@
-"""Between environments and a trainer: who is registered, what waits, which batch goes next. No HTTP in here."""
+"""Between environments and a trainer: registrations, queued groups, the next batch. Without HTTP."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from palestra.wire.journal import Journal
 from palestra.wire.packing import Queued, next_batch
 from palestra.wire.types import EnvRegistration, Registration, ScoredGroup
 
-_LEAST_WEIGHT = 0.01  # no environment is told to stand still
+_MIN_WEIGHT = 0.01  # an environment with weight 0 would stop sampling
 
 
 class QueueFull(PalestraError):
-    """More waits than may; the sender should try again."""
+    """The queue is at its limit; the sender should try again."""
 
 
 class UnknownEnv(PalestraError):
-    """An env_id that nobody was given."""
+    """An env_id that was never registered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Env:
+class RegisteredEnv:
     """A registered environment."""
 
     id: int
@@ -51,9 +51,9 @@ class Delivery:
 class Exchange:
     """The state of the trajectory API: in memory to decide quickly, in the journal to survive.
 
-    A group that was answered "received" is on disk, and goes into exactly one batch. A batch is kept until the
-    trainer says that it has it in a checkpoint (`take(after=N, saved=M)`), so a lost answer, a killed server or a
-    killed trainer costs nothing; the protocol's own `GET /batch` cannot say so, and is then served each batch once.
+    A group whose post was answered is on disk, and goes into exactly one batch. A batch is kept until the trainer
+    has it in a checkpoint (`take(after=N, saved=M)`), so a lost response, a killed server or a killed trainer loses
+    nothing. The protocol's own `GET /batch` cannot say so: it gets each batch once.
     """
 
     def __init__(self, folder: Path, max_waiting: int = 65_536) -> None:
@@ -64,17 +64,17 @@ class Exchange:
         self._load()
 
     def _load(self) -> None:
-        known = self.journal.read(journal.facts)
-        registration = known.get("registration")
+        facts = self.journal.read(journal.facts)
+        registration = facts.get("registration")
         self.registration = Registration(**registration) if registration else None
-        self.envs = [Env(**env) for env in known.get("envs", [])]
-        self.started = bool(known.get("started", False))
-        self.step = int(known.get("step", 0))
-        self.last_batch = int(known.get("last_batch", 0))
-        self._counted = int(known.get("counted", self.last_batch))  # the last batch that `step` has counted
+        self.envs = [RegisteredEnv(**env) for env in facts.get("envs", [])]
+        self.started = bool(facts.get("started", False))
+        self.step = int(facts.get("step", 0))
+        self.last_batch = int(facts.get("last_batch", 0))
+        self._counted = int(facts.get("counted", self.last_batch))  # the last batch that `step` has counted
         self.waiting: list[Queued] = self.journal.read(journal.waiting_groups)
         self.waiting_sequences = sum(group.sequences for group in self.waiting)
-        self._kept: list[int] = self.journal.read(journal.kept_batches)
+        self._unsaved: list[int] = self.journal.read(journal.unsaved_batches)  # made, and in no checkpoint yet
         self.latest: bytes | None = self.journal.read(journal.latest_body)
 
     def close(self) -> None:
@@ -87,22 +87,22 @@ class Exchange:
         """
         async with self._taking:
             if self.registration is not None and self.registration.checkpoint_dir != registration.checkpoint_dir:
-                await self._forget(self.last_batch)
+                await self._delete(self.last_batch)
             self.registration, self.step, self._counted = registration, registration.starting_step, 0
             settings = registration.model_dump()
             await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
         return uuid.uuid4().int
 
-    async def register_env(self, asked: EnvRegistration) -> Env | None:
-        """None until a trainer has begun to ask for batches."""
+    async def register_env(self, request: EnvRegistration) -> RegisteredEnv | None:
+        """None until a trainer has requested its first batch."""
         if self.registration is None or not self.started:
             return None
-        desired = asked.desired_name or "env"
+        desired = request.desired_name or "env"
         alike = sum(env.desired_name == desired for env in self.envs)
-        weight = 1.0 if asked.weight is None else asked.weight
-        env = Env(
-            len(self.envs), f"{desired}_{alike}", desired, weight, asked.max_token_length, asked.group_size,
-            asked.min_batch_allocation,
+        weight = 1.0 if request.weight is None else request.weight
+        env = RegisteredEnv(
+            len(self.envs), f"{desired}_{alike}", desired, weight, request.max_token_length, request.group_size,
+            request.min_batch_allocation,
         )  # fmt: skip
         self.envs.append(env)
         await self._save_envs()
@@ -115,7 +115,7 @@ class Exchange:
     async def _save_envs(self) -> None:
         await self.journal.do(journal.set_facts(envs=[asdict(env) for env in self.envs]))
 
-    def env(self, env_id: int) -> Env:
+    def env(self, env_id: int) -> RegisteredEnv:
         if not 0 <= env_id < len(self.envs):
             raise UnknownEnv(f"env_id={env_id} is not registered here; register with POST /register-env first")
         return self.envs[env_id]
@@ -155,8 +155,8 @@ class Exchange:
     async def take(self, after: int | None = None, saved: int | None = None) -> Delivery | None:
         """The next batch, None while there is none.
 
-        `after` is the number of the last batch that the trainer has (0: none yet): later ones that were made but
-        may not have arrived are given again. Those up to `saved` (`after` unless given) are forgotten.
+        `after` is the number of the last batch that the trainer has (0: none yet): the one that follows is delivered
+        again if it was made already. Those up to `saved` (default: `after`) are deleted.
         """
         async with self._taking:
             if self.registration is None:
@@ -164,24 +164,24 @@ class Exchange:
             if not self.started:
                 self.started = True
                 await self.journal.do(journal.set_facts(started=True))
-            if after is not None and (again := await self._again(after, after if saved is None else saved)):
+            if after is not None and (again := await self._redeliver(after, after if saved is None else saved)):
                 return again
             return await self._make(after)
 
-    async def _again(self, after: int, saved: int) -> Delivery | None:
-        await self._forget(saved)
-        number = next((number for number in self._kept if number > after), None)
+    async def _redeliver(self, after: int, saved: int) -> Delivery | None:
+        await self._delete(saved)
+        number = next((number for number in self._unsaved if number > after), None)
         if number is None:
             return None
-        if number > self._counted:  # made for an earlier life of this trainer
+        if number > self._counted:  # made before the trainer was resumed
             self.step, self._counted = self.step + 1, number
             await self.journal.do(journal.set_facts(step=self.step, counted=number))
         return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
 
-    async def _forget(self, up_to: int) -> None:
-        if any(number <= up_to for number in self._kept):
-            await self.journal.do(journal.forget_batches(up_to))
-            self._kept = [number for number in self._kept if number > up_to]
+    async def _delete(self, up_to: int) -> None:
+        if any(number <= up_to for number in self._unsaved):
+            await self.journal.do(journal.delete_batches(up_to))
+            self._unsaved = [number for number in self._unsaved if number > up_to]
 
     async def _make(self, after: int | None) -> Delivery | None:
         assert self.registration is not None
@@ -195,13 +195,13 @@ class Exchange:
         self.waiting = [group for group in self.waiting if group.id not in ids]
         self.waiting_sequences -= self.registration.batch_size
         self.last_batch, self.step, self._counted = number, step, number
-        self._kept.append(number)
-        if after is None:  # a trainer that cannot say what it has got what it asked for before
-            await self._forget(number - 1)
+        self._unsaved.append(number)
+        if after is None:  # a trainer of the original protocol has what was delivered before
+            await self._delete(number - 1)
         return Delivery(number, bodies)
 
     def env_status(self, env_id: int) -> dict[str, Any]:
-        """What an environment steers its workers by. Sizes are in groups of its own size."""
+        """What an environment adjusts its workers to. Sizes are in groups of its own size."""
         env = self.env(env_id)
         own = [g.sequences for g in self.waiting if g.env_id == env_id]
         group_size = max(env.group_size, *own, 0)
@@ -217,7 +217,7 @@ class Exchange:
             "unallocated_fraction": 1.0 - min(allocated, 1.0),
             "self_queue_size": sum(own) // group_size,
             "max_group_size": largest,
-            "env_weight": max(_LEAST_WEIGHT, share),
+            "env_weight": max(_MIN_WEIGHT, share),
         }
 
     def _free_of_others(self, env_id: int) -> int:

@@ -1,6 +1,6 @@
 """One of our environments as a program of its own: it samples from a trainer's model and posts scored groups.
 
-register -> wait for the trainer -> [ask for room -> attempt problems -> post] until the last step
+register -> wait for the trainer -> [look for room -> attempt problems -> post] until the last step
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAILURES_IN_A_ROW = 8  # groups without one whole attempt, after which going on
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """Where the trainer is, and how many more groups of ours it has use for."""
+    """How far the trainer is, and how many more groups it can use of this environment."""
 
     step: int
     num_steps: int
@@ -60,40 +60,40 @@ class Feed:
     _key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def run(self) -> None:
-        """Feed the trainer to its last step. A trajectory API that goes away for good ends it, too."""
+        """Feed the trainer until its last step, or until the trajectory API cannot be reached any more."""
         await self._register()
         try:
-            status = await self._look()
+            status = await self._trainer_status()
             if status.is_over:  # the API remembers a trainer that has ended
                 self.watcher.note("the last training there is over; waiting for the next")
             while status.is_over:
                 await asyncio.sleep(_RETRY_S)
-                status = await self._look()
+                status = await self._trainer_status()
             await self._feed(self._source(await self.make_collector()))
             self.watcher.note("the trainer has all the groups that it asked for")
         except ApiUnreachable as gone:
-            self.watcher.note(f"the trajectory API went away: {gone}")
+            self.watcher.note(f"the trajectory API is gone: {gone}")
         finally:
             with contextlib.suppress(PalestraError):
-                await replace(self.wire, give_up_s=0, gone_s=None).ask("/disconnect-env", {"env_id": self.env_id})
+                await replace(self.wire, give_up_s=0, gone_s=None).call("/disconnect-env", {"env_id": self.env_id})
 
     async def _register(self) -> None:
-        me = {
+        registration = {
             "max_token_length": self.config.rollout.max_new_tokens,
             "desired_name": self.name,
             "weight": 1.0,
             "group_size": self.config.rollout.group_size,
         }
         self.watcher.note(f"{self.name} registers at {self.wire.url}, and waits until a trainer has started")
-        # the API is waited for longer before it was ever there
+        # before it was ever there, the API is waited for longer
         patient = replace(self.wire, gone_s=None)
-        while (answer := await patient.ask("/register-env", me))["status"] != "success":
+        while (answer := await patient.call("/register-env", registration))["status"] != "success":
             await asyncio.sleep(_RETRY_S)
         self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
 
-    async def _look(self) -> TrainerStatus:
-        status = await self.wire.ask("/status-env", {"env_id": self.env_id}, method="GET")
-        batch_size = int((await self.wire.ask("/info"))["batch_size"])
+    async def _trainer_status(self) -> TrainerStatus:
+        status = await self.wire.call("/status-env", {"env_id": self.env_id}, method="GET")
+        batch_size = int((await self.wire.call("/info"))["batch_size"])
         size = self.config.rollout.group_size
         if batch_size % size:
             raise PalestraError(
@@ -106,12 +106,12 @@ class Feed:
 
     async def _feed(self, source: ProblemSource) -> None:
         running: set[asyncio.Task[None]] = set()
-        told = -1
+        noted_step = -1
         try:
-            while not (status := await self._look()).is_over:
-                if status.step != told:
-                    told = status.step
-                    self._tell(status)
+            while not (status := await self._trainer_status()).is_over:
+                if status.step != noted_step:
+                    noted_step = status.step
+                    self._note_progress(status)
                 for _ in range(status.room_groups - len(running)):
                     running.add(asyncio.create_task(self._one_group(source)))
                 if not running:
@@ -125,13 +125,13 @@ class Feed:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _tell(self, status: TrainerStatus) -> None:
+    def _note_progress(self, status: TrainerStatus) -> None:
         recent = self.recent_scores
-        mean = f", mean score of late {sum(recent) / len(recent):.2f}" if recent else ""
+        mean = f", recent mean score {sum(recent) / len(recent):.2f}" if recent else ""
         self.watcher.note(f"step {status.step}/{status.num_steps}: {self.posted_groups} groups posted{mean}")
 
     def _source(self, collector: CollectsGroups) -> ProblemSource:
-        """The same stream of problems and seeds as in the trainer's own process; another one for each further env."""
+        """The first environment draws problems and seeds as the trainer's own process would, the next ones others."""
         return ProblemSource(
             collector,
             self.environment.problems("train"),
@@ -149,7 +149,7 @@ class Feed:
             await asyncio.sleep(_RETRY_S)
             return
         body = write_group(group, self.env_id, self.config.train.mask_truncated)
-        await self.wire.ask("/scored_data", body, key=f"{self._key}/{number}")
+        await self.wire.call("/scored_data", body, key=f"{self._key}/{number}")
         self.posted_groups += 1
         self.posted_rollouts += len(group.rollouts)
         self.score_sum += sum(group.rewards)

@@ -1,4 +1,4 @@
-"""What the trajectory API must not forget, in one SQLite file. An answer is given only after the disk has it."""
+"""The state of the trajectory API in one SQLite file. Requests are answered once it is on disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Journal:
         self._thread.shutdown()
 
     async def do(self, change: Callable[[sqlite3.Connection], T]) -> T:
-        """Apply a change; returns once it is on disk. What fails leaves nothing behind."""
+        """Apply a change; returns once it is on disk. One that fails changes nothing."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((change, done))
         if self._worker is None or self._worker.done():
@@ -80,7 +80,7 @@ class Journal:
             for (_, done), result in zip(together, results, strict=True):
                 if isinstance(result, Exception):
                     done.set_exception(result)
-                    done.exception()  # a client that went away leaves nobody to read it
+                    done.exception()  # marks it as read: the client may be gone
                 else:
                     done.set_result(result)
 
@@ -96,7 +96,7 @@ class Journal:
         return results
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        """Ask something and wait for it: for the start, before anybody is served."""
+        """Query and block: for the start, before requests are served."""
         return self._thread.submit(query, self._db).result()
 
 
@@ -139,8 +139,8 @@ def batch_bodies(number: int) -> Callable[[sqlite3.Connection], list[bytes]]:
     return lambda db: [body for (body,) in db.execute("SELECT body FROM groups WHERE batch = ? ORDER BY id", (number,))]
 
 
-def forget_batches(up_to: int) -> Change:
-    """The trainer has these batches; their groups need not be kept."""
+def delete_batches(up_to: int) -> Change:
+    """Delete the groups of batches that the trainer has saved."""
     return lambda db: db.execute("DELETE FROM groups WHERE batch <= ?", (up_to,)).rowcount
 
 
@@ -149,7 +149,7 @@ def waiting_groups(db: sqlite3.Connection) -> list[Queued]:
     return [Queued(*row) for row in rows]
 
 
-def kept_batches(db: sqlite3.Connection) -> list[int]:
+def unsaved_batches(db: sqlite3.Connection) -> list[int]:
     rows = db.execute("SELECT DISTINCT batch FROM groups WHERE batch IS NOT NULL ORDER BY batch")
     return [number for (number,) in rows]
 

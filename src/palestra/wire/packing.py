@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A group that waits: its number, who sent it, and how many sequences it has."""
+    """A queued group: its number, its environment, and how many sequences it has."""
 
     id: int
     env_id: int | None
@@ -30,10 +30,10 @@ def next_batch(
     and the others fill the rest.
     """
     oldest = _oldest_exactly(queue, batch_size)
-    wanted = _sequences_wanted(minimums or {}, batch_size)
-    if oldest is None or all(_count(oldest, env_id) >= least for env_id, least in wanted.items()):
+    required = _required_sequences(minimums or {}, batch_size)
+    if oldest is None or all(_count(oldest, env_id) >= least for env_id, least in required.items()):
         return oldest
-    return _with_minimums(queue, batch_size, wanted)
+    return _with_minimums(queue, batch_size, required)
 
 
 def _oldest_exactly(queue: Sequence[Queued], total: int) -> list[Queued] | None:
@@ -67,10 +67,10 @@ def _earliest(groups: Sequence[Queued], total: int) -> list[Queued]:
     return taken
 
 
-def _with_minimums(queue: Sequence[Queued], batch_size: int, wanted: Mapping[int, int]) -> list[Queued] | None:
-    pools = [[g for g in queue if g.env_id == env_id] for env_id in wanted]
-    pools.append([g for g in queue if g.env_id not in wanted])
-    least = [*wanted.values(), 0]
+def _with_minimums(queue: Sequence[Queued], batch_size: int, required: Mapping[int, int]) -> list[Queued] | None:
+    pools = [[g for g in queue if g.env_id == env_id] for env_id in required]
+    pools.append([g for g in queue if g.env_id not in required])
+    least = [*required.values(), 0]
     reachable = [_sums(pool, batch_size) >> low << low for pool, low in zip(pools, least, strict=True)]
     amounts = _split(reachable, batch_size)
     if amounts is None:
@@ -110,7 +110,7 @@ def _sums(groups: Sequence[Queued], total: int) -> int:
     return sums
 
 
-def _sequences_wanted(minimums: Mapping[int, float], batch_size: int) -> dict[int, int]:
+def _required_sequences(minimums: Mapping[int, float], batch_size: int) -> dict[int, int]:
     """Shares as sequences; shares of more than the whole batch are scaled down together."""
     scale = 1.0 / max(1.0, sum(minimums.values()))
     counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in minimums.items()}

@@ -7,7 +7,8 @@
     GET  /status, /info, /wandb_info, /latest_example, /reset_data
 
 Beyond the protocol, for delivery exactly once: a post may carry an `Idempotency-Key`, and is then accepted once
-however often it is repeated; `GET /batch?after=N` says which batch the trainer has, and repeats a lost answer.
+however often it is repeated; `GET /batch?after=N&saved=M` names the last batch that the trainer has and the last
+one in a checkpoint, so that a lost response can be repeated and a killed trainer gets its batches again.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class WireSource:
         for i, columns in enumerate(rows):
             name = f"batch-{self.batch}/{i}"
             try:
-                # where the columns do not say which weights sampled: one version old, so that logprobs are used
+                # groups without `versions` count as one version old, so that their logprobs are used
                 groups.append(read_group(columns, name, self.limits, version - 1))
             except (PalestraError, KeyError, TypeError, ValueError, IndexError) as error:
                 self.note(f"{name} from environment {columns.get('env_id')} cannot be trained: {error}")

@@ -14,13 +14,13 @@ MAX_BATCH_SIZE = 65_536
 
 
 class Body(BaseModel):
-    """Fields that are not known are ignored, as the protocol's clients expect; NaN and infinity are no numbers."""
+    """Unknown fields are ignored, as the protocol's clients expect; NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class Registration(Body):
-    """A trainer and what it wants."""
+    """A trainer and its settings."""
 
     wandb_group: str = ""
     wandb_project: str = ""

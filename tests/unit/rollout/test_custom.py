@@ -63,7 +63,7 @@ def test_what_the_function_gives_is_scored_and_trained(tmp_path):
     [
         ({"logprobs": None}, "gave no logprobs"),
         ({"prompt_ids": [[1]]}, r"its columns have \{'prompt_ids': 1\}"),
-        ({"logprobs": [[-1.0]] * 99}, "give one"),
+        ({"logprobs": [[-1.0]] * 99}, "return one"),
     ],
 )
 def test_what_does_not_fit_is_told(tmp_path, change, words):

@@ -136,7 +136,7 @@ def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
 
     feed.make_collector = make_and_lose
     asyncio.run(feed.run())
-    assert "the trajectory API went away" in notes.notes[-1]
+    assert "the trajectory API is gone" in notes.notes[-1]
 
 
 def test_groups_that_cannot_fill_a_batch_are_told_with_the_remedy(api, model, model_url):
