@@ -211,6 +211,19 @@ def test_a_loss_that_is_not_finite_raises_names_its_group_and_leaves_the_weights
     assert same(weights(untouched), weights(learner))
 
 
+def test_a_batch_that_cannot_be_computed_leaves_no_gradient_behind(case: Case) -> None:
+    learner, untouched = case.learner(), case.learner()
+    good = rows(8)
+    ids = good[7].token_ids.copy()
+    ids[2] = VOCABULARY  # in the second micro-batch; the first has its gradient by then
+    bad = [*good[:7], replace(good[7], token_ids=ids, prompt_length=0)]
+    with pytest.raises(IndexError):
+        learner.forward_backward(Batch(bad), loss_of(bad))
+    assert learner.optim_step(RATE, max_grad_norm=1.0) == 0.0
+    assert steps(learner, [1, 2]) == steps(untouched, [1, 2])
+    assert same(weights(untouched), weights(learner))
+
+
 def test_forward_gives_the_logprobs_that_forward_backward_found_and_the_models_own(case: Case) -> None:
     learner, samples = case.learner(), rows(8)
     steps(learner, [3])

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from palestra import demo, train_grpo
+from palestra.core.errors import PalestraError
 from palestra.faces.cli.main import run as palestra
 from palestra.runs.index import Index, palestra_home
+from palestra.runs.processes import identify
 
 STEPS = 9
 ARGUMENTS = [
@@ -112,6 +114,26 @@ def test_a_run_that_was_started_from_python_resumes_there(tmp_path: Path) -> Non
     assert run.joinpath("report.html").is_file()
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.resolve())]
     assert row.state == "completed"  # the row of the life that was killed goes on
+
+
+def test_a_run_in_which_another_process_trains_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    config = demo.config | {"train.max_steps": 2, "train.problems_per_step": 2, "eval.cases": 2, "checkpoint.every": 1}
+    run = train_grpo(demo.agent, demo.suite, config=config, held_out=demo.held_out, folder=tmp_path / "run").run
+    index, other = Index(palestra_home()), subprocess.Popen(["sleep", "60"])
+    [row] = [row for row in index.rows() if row.folder == str(run.path.resolve())]
+    process = identify(other.pid)
+    assert process is not None
+    try:
+        index.move(row.run_id, ["completed"], "running", pid=process.pid, born=process.born)
+        with run.metrics_file.open("a") as file:  # the other one is a step ahead of its last checkpoint
+            file.write('{"step": 3}\n')
+        before = run.metrics_file.read_text()
+        with pytest.raises(PalestraError, match=f"is run {row.run_id}, which is running"):
+            train_grpo(demo.agent, demo.suite, held_out=demo.held_out, resume=run.path)
+        assert run.metrics_file.read_text() == before
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

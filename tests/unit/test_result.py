@@ -11,8 +11,11 @@ import pytest
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.result import GRPOTrainingResult
 from palestra.runs.index import Index, palestra_home
+from palestra.train.loop import Interrupted
+from palestra.train.watcher import Watcher
 
 PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89}
 
@@ -96,6 +99,23 @@ def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_in
     assert len(list(run.eval_rollouts(1))) == len(result.before.rollouts)
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.path.resolve())]
     assert (row.state, row.kind, row.name, row.reason) == ("completed", "foreground", "clerk", None)
+
+
+def test_ctrl_c_in_a_run_from_python_leaves_a_checkpoint_and_a_stopped_row(tmp_path: Path) -> None:
+    class Impatient(Watcher):
+        def advance(self, done: int, metrics: dict[str, float]) -> None:
+            if "reward_mean" in metrics:
+                raise KeyboardInterrupt
+
+    agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
+    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}] * 4, measures=[right_price])
+    config = {"output_dir": str(tmp_path), "train.max_steps": 2, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
+    with pytest.raises(Interrupted) as raised:
+        train_grpo(agent, suite, config=config, watcher=Impatient())
+    [folder] = tmp_path.iterdir()
+    assert raised.value.checkpoint == RunFolder(folder).last_checkpoint() == RunFolder(folder).step_folder(1)
+    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
+    assert row.state == "stopped"
 
 
 def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> None:

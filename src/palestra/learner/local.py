@@ -127,11 +127,15 @@ class LocalLearner:
         packed = self._pack(batch, echo=loss.echo_coefficient > 0)
         found = LocalOutputs(batch, loss, torch.zeros(3, dtype=torch.float64, device=self.device), TokenStats(), [], [])
         scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
-        with self._mode(training=True), self._scorer.session():
-            for micro in packed.micro_batches:
-                parts = self._parts(micro, packed, found)
-                (parts * scale).sum().backward()
-                found.parts += parts.detach()
+        try:
+            with self._mode(training=True), self._scorer.session():
+                for micro in packed.micro_batches:
+                    parts = self._parts(micro, packed, found)
+                    (parts * scale).sum().backward()
+                    found.parts += parts.detach()
+        except BaseException:  # half a gradient is none
+            self._forget_gradients()
+            raise
         self._pending.append(found)
         return found
 
@@ -146,7 +150,7 @@ class LocalLearner:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
         *losses, grad_norm = checks.tolist()
         if not all(math.isfinite(x) for x in (*losses, grad_norm)):
-            self.optimizer.clear()
+            self._forget_gradients()
             raise PalestraError(explain_not_finite(pending, losses, grad_norm))
         if not ahead:
             self.optimizer.step(learning_rate)
@@ -169,6 +173,10 @@ class LocalLearner:
         folder.mkdir(parents=True, exist_ok=True)
         learner_state.save_model(folder, self.model)
         return folder
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.clear()
+        self._pending = []
 
     def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
         if batch.packed is None or batch.packed[0] != echo:

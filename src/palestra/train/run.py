@@ -22,7 +22,7 @@ from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
-from palestra.runs.foreground import listed
+from palestra.runs.foreground import listed, refuse_busy
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, read_checkpoint
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
@@ -79,6 +79,8 @@ class Run:
         Learner and policy share one module, unless others are given. `resumed` goes on from the last checkpoint;
         `state` says where learner and policy stand already.
         """
+        if resumed:
+            refuse_busy(folder.path)  # before its records are cut back to the checkpoint
         watcher = watcher or Watcher()
         start = folder.last_checkpoint() if resumed else None
         resume_from = None if start is None else (start, read_checkpoint(start))
