@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
-from palestra.engine.cpu.norms import FastNorms
 from palestra.learner.head import ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.logit_rule import logit_rule
+from palestra.learner.norms import FastNorms
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import use_tree_attention
@@ -45,7 +45,7 @@ class Scorer(nn.Module):
         self.compiled = large if compile_layers is None else compile_layers
         self.compiled_at_once = _alike(self.model)
         self.mode: Mode = "trees"
-        self._norms = FastNorms(self.model, trained=True) if self.model.device.type == "cpu" else None
+        self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         choose_mode(self)
 
     @property

@@ -7,23 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
 
 class FastNorms:
-    """The model's RMS norms with quicker ones in their place for a while: torch's own, or one that is trained through.
+    """The model's RMS norms with quicker ones in their place for a while.
 
     Families write the norm differently (some scale by 1 + weight), so each class is compared first.
     """
 
-    def __init__(self, model: nn.Module, *, trained: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
         first = {type(m): m for m in reversed(found)}
         standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
-        self._stand_ins = [(m, _trained(m) if trained else _fast(m)) for m in found if type(m) in standard]
+        self._stand_ins = [(m, _trained(m)) for m in found if type(m) in standard]
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -34,11 +33,6 @@ class FastNorms:
         finally:
             for module, _ in self._stand_ins:
                 del module.__dict__["forward"]
-
-
-def _fast(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    epsilon, shape = norm_epsilon(module), module.weight.shape
-    return lambda x: F.rms_norm(x, shape, module.weight, epsilon)  # type: ignore[arg-type]
 
 
 def _trained(module: nn.Module) -> Callable[[Tensor], Tensor]:
