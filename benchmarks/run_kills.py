@@ -36,6 +36,7 @@ SETTINGS = {
     "rollout.max_new_tokens": 24,
     "checkpoint.every": 1,
     "checkpoint.keep_last": 10,
+    "eval.cases": 4,
 }
 ENVIRONMENT = Path(__file__).parents[1] / "examples" / "my_first_env.py"
 

@@ -270,6 +270,14 @@ def test_a_resumed_loop_goes_on_where_the_checkpoint_was_written(tmp_path: Path)
     assert second.learner.weight == straight.learner.weight == 4
 
 
+@pytest.fixture(autouse=True)
+def sigint_is_ctrl_c() -> Iterator[None]:
+    """A background job of a script ignores SIGINT; here it means what it means in a terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at(number: int) -> Play:
     def play(drawn: int, problem: str) -> list[Rollout]:
         if drawn == number:
