@@ -35,13 +35,22 @@ def counts(report: Path) -> dict[str, float]:
     return found
 
 
+def files_with_serial_tests(arguments: list[str]) -> list[str]:
+    """So that the second part does not collect the whole suite again; other arguments than paths stay as they are."""
+    paths = [Path(argument) for argument in arguments if Path(argument).exists()]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    found = [str(file) for file in files if "mark.serial" in file.read_text(encoding="utf-8")]
+    return found + [argument for argument in arguments if not Path(argument).exists()]
+
+
 def main(arguments: list[str]) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the workers share the cores
     statuses, parts = [], []
+    alone = files_with_serial_tests(arguments or ["tests"])
     with tempfile.TemporaryDirectory() as folder:
-        for name, options in (("parallel", PARALLEL), ("serial", SERIAL)):
+        for name, options in (("parallel", [*PARALLEL, *arguments]), ("serial", [*SERIAL, *alone])):
             report = Path(folder, f"{name}.xml")
-            command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments]
+            command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}"]
             statuses.append(subprocess.run(command, env=environment).returncode)
             parts.append(counts(report))
     total = {key: sum(part[key] for part in parts) for key in parts[0]}
