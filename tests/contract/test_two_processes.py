@@ -20,6 +20,7 @@ from palestra.api import train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample, SamplingParams
+from palestra.core.weights import Weights
 from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
@@ -48,6 +49,8 @@ def test_the_demo_is_learned_with_learner_and_policy_in_two_processes(server: tu
     url, folder = server
     steps = {"train.max_steps": 3, "eval.cases": 30, "output_dir": str(tmp_path)}
     here = train_grpo(demo.agent, demo.suite, config=demo.config | steps, held_out=demo.held_out)
+    blank = {name: torch.zeros_like(tensor) for name, tensor in load_model("palestra/tiny").model.named_parameters()}
+    RemotePolicy(url, weights_folder=folder).update(Weights(9, lambda: blank))  # as an earlier run may have left it
     away = {"rollout.policy_url": url, "rollout.weights_folder": str(folder)}
     there = train_grpo(demo.agent, demo.suite, config=demo.config | steps | away, held_out=demo.held_out)
     assert there.before.pass_rate == here.before.pass_rate
@@ -97,8 +100,6 @@ def test_a_server_takes_weights_from_its_folder_alone(server: tuple[str, Path], 
 
 
 def test_weights_are_the_same_after_a_file(tmp_path: Path) -> None:
-    from palestra.core.weights import Weights
-
     weights = LocalLearner(load_model("palestra/tiny").model, config=RunConfig()).weights(7)
     read = Weights.load(weights.save(tmp_path / "weights.safetensors"))
     assert read.version == 7

@@ -117,6 +117,8 @@ class Run:
             stack.enter_context(listed(self.folder.path))
             stack.callback(training.tracker.close)
             stack.callback(training.source.close)
+            # a policy in another process may still hold what an earlier run gave it
+            training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
