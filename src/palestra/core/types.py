@@ -83,6 +83,9 @@ class Turn:
             if (found := len(getattr(self, name))) != expected:
                 raise ValueError(f"a {self.maker} turn of {count} tokens has {found} {name}; expected {expected}")
 
+    def __repr__(self) -> str:
+        return f"Turn({self.maker!r}, {len(self.token_ids)} tokens, finish={self.finish!r})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Turn) and _equal(self, other)
 
@@ -161,6 +164,10 @@ class Rollout:
     tool_seconds: float = 0.0
     error: str | None = None
     advantages: Array | None = None  # [T] float32, where the source of the group gave them
+
+    def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
+        size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"
+        return f"Rollout({self.problem_id!r}, {size}, stop={self.stop!r}, reward={self.reward:g})"
 
     @property
     def passed(self) -> bool:

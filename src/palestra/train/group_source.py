@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from palestra.core.config import RunConfig
@@ -84,7 +84,7 @@ class ProblemSource:
 class StepRollouts:
     """The groups of one step, how many were left out for their age, and how long they took."""
 
-    groups: Sequence[Group] = field(repr=False)  # asyncio.Runner makes a repr of what its task returns: seconds of it
+    groups: Sequence[Group]
     dropped: int
     seconds: float
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from palestra.core.types import Group, Rollout, Sample, Score, Turn
+from palestra.core.types import Group, Message, Rollout, Sample, Score, Turn
 
 MASK = (False, True, True)
 
@@ -79,3 +79,10 @@ def test_a_rollout_counts_the_models_tokens_and_passes_when_every_measure_does()
     assert not rollout.passed
     assert not Rollout("p", turns, (), "answered").passed, "nothing was measured"
     assert Group("p", (rollout, rollout)).rewards == [0.5, 0.5]
+
+
+def test_the_repr_of_a_rollout_stays_short_whatever_its_length():
+    turn = Turn("model", range(5000), logprobs=[-0.5] * 5000, versions=1, finish="stop")
+    rollout = Rollout("p1", (turn,), (Message("user", "x" * 5000),), stop="answered", reward=0.5)
+    assert len(repr([turn, rollout])) < 250
+    assert "5000 sampled tokens" in repr(rollout)
