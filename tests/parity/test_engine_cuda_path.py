@@ -35,6 +35,12 @@ with torch.no_grad():
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases, which would be ones and zeros
             parameter.add_(torch.randn_like(parameter) * 0.3)
+if options.get("lora"):
+    import peft
+
+    targets = options["lora"]
+    lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).eval()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 prompt = [5, 17, 9, 23, 61, 3, 42, 8, 7, 12, 50, 31, 56, 44, 8, 7, 15, 60, 29]
 
@@ -86,6 +92,19 @@ model.to(device)
 for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
+if options.get("lora"):
+    engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.5)  # a training step
+    engine.weights_changed(1)
+    session = engine.open(prompt)
+    [turn] = engine.sample([session], SamplingParams(5, seed=1))
+    ids = torch.tensor([session.token_ids], device=device)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    assert (own.cpu() - torch.tensor(turn.logprobs)).abs().max() < 1e-4, (own, turn.logprobs)
 print("SAME")
 """
 
@@ -183,6 +202,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "programs": programs,
         "grammar": family == "gemma2",
         "nap": family == "mistral",
+        "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }
     status, output = run_kernels(SCRIPT, json.dumps(options))
     assert status == 0, output[-3000:]

@@ -91,12 +91,32 @@ def test_lora_wrapped_model_equals_the_models_own_forward() -> None:
     )
     model.train()
     engine = Engine(model, page_size=4, kv_memory_gib=0.01)
-    group = engine.fork(engine.open(PROMPT), 2)
-    turns = engine.sample(group, GREEDY)
-    assert model.training, "sampling must put the training mode back"
-    model.eval()
-    for session, turn in zip(group, turns, strict=True):
-        assert_turn_is_the_models_own(model, session, turn)
+    assert engine.runner.fast_decoder is not None
+    for version in (0, 1):
+        group = engine.fork(engine.open(PROMPT), 2)
+        turns = engine.sample(group, GREEDY)
+        assert model.training, "sampling must put the training mode back"
+        model.eval()
+        for session, turn in zip(group, turns, strict=True):
+            assert_turn_is_the_models_own(model, session, turn)
+        model.train()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.5)  # a training step
+        engine.weights_changed(version + 1)
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}])
+def test_variants_of_lora_run_through_the_module_itself(changes: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **changes)
+    model = peft.get_peft_model(tiny_model("qwen3"), lora).eval()
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01)
+    assert engine.runner.fast_decoder is None
+    session = engine.open(PROMPT)
+    [turn] = engine.sample([session], GREEDY)
+    assert_turn_is_the_models_own(model, session, turn)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.engine.lora import base_linear, base_model, is_linear
 from palestra.engine.probe import has_experts, text_config
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -17,14 +18,14 @@ CAPTURABLE_EXPERTS = ("grouped_mm", "batched_mm")
 
 
 def is_llama_like(model: Any) -> bool:
-    """A Hugging Face decoder of a known family, with ordinary linear layers and norms, and no hooks."""
-    config = text_config(model)
+    """A Hugging Face decoder of a known family, with ordinary linear layers (LoRA too) and norms, and no hooks."""
+    config, model = text_config(model), base_model(model)
     own = type(model).__module__.startswith(f"transformers.models.{config.model_type}.")
     if config.model_type not in LLAMA_LIKE or not own or config.hidden_act not in ("silu", "swish"):
         return False
     if not _has_static_rope(config):
         return False
-    if len({(p.dtype, p.device) for p in model.parameters()}) > 1:
+    if len({(p.dtype, p.device) for name, p in model.named_parameters() if ".lora_" not in name}) > 1:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
         return False
@@ -34,9 +35,9 @@ def is_llama_like(model: Any) -> bool:
     if type(model.model.embed_tokens) is not nn.Embedding:
         return False
     groups = _linears(model)
-    if not all(type(linear) is nn.Linear for group in groups for linear in group):
+    if not all(is_linear(linear) for group in groups for linear in group) or type(model.lm_head) is not nn.Linear:
         return False
-    return all(len({linear.bias is None for linear in group}) == 1 for group in groups)
+    return all(len({base_linear(linear).bias is None for linear in group}) == 1 for group in groups)
 
 
 def can_capture(model: Any) -> bool:

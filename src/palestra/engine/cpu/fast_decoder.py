@@ -1,8 +1,9 @@
 """The forward of Llama-like decoders in few calls, for the CPU.
 
 At a few rows a step costs what its calls cost, not its arithmetic. So the layers are written out here with the
-weights laid out for small matrix products: q, k and v as one, transposed, the norms' weights multiplied in. The
-copies are made anew when the weights change. The engine's self-check compares it with the module at load.
+weights laid out for small matrix products: q, k and v as one, transposed, the norms' weights multiplied in, LoRA
+adapters added. The copies are made anew when the weights change. The engine's self-check compares it with the
+module at load.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.engine.attention import AttentionPlan
+from palestra.engine.lora import base_linear, base_model, merged_weight
 from palestra.engine.probe import text_config
 from palestra.engine.supported import is_llama_like, norm_epsilon, sliding_window
 
@@ -42,13 +44,13 @@ class CpuFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP."""
 
     def __init__(self, model: Any) -> None:
-        attention = model.model.layers[0].self_attn
         config = text_config(model)
-        self.model = model
+        self._parameters = list(model.parameters())
+        self.model = model = base_model(model)
+        attention = model.model.layers[0].self_attn
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = attention.head_dim
         self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
-        self._parameters = list(model.parameters())
         self._copied_version: int | None = None
         self._layers: list[_Weights] = []
         self._head: Tensor = torch.empty(0)
@@ -131,15 +133,15 @@ class CpuFastDecoder:
             qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
         return _Weights(
             qkv=_scaled(qkv, attention_norm),
-            qkv_bias=None if attention.q_proj.bias is None else torch.cat([linear.bias for linear in qkv]),
-            out=attention.o_proj.weight.t().contiguous(),
-            out_bias=attention.o_proj.bias,
+            qkv_bias=None if _bias(qkv[0]) is None else torch.cat([_bias(linear) for linear in qkv]),
+            out=merged_weight(attention.o_proj).t().contiguous(),
+            out_bias=_bias(attention.o_proj),
             gate=_scaled([mlp.gate_proj], mlp_norm),
-            gate_bias=mlp.gate_proj.bias,
+            gate_bias=_bias(mlp.gate_proj),
             up=_scaled([mlp.up_proj], mlp_norm),
-            up_bias=mlp.up_proj.bias,
-            down=mlp.down_proj.weight.t().contiguous(),
-            down_bias=mlp.down_proj.bias,
+            up_bias=_bias(mlp.up_proj),
+            down=merged_weight(mlp.down_proj).t().contiguous(),
+            down_bias=_bias(mlp.down_proj),
             qk_norm=qk_norm,
         )
 
@@ -178,4 +180,8 @@ def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
     """[in, out] of linear layers side by side, their input scaled by a norm's weight."""
-    return torch.cat([linear.weight.t() for linear in linears], dim=1).mul_(norm[:, None])
+    return torch.cat([merged_weight(linear).t() for linear in linears], dim=1).mul_(norm[:, None])
+
+
+def _bias(linear: Any) -> Any:
+    return base_linear(linear).bias

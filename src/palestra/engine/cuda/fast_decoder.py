@@ -3,7 +3,8 @@
 At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers are written out:
 seven to nine kernels each, of which the matrix products are mostly the library's. Residuals are added by the
 products themselves, and RoPE is applied where queries and keys are read. Nothing is compiled but these small
-kernels, so the first step comes in a second. The weights are the module's own.
+kernels, so the first step comes in a second. The weights are the module's own; LoRA adapters add two small
+products to each of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,39 @@ from torch import Tensor, nn
 from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.fuse import fuse
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, decode_attention
+from palestra.engine.lora import FusedAdapter, base_linear, base_model
 from palestra.engine.supported import norm_epsilon, sliding_window
 
 MAX_GATED_ROWS = 64  # up to here the gated product of our own beats the library's with a kernel behind it
 GATED_SHAPE = {"BM": 64, "BN": 32, "BK": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Linear layers with one input, as one."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    adapter: FusedAdapter | None
+
+    @classmethod
+    def of(cls, *linears: Any) -> _Product:
+        weight, bias = fuse([base_linear(linear) for linear in linears])
+        return cls(weight, bias, FusedAdapter.of(linears))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if self.adapter is not None:
+            self.adapter.add(out, x)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), added where the products are made."""
+        out.addmm_(x, self.weight.T)
+        if self.bias is not None:
+            out += self.bias
+        if self.adapter is not None:
+            self.adapter.add(out, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +61,11 @@ class _Layer:
 
     index: int
     attention_norm: nn.Module
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Any
+    qkv: _Product
+    out: _Product
     mlp_norm: nn.Module
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Any
+    gate_up: _Product
+    down: _Product
     rope: RopeAndNorm
     scale: float
     window: int | None
@@ -47,7 +75,7 @@ class CudaFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP. Its KV is the plan's."""
 
     def __init__(self, model: Any, context: int) -> None:
-        self.model = model
+        self.model = model = base_model(model)
         body = model.model
         positions = torch.arange(context, device=model.device)[None]
         self._cos, self._sin = (x[0].contiguous() for x in body.rotary_emb(body.embed_tokens.weight[:0], positions))
@@ -57,6 +85,13 @@ class CudaFastDecoder:
     def find_weights(self) -> None:
         """Note where the weights are; again after somebody has moved them."""
         self._layers = [_layer(i, layer, self._cos, self._sin) for i, layer in enumerate(self.model.model.layers)]
+
+    def refresh_adapters(self) -> None:
+        """Copy the adapters' weights anew; everything else is read where it is."""
+        for layer in self._layers:
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if product.adapter is not None:
+                    product.adapter.refresh()
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""
@@ -83,12 +118,12 @@ class CudaFastDecoder:
         body = self.model.model
         x = F.embedding(ids, body.embed_tokens.weight)
         for layer in self._layers:
-            qkv = F.linear(_norm(layer.attention_norm, x), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(_norm(layer.attention_norm, x))
             out = attend(layer, qkv.view(x.shape[0], -1, self.head_dim)).flatten(1)
             if ends is not None and layer is self._layers[-1]:  # from here on only what is sampled from
                 x, out = x.index_select(0, ends), out.index_select(0, ends)
-            _add_product(x, out, layer.out)
-            _add_product(x, _gated(_norm(layer.mlp_norm, x), layer), layer.down)
+            layer.out.add_to(x, out)
+            layer.down.add_to(x, _gated(_norm(layer.mlp_norm, x), layer.gate_up))
         head = self.model.lm_head
         return F.linear(_norm(body.norm, x), head.weight, head.bias)
 
@@ -97,18 +132,14 @@ def _layer(index: int, module: Any, cos: Tensor, sin: Tensor) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
     has_rope = getattr(attention, "use_rope", True)
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    qkv, qkv_bias = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
     return _Layer(
         index=index,
         attention_norm=module.input_layernorm,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        out=attention.o_proj,
+        qkv=_Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=_Product.of(attention.o_proj),
         mlp_norm=module.post_attention_layernorm,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj,
+        gate_up=_Product.of(mlp.gate_proj, mlp.up_proj),
+        down=_Product.of(mlp.down_proj),
         rope=RopeAndNorm(
             cos=cos if has_rope else None,
             sin=sin if has_rope else None,
@@ -131,23 +162,18 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _gated(x: Tensor, layer: _Layer) -> Tensor:
+def _gated(x: Tensor, gate_up: _Product) -> Tensor:
     """silu(gate) * value of the MLP's first products."""
-    (rows, depth), width = x.shape, layer.gate_up.shape[0] // 2
+    (rows, depth), width = x.shape, gate_up.weight.shape[0] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     shape = GATED_SHAPE
-    few = rows <= MAX_GATED_ROWS and x.dtype.itemsize == 2 and layer.gate_up_bias is None
-    if few and width % shape["BN"] == 0 and depth % shape["BK"] == 0:
+    few = rows <= MAX_GATED_ROWS and x.dtype.itemsize == 2
+    bare = gate_up.bias is None and gate_up.adapter is None
+    if few and bare and width % shape["BN"] == 0 and depth % shape["BK"] == 0:
         grid = (width // shape["BN"], -(-rows // shape["BM"]))
-        layer_kernels.gated_product[grid](x, layer.gate_up, out, rows, width, depth, **shape, num_warps=4, num_stages=3)
+        layer_kernels.gated_product[grid](
+            x, gate_up.weight, out, rows, width, depth, **shape, num_warps=4, num_stages=3
+        )
         return out
-    both = F.linear(x, layer.gate_up, layer.gate_up_bias)
-    layer_kernels.gate[(rows, -(-width // 1024))](both, out, width, BLOCK=1024, num_warps=4)
+    layer_kernels.gate[(rows, -(-width // 1024))](gate_up(x), out, width, BLOCK=1024, num_warps=4)
     return out
-
-
-def _add_product(x: Tensor, y: Tensor, linear: Any) -> None:
-    """x += linear(y), added where the product is made."""
-    x.addmm_(y, linear.weight.T)
-    if linear.bias is not None:
-        x += linear.bias

@@ -75,11 +75,12 @@ class CudaRunner:
 
     def weights_changed(self) -> None:
         """Captured graphs hold the weights' addresses: capture again if somebody has moved one."""
-        if self._weight_addresses() != self._weights_at:
+        moved = self._weight_addresses() != self._weights_at
+        if moved:
             self._forget_graphs()
-            if self.fast_decoder is not None:
-                self.fast_decoder.find_weights()
             self._weights_at = self._weight_addresses()
+        if self.fast_decoder is not None:
+            self.fast_decoder.find_weights() if moved else self.fast_decoder.refresh_adapters()
 
     def release_memory(self) -> None:
         self._forget_graphs()  # they hold the addresses of the pages
