@@ -152,7 +152,7 @@ def serve_env(
     from palestra.train.tasks import agent_collector
     from palestra.wire.feed import Feed
 
-    config.rollout.require_free_calls("the trainer's server samples, and it takes no grammar")
+    config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")
 
     async def make_collector() -> Collector:
         tokenizer = load_tokenizer(model_name or await policy.model_name())
@@ -172,6 +172,6 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         loaded = load_for_run(config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
-    config.rollout.require_free_calls("the endpoint samples, and it takes no grammar")
+    config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
     limits = train_limits(config)
     return Collector(env, limits if training else eval_limits(limits, config), endpoint_speakers(OpenAIChat(openai)))

@@ -6,7 +6,7 @@ Unknown keys are refused, with the closest known one named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import write_text
 
 LORA_LEARNING_RATE = 1e-4  # adapters want about ten times the rate of full fine-tuning
+LORA_RANK = 16  # where LoRA is implied, not given
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 
 
@@ -113,7 +114,7 @@ class RolloutSection(Section):
         description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
         "train.importance_correction weighs it); needs palestra[constrain]",
     )
-    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; 0 is synchronous")
+    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; only 0 works yet")
 
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> RolloutSection:
@@ -123,20 +124,29 @@ class RolloutSection(Section):
             )
         return self
 
-    def require_free_calls(self, why: str) -> None:
-        """Refuse `constrain_tool_calls` where nobody would heed it."""
-        if self.constrain_tool_calls:
-            raise PalestraError(f"rollout.constrain_tool_calls has no effect here: {why}; set it to false")
+    @model_validator(mode="after")
+    def _synchronous(self) -> RolloutSection:
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness}: asynchronous training is not built yet; leave it at 0"
+            )
+        return self
 
 
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
-    r: int = Field(0, ge=0, description="rank; 0 trains all weights")
+    r: int = Field(0, ge=0, description="rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters")
     alpha: int = Field(32, ge=1)
     dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
     target_modules: list[str] | None = Field(None, description="default: all linear layers")
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
+
+    @model_validator(mode="after")
+    def _four_bits_imply_lora(self) -> LoraSection:
+        if self.load_in_4bit and not self.r:
+            self.r = LORA_RANK
+        return self
 
     def peft_arguments(self) -> dict[str, Any]:
         """This section as the arguments of peft's LoraConfig."""
@@ -173,7 +183,9 @@ class CheckpointSection(Section):
 
     every: int = Field(50, ge=0, description="steps between checkpoints; 0 saves only the last one")
     keep_last: int = Field(2, ge=1)
-    keep_best: bool = Field(True, description="also keep the checkpoint with the best held-out or training reward")
+    keep_best: bool = Field(
+        True, description="also keep the best: by its held-out reward if eval.every is set, else by its training reward"
+    )
 
 
 class TrackSection(Section):
@@ -221,6 +233,16 @@ class RunConfig(Section):
         import yaml
 
         write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+
+    def refuse(self, keys: Iterable[str], why: str) -> None:
+        """Refuse settings that nobody would heed here; `echo` stands for all settings of its section."""
+        for key, info in self.settings().items():
+            if any(key == name or key.startswith(f"{name}.") for name in keys):
+                section, _, name = key.rpartition(".")
+                value = getattr(getattr(self, section) if section else self, name)
+                default = info.get_default(call_default_factory=True)
+                if value != default:
+                    raise PalestraError(f"{key} = {value!r} has no effect here: {why}; leave it at {default!r}")
 
     @classmethod
     def keys(cls) -> dict[str, str]:

@@ -39,29 +39,28 @@ _SAME = {
     "logging_steps": "track.log_every",
 }
 
-# Fields that TRL's GRPOConfig has too: name here -> name there.
-_TRL = {
-    "num_train_epochs": "num_train_epochs",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "learning_rate": "learning_rate",
-    "max_grad_norm": "max_grad_norm",
-    "num_generations": "num_generations",
-    "max_completion_length": "max_completion_length",
-    "temperature": "temperature",
-    "mask_truncated_completions": "mask_truncated_completions",
-    "gradient_checkpointing": "gradient_checkpointing",
-    "max_tool_calling_iterations": "max_tool_calling_iterations",
-    "use_vllm": "use_vllm",
-    "vllm_mode": "vllm_mode",
-    "vllm_gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "vllm_max_model_len": "vllm_max_model_length",
-    "vllm_tensor_parallel_size": "vllm_tensor_parallel_size",
-    "seed": "seed",
-    "output_dir": "output_dir",
-    "save_strategy": "save_strategy",
-    "save_steps": "save_steps",
-    "logging_steps": "logging_steps",
-}
+# Fields that TRL's GRPOConfig has too, by the same name.
+_TRL = (
+    "num_train_epochs",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "max_grad_norm",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "mask_truncated_completions",
+    "gradient_checkpointing",
+    "max_tool_calling_iterations",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_gpu_memory_utilization",
+    "vllm_tensor_parallel_size",
+    "seed",
+    "output_dir",
+    "save_strategy",
+    "save_steps",
+    "logging_steps",
+)
 
 
 class GRPOTrainingConfig(BaseModel):
@@ -75,7 +74,9 @@ class GRPOTrainingConfig(BaseModel):
 
     num_train_epochs: int = 1
     max_steps: int | None = None
-    per_device_batch_size: int = 2  # problems
+    # Problems of one optimizer step: the product of these two. What fits into memory at once is decided by
+    # train.tokens_per_micro_batch (RunConfig), not by them.
+    per_device_batch_size: int = 2
     gradient_accumulation_steps: int = 2
     learning_rate: float = 1e-5  # 1e-4 with LoRA, unless given
     max_grad_norm: float = 1.0
@@ -84,7 +85,7 @@ class GRPOTrainingConfig(BaseModel):
     temperature: float = 0.8
     mask_truncated_completions: bool = True
     gradient_checkpointing: bool = False
-    torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"  # on a CPU float32, unless given
     use_lora: bool = False
     lora_r: int = 16
     lora_alpha: int = 32
@@ -94,7 +95,7 @@ class GRPOTrainingConfig(BaseModel):
     max_tool_calling_iterations: int = 5
     world_model_coeff: float = 0.0
     world_loss_normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
-    use_vllm: bool = False
+    use_vllm: bool = False  # this and vllm_*: only to_trl_config has them, training refuses them
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_len: int | None = None
@@ -114,26 +115,22 @@ class GRPOTrainingConfig(BaseModel):
 
     def to_run_config(self, problems: int | None = None) -> RunConfig:
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
-        if self.use_vllm:
-            raise NotYetError("use_vllm=True is not built yet; leave it out to sample with the built-in engine")
+        self._refuse_vllm()
+        return RunConfig.build(self._settings(problems))
+
+    def _settings(self, problems: int | None = None) -> dict[str, Any]:
         batch = self.per_device_batch_size * self.gradient_accumulation_steps
-        layer: dict[str, Any] = {
-            "train": {"problems_per_step": batch},
-            "lora": {"r": self._lora_rank()},
+        same = {key: getattr(self, name) for name, key in _SAME.items()}
+        if "learning_rate" not in self.model_fields_set:
+            del same["train.learning_rate"]
+        return same | {
+            "train.problems_per_step": batch,
+            "lora.r": self._lora_rank(),
             # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
-            "model": {"dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto"},
-            "checkpoint": {"every": self._save_every(batch, problems)},
-            "track": {"report_to": self._trackers()},
+            "model.dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto",
+            "checkpoint.every": self._save_every(batch, problems),
+            "track.report_to": self._trackers(),
         }
-        for name, path in _SAME.items():
-            if name == "learning_rate" and name not in self.model_fields_set:
-                continue
-            *section, key = path.split(".")
-            target = layer
-            for part in section:
-                target = target.setdefault(part, {})
-            target[key] = getattr(self, name)
-        return RunConfig.build(layer)
 
     def to_trl_config(self) -> GRPOConfig:
         """The same training as TRL's GRPOConfig, with this trainer's objective where TRL's defaults differ."""
@@ -150,7 +147,8 @@ class GRPOTrainingConfig(BaseModel):
         usual = "bfloat16" if cuda else "float32"
         dtype = self.torch_dtype if "torch_dtype" in self.model_fields_set and self.torch_dtype != "auto" else usual
         return GRPOConfig(
-            **{theirs: getattr(self, ours) for ours, theirs in _TRL.items()},
+            **{name: getattr(self, name) for name in _TRL},
+            vllm_max_model_length=self.vllm_max_model_len,
             per_device_train_batch_size=self.per_device_batch_size * self.num_generations,  # TRL counts completions
             max_steps=-1 if self.max_steps is None else self.max_steps,
             bf16=cuda and dtype == "bfloat16",
@@ -170,8 +168,15 @@ class GRPOTrainingConfig(BaseModel):
             from peft import LoraConfig
         except ModuleNotFoundError as error:
             raise PalestraError("build_peft_config needs peft; pip install 'palestra[lora]'") from error
-        plain = self.model_copy(update={"use_vllm": False})  # whoever samples, the adapter is the same
-        return LoraConfig(**plain.to_run_config().lora.peft_arguments())
+        return LoraConfig(**RunConfig.build(self._settings()).lora.peft_arguments())
+
+    def _refuse_vllm(self) -> None:
+        changed = [n for n, f in type(self).model_fields.items() if "vllm" in n and getattr(self, n) != f.default]
+        if changed:
+            raise NotYetError(
+                f"{', '.join(changed)}: vLLM as the sampler is not built yet; leave these out to sample with the "
+                "built-in engine (to_trl_config() passes them on to TRL)"
+            )
 
     def _lora_rank(self) -> int:
         return self.lora_r if self.use_lora or self.load_in_4bit else 0

@@ -10,6 +10,7 @@ from palestra.core.errors import PalestraError, did_you_mean
 
 # Settings under names that users of other trainers know -> the same setting here.
 TRANSLATIONS = {
+    "model.base_model_name": "model.name",
     "model.max_new_tokens": "rollout.max_new_tokens",
     "rl.training.per_device_train_batch_size": "train.problems_per_step",
     "rl.training.learning_rate": "train.learning_rate",

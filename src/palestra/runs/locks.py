@@ -161,7 +161,6 @@ _SETTINGS = {
     "env.max_token_length": "rollout.max_new_tokens",
     "env.total_steps": "train.max_steps",
     "env.steps_per_eval": "eval.every",
-    "env.max_batches_offpolicy": "rollout.max_staleness",
     "server.model_name": "model.name",
     "trainer.lora_rank": "lora.r",
     "trainer.learning_rate": "train.learning_rate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from palestra.train.samples import group_advantages, trainable_samples
 from palestra.train.schedule import coefficients_at, next_entropy
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
+
+log = logging.getLogger("palestra")
+NEVER_BEST = float("-inf")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,19 +54,21 @@ class Training:
     watcher: Watcher = field(default_factory=Watcher)
     state: TrainState = field(default_factory=TrainState)
 
-    def run(self, evaluate: Callable[[int], None] = lambda step: None) -> None:
+    def run(self, evaluate: Callable[[int], float] | None = None) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
 
-        `evaluate` is called with the step at every `eval.every`.
+        `evaluate` is called with the step at every `eval.every` and gives the held-out reward.
         """
-        total, every = self.total_steps or 0, self.config.eval.every
+        total, every = self.total_steps or 0, self.config.eval.every if evaluate else 0
         self.watcher.phase("training", total)
         try:
             while self.state.step < total:
                 metrics = self.step()
                 self.watcher.advance(self.state.step, metrics)
-                if every and self.state.step % every == 0 and self.state.step < total:
-                    evaluate(self.state.step)
+                self._log(metrics, total)
+                self._save_if_due(NEVER_BEST if every else metrics.get("reward_mean", NEVER_BEST))
+                if evaluate and every and self.state.step % every == 0 and self.state.step < total:
+                    self._save_if_best(evaluate(self.state.step))
                     self.watcher.phase("training", total)
         except KeyboardInterrupt:
             if self.checkpoints is None:
@@ -73,6 +79,14 @@ class Training:
             raise PalestraError(f"step {self.state.step + 1}: {_told(error)}. {self._last_good()}") from error
         if self.checkpoints and step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
             self.checkpoint()
+
+    def _log(self, metrics: dict[str, float], total: int) -> None:
+        """A line for people without a face, every `track.log_every` steps."""
+        step = self.state.step
+        if step % self.config.track.log_every == 0 or step == total:
+            names = ("loss", "reward_mean", "pass_rate")
+            shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
+            log.info("step %d of %d: %s", step, total, shown)
 
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
@@ -113,9 +127,6 @@ class Training:
         }
         self.tracker.rollouts(self.state.step, groups)
         self.tracker.metrics(self.state.step, metrics)
-        every = self.config.checkpoint.every
-        if self.checkpoints is not None and every and self.state.step % every == 0:
-            self.checkpoint(metrics.get("reward_mean", float("-inf")))
         return metrics
 
     @contextmanager
@@ -135,8 +146,21 @@ class Training:
         own = self.state.entropy_coefficient
         return self.config.train.entropy_coefficient if own is None else own
 
-    def checkpoint(self, reward: float = float("-inf")) -> Path:
-        """Save where the run stands, and delete what need not be kept."""
+    def _save_if_due(self, reward: float) -> None:
+        every = self.config.checkpoint.every
+        if self.checkpoints is not None and every and self.state.step % every == 0:
+            with deferred_interrupts():
+                self.checkpoint(reward)
+
+    def _save_if_best(self, reward: float) -> None:
+        """The best model by its held-out reward is kept, also where no checkpoint was due."""
+        keep = self.config.checkpoint
+        if self.checkpoints is not None and keep.every and keep.keep_best and reward > self.state.best_reward:
+            with deferred_interrupts():
+                self.checkpoint(reward)
+
+    def checkpoint(self, reward: float = NEVER_BEST) -> Path:
+        """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""
         if self.checkpoints is None:
             raise PalestraError("this training has no folder to save a checkpoint in")
         keep = self.config.checkpoint

@@ -123,7 +123,7 @@ class Run:
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
                 training.resume(*self.resume_from)
-            training.run(self._evaluate_between)
+            training.run(self._evaluate_between if self.evaluator else None)
             after = self._evaluate("after", again=True)
             path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
             metrics, seconds = self.folder.metrics(), time.perf_counter() - began
@@ -141,12 +141,12 @@ class Run:
         write_evaluation(path, report)
         return report
 
-    def _evaluate_between(self, step: int) -> None:
-        if self.evaluator is None:
-            return
+    def _evaluate_between(self, step: int) -> float:
+        assert self.evaluator is not None
         report = self.evaluator.run(self.training.runner, self.training.watcher, f"evaluating at step {step}")
         write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
+        return report.mean_reward
 
 
 def gpu_name(model: Any) -> str:

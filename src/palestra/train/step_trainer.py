@@ -81,7 +81,7 @@ class StepTrainer:
         self.folder = Path(self.config.output_dir) / (
             self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         )
-        self.config.rollout.require_free_calls("StepTrainer samples without tools")
+        self.config.refuse(["rollout.constrain_tool_calls"], "StepTrainer samples without tools")
         self._reward = reward_function(reward_model_or_fn)
         self._optimizer = UserOptimizer(model, self.config.train, master_weights=self.config.model.master_weights)
         self._learner = LocalLearner(model, config=self.config, optimizer=self._optimizer)

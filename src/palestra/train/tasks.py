@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from palestra.chat.callgrammar import grammar_compiler
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.policy.base import Policy
@@ -71,8 +71,6 @@ class EnvironmentTask:
 
     def source(self, parts: Parts) -> ProblemSource:
         config = parts.config
-        if config.rollout.max_staleness:
-            raise NotYetError("rollout.max_staleness > 0 (asynchronous training) is not built yet; leave it at 0")
         _check_tools(self.environment, parts)
         return ProblemSource(
             self._collector(parts, training=True),
@@ -93,8 +91,7 @@ class EnvironmentTask:
         """Reward functions are for training; an evaluation reports the measures alone."""
         functions = tuple(self.reward_functions) if training else ()
         if self.rollout_func is not None:
-            if parts.config.rollout.constrain_tool_calls:
-                raise PalestraError("rollout.constrain_tool_calls has no effect on a rollout_func; set it to false")
+            parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
             return FunctionCollector(
                 self.environment, self.rollout_func, self.trainer, parts.chat, parts.policy, functions
             )

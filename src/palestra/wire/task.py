@@ -54,7 +54,9 @@ class WireTask:
         return None
 
     def source(self, parts: Parts) -> WireSource:
-        parts.config.rollout.require_free_calls("environments over the wire sample with settings of their own")
+        parts.config.refuse(
+            ["rollout.constrain_tool_calls"], "environments over the wire sample with settings of their own"
+        )
         if not isinstance(parts.policy, LocalPolicy):
             raise PalestraError(
                 "serving a model while it is trained needs the paged engine; "

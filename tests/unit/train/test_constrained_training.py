@@ -52,7 +52,7 @@ def test_where_others_sample_the_setting_is_refused(tmp_path: Path, tiny: Any) -
     from palestra.envs.load import load_env
 
     config = RunConfig.build(ON, {"output_dir": str(tmp_path)})
-    with pytest.raises(PalestraError, match="constrain_tool_calls has no effect here: StepTrainer"):
+    with pytest.raises(PalestraError, match="constrain_tool_calls = True has no effect here: StepTrainer"):
         StepTrainer(tiny.model, tiny.tokenizer, lambda *_: 0.0, config)
-    with pytest.raises(PalestraError, match="constrain_tool_calls has no effect here: the endpoint"):
+    with pytest.raises(PalestraError, match="constrain_tool_calls = True has no effect here: the endpoint"):
         _collector(load_env("calculator", {}), config, OpenAISettings.read({"model_name": "m"}), training=True)

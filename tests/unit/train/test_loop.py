@@ -195,7 +195,12 @@ def test_a_step_whose_groups_are_all_stale_trains_nothing_and_goes_on() -> None:
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (4, [4]), (6, [])])
 def test_evaluations_come_at_every_so_many_steps_but_not_at_the_last(every: int, expected: list[int]) -> None:
     loop, seen = make_loop({"eval.every": every}, steps=6), []
-    loop.training.run(lambda step: seen.append((step, len(loop.tracker.rows))))
+
+    def evaluate(step: int) -> float:
+        seen.append((step, len(loop.tracker.rows)))
+        return 0.0
+
+    loop.training.run(evaluate)
     assert seen == [(step, step) for step in expected]
 
 
@@ -211,7 +216,7 @@ def test_the_watcher_hears_of_every_step_and_of_training_going_on_after_an_evalu
 
     loop = make_loop({"eval.every": 2}, steps=3)
     loop.training.watcher = Heard()
-    loop.training.run()
+    loop.training.run(lambda step: 0.0)
     assert Heard.words == ["training 3", "1 0.5", "2 0.5", "training 3", "3 0.5"]
 
 
@@ -246,6 +251,35 @@ def test_the_newest_checkpoints_and_the_best_are_kept(
     loop = make_loop(every, layer, steps=6, checkpoints=tmp_path, play=passing(3))
     loop.training.run()
     assert names(tmp_path) == kept
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        ({"checkpoint.every": 1}, [4, 6]),  # and not step 3, of the best training reward
+        ({"checkpoint.every": 5}, [4, 6]),  # also where no checkpoint was due
+        ({"checkpoint.every": 1, "checkpoint.keep_best": False}, [6]),
+        ({"checkpoint.every": 0}, [6]),
+    ],
+)
+def test_where_evaluations_happen_the_best_is_the_one_of_the_best_held_out_reward(
+    layer: Mapping[str, Any], kept: list[int], tmp_path: Path
+) -> None:
+    base = {"checkpoint.keep_last": 1, "train.refill_limit": 0, "eval.every": 2}
+    loop = make_loop(base, layer, steps=6, checkpoints=tmp_path, play=passing(3))
+    loop.training.run({2: 0.1, 4: 0.9}.__getitem__)
+    assert names(tmp_path) == kept
+    if 4 in kept:
+        assert read_checkpoint(step_folder(tmp_path, 4)).best_reward == 0.9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
+def test_the_log_has_a_line_every_so_many_steps_and_at_the_last(
+    every: int, steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="palestra"):
+        make_loop({"track.log_every": every}, steps=5).training.run()
+    assert caplog.messages == [f"step {step} of 5: loss 0.5, reward_mean 0.5, pass_rate 0.5" for step in steps]
 
 
 def test_a_resumed_loop_goes_on_where_the_checkpoint_was_written(tmp_path: Path) -> None:
