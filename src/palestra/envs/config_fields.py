@@ -16,9 +16,6 @@ from palestra.core.errors import PalestraError
 from palestra.core.secrets import clean_environment
 from palestra.envs.discover import DiscoveredEnv
 
-# as a text, so that the folder of the file does not become a place to import from
-_CHILD = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
-
 
 @dataclass(frozen=True)
 class EnvDescription:
@@ -62,7 +59,7 @@ def describe_env(
 
 def _ask(name: str, python: Path, asked: dict[str, Any], timeout_s: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as home:
-        command = [str(python), "-c", _CHILD, str(Path(__file__).with_name("config_child.py"))]
+        command = children.isolated(Path(__file__).with_name("config_child.py"), python=python)
         process = children.start(command, env=clean_environment() | {"HOME": home}, cwd=home, stdin=subprocess.PIPE)
         try:
             return process.communicate(json.dumps(asked), timeout=timeout_s)

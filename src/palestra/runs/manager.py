@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder
+from palestra.core.files import new_folder, open_private
 from palestra.core.run_folder import RunFolder
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
@@ -118,9 +118,8 @@ class RunManager(RunReader):
 
     def _launch(self, run_id: str, folder: RunFolder) -> None:
         """Start the supervisor, which detaches itself from this process."""
-        folder.logs.mkdir(exist_ok=True)
         environ = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
-        with folder.log_file("supervisor").open("a") as log:
+        with open_private(folder.log_file("supervisor")) as log:
             command = [sys.executable, "-P", "-m", "palestra.runs.supervisor", str(self.home), run_id]
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,10 +15,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from palestra.core.files import open_private
+from palestra.core.secrets import redact
+
 RUN_VARIABLE = "PALESTRA_RUN"  # holds the run id in the environment of every process that a run starts
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.05
+_MAX_LINE_BYTES = 1 << 16
+_UNFINISHED_LINE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,15 @@ def this_host() -> str:
     return f"{os.uname().nodename} {namespace}".strip()
 
 
-def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> Process:
-    """Start a command in a session of its own; it gets SIGTERM when this process dies.
+def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> tuple[Process, Process]:
+    """Start a command in a session of its own; it gets SIGTERM when this process dies. Also returns its log writer.
 
     Forks, so the caller must have a single thread. `reap` collects the exit status.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    reads, output = os.pipe()
+    writer = _start_log_writer(reads, output, log)
+    os.close(reads)
     pid = os.fork()
     if pid == 0:
         try:
@@ -82,7 +90,45 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) 
         finally:
             os._exit(127)
     os.close(output)
+    return identify(pid) or Process(pid, "ended at once"), writer
+
+
+def _start_log_writer(reads: int, output: int, log: Path) -> Process:
+    """A process between a command and its log, which only its owner may read: it replaces the secrets that we have.
+
+    It ends with the last process that writes, and outlives us: the command must be able to write while it saves.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            os.close(output)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for standard in (0, 1, 2):
+                os.dup2(nothing, standard)
+            _write_log(reads, log)
+        finally:
+            os._exit(0)
     return identify(pid) or Process(pid, "ended at once")
+
+
+def _write_log(reads: int, log: Path) -> None:
+    """Line by line, so that no secret is cut in two; a line that is not finished waits a moment for its rest."""
+    rest = b""
+    with open_private(log) as file:
+        while True:
+            is_ready = bool(select.select([reads], [], [], _UNFINISHED_LINE_S if rest else None)[0])
+            chunk = os.read(reads, _MAX_LINE_BYTES) if is_ready else b""
+            rest += chunk
+            whole = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1 if chunk else len(rest)
+            whole = whole if len(rest) <= _MAX_LINE_BYTES else len(rest)
+            lines, rest = rest[:whole], rest[whole:]
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                file.write(redact(lines.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"))
+            if is_ready and not chunk:
+                return
 
 
 def become_subreaper() -> None:

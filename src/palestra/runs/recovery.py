@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
-from palestra.core.files import write_text
-from palestra.core.run_folder import RunFolder
-from palestra.core.secrets import redact
-from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
-from palestra.runs.processes import end_all, processes_of_run, send, this_host
+from palestra.runs.index import ACTIVE, Index, Row, State
+from palestra.runs.processes import descendants, end_all, processes_of_run, send, this_host
 
 LAUNCH_TIMEOUT_S = 20.0  # a supervisor has registered itself by then
 HEARTBEAT_TIMEOUT_S = 30.0  # supervisors write a heartbeat every second
@@ -71,18 +67,10 @@ def recover(index: Index, row: Row, reason: str) -> None:
         if row.kind == "managed" and row.supervisor is not None:
             send(row.supervisor, signal.SIGKILL)
         left = {part.process.pid: part.process for part in index.parts(row.run_id) if part.exit_code is None}
+        left |= {below.pid: below for pid in list(left) for below in descendants(pid)}
         left |= {process.pid: process for process in processes_of_run(row.run_id)}
         end_all(left.values(), _TERMINATE_S)
-        redact_logs(RunFolder(Path(row.folder)))
     index.move(row.run_id, ["stopping"], state, of_launch=row.launched, reason=text, ended=time.time())
-
-
-def redact_logs(folder: RunFolder) -> None:
-    """Replace secrets that processes have printed, once they have ended."""
-    for path in map(folder.log_file, PARTS):
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        if (clean := redact(text)) != text:
-            write_text(path, clean)
 
 
 def _is_being_stopped(row: Row) -> bool:

@@ -17,12 +17,12 @@ from types import FrameType
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.core.secrets import redact
+from palestra.core.secrets import hide_environment, redact
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, PARTS, Index, State
 from palestra.runs.processes import Process, become_subreaper, descendants, end_all, reap, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
-from palestra.runs.recovery import reconcile, recover, redact_logs
+from palestra.runs.recovery import reconcile, recover
 from palestra.runs.request import LaunchStep, RunRequest, has_all_batches, launch_steps, process_environment
 
 _TICK_S = 0.1
@@ -32,6 +32,7 @@ _LAST_POSTS_S = 10.0  # what an environment posted before it ended may still be 
 _TERMINATE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}  # the trainer finishes its step and saves a checkpoint
 _CHECKPOINT_S = 600.0  # … and is not killed while it writes a large one
 _TERMINATE_ORPHANS_S = 0.5
+_LOG_S = 2.0
 
 
 class Stopped(Exception):
@@ -52,6 +53,7 @@ class Supervisor:
         self._request, self._cwd = RunRequest.load(self._folder)
         self._guard = os.getppid()
         self._parts: dict[str, Process] = {}
+        self._log_writers: dict[str, Process] = {}
         self._exit_codes: dict[str, int] = {}
         self._last_heartbeat = self._env_ended = 0.0
         self._stop_requested = False
@@ -72,12 +74,11 @@ class Supervisor:
         except PalestraError as error:
             end, reason = "failed", redact(str(error))
         except Exception as error:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), flush=True)
             end, reason = "failed", redact(f"the supervisor failed: {type(error).__name__}: {error}")
         if end != "completed":  # so that the reason can be read while the trainer saves its step
             self._index.move(self._run_id, ACTIVE, "stopping", of_launch=self._launched, reason=reason)
         self._end_parts()
-        redact_logs(self._folder)
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
         self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())
 
@@ -109,8 +110,8 @@ class Supervisor:
     def _spawn(self, step: LaunchStep) -> None:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
-        process = spawn(command, log, process_environment(step.part, self._run_id), self._cwd)
-        self._parts[step.part] = process
+        process, writer = spawn(command, log, process_environment(step.part, self._run_id), self._cwd)
+        self._parts[step.part], self._log_writers[step.part] = process, writer
         self._index.part_started(self._run_id, step.part, process)
 
     def _tick(self) -> None:
@@ -138,6 +139,13 @@ class Supervisor:
                 self._index.part_ended(self._run_id, part, code)
                 print(f"{part}: ended with {code}", flush=True)
                 self._end_orphans()
+                self._wait_for_log(part)
+
+    def _wait_for_log(self, part: str) -> None:
+        """Until all that a process has written is in its log: it may say why it ended."""
+        until = time.monotonic() + _LOG_S
+        while self._log_writers[part].is_alive and time.monotonic() < until:
+            time.sleep(_TICK_S / 10)
 
     def _on_exit(self, part: str, code: int) -> None:
         """What the end of a process means for the run."""
@@ -181,6 +189,7 @@ class Supervisor:
     def _end_orphans(self) -> None:
         """End processes whose starter has ended."""
         alive = [process.pid for part, process in self._parts.items() if part not in self._exit_codes]
+        alive += [writer.pid for writer in self._log_writers.values()]
         wanted = {pid for root in alive for pid in (root, *(p.pid for p in descendants(root)))}
         orphans = [process for process in descendants(os.getpid()) if process.pid not in wanted]
         end_all(orphans, _TERMINATE_ORPHANS_S)
@@ -203,6 +212,7 @@ def main(home: str, run_id: str) -> None:
     """Detach, then fork: the parent is the guard, the child the supervisor."""
     if os.fork():
         os._exit(0)
+    hide_environment()
     os.setsid()
     index = Index(Path(home))
     become_subreaper()

@@ -14,7 +14,7 @@ from typing import Any
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
-from palestra.core.files import cache_folder, write_json, write_text
+from palestra.core.files import cache_folder, open_private, write_json, write_text
 from palestra.core.secrets import clean_environment
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
@@ -74,7 +74,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
 
 def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapping[str, Any]) -> list[str]:
     """`FILE serve` with settings in the form that atroposlib's command line takes."""
-    command = [str(python), str(file), "serve"]
+    command = children.isolated("--path", file.resolve().parent, file, "serve", python=python)
     for section, values in (("env", env), ("openai", openai)):
         for name, value in values.items():
             command += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
@@ -87,7 +87,7 @@ class EnvProcess:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log = log
         self._ended_at: float | None = None
-        with log.open("w") as file:
+        with open_private(log) as file:
             self.process = children.start(command, env=env_process_environment(), stdout=file, stderr=file)
 
     def check(self) -> None:

@@ -92,4 +92,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    from palestra.core.secrets import hide_environment  # here: `palestra --help` is fast
+
+    hide_environment()
     sys.exit(run(sys.argv[1:]))

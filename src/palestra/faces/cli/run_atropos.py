@@ -16,7 +16,7 @@ from rich.console import Console
 from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import cache_folder, slug
+from palestra.core.files import cache_folder, open_private, slug
 from palestra.core.run_folder import RunFolder
 from palestra.faces.cli import settings
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
@@ -67,7 +67,6 @@ def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_
 def _train(run: RunFolder, file: Path, python: Path, url: str, env_settings: EnvSettings, console: Console) -> Any:
     """Start the environment once the model is served, and stop it after the training."""
     started: list[EnvProcess] = []
-    run.logs.mkdir(exist_ok=True)
 
     def start(inference: str, tokenizer: Any) -> None:
         folder = write_tokenizer(tokenizer, run.tokenizer).resolve()
@@ -121,8 +120,7 @@ def _serve_command(
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
     command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
-    run.logs.mkdir(exist_ok=True)
-    with run.log_file("api").open("w") as log:
+    with open_private(run.log_file("api")) as log:
         process = children.start(command, env=os.environ, stderr=log)
     try:
         assert process.stdout is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +24,6 @@ from palestra.faces.rl_tools.relay import Relay, Usage
 
 __all__ = ["InferenceTest", "choose_models"]
 
-# The child's stdin is a pipe that closes when this process ends, in whatever way: then the child exits, too.
-_EXIT_WITH_PARENT = "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()"
-_CODE = f"import os, sys, threading; {_EXIT_WITH_PARENT}; from palestra.faces.cli.main import main; main()"
-_PROCESS = [sys.executable, "-c", _CODE, "env", "process"]
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2
 
@@ -147,7 +142,7 @@ class _Attempt:
         arguments = (draft.environment, "--config", settings, "--groups", self.test.num_steps, "--out", output)
         with self._file("log").open("wb") as log:
             environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token}
-            command = [*_PROCESS, *map(str, arguments)]
+            command = children.isolated("--end-with-parent", "-m", "palestra", "env", "process", *arguments)
             child = children.start(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
             code = self._watch(child)

@@ -1,0 +1,217 @@
+"""Code of others gets at no key, and what is written down holds none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from palestra.core import children
+from palestra.core.errors import PalestraError
+from palestra.core.files import open_private
+from palestra.core.http import Request
+from palestra.core.secrets import clean_environment, redact
+from palestra.envs.config_fields import describe_env
+from palestra.envs.discover import in_file
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc and namespaces are Linux's")
+NASTY = 'pä"ss\\wörd-42'
+
+THIEF = """
+import glob, sys
+from pathlib import Path
+from palestra import Env
+
+def environs():
+    for name in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/task/*/environ"):
+        try:
+            yield Path(name).read_bytes()
+        except OSError:
+            pass
+
+found = [text for text in environs() if b"sk-server-secret-42424242" in text]
+if found:
+    raise SystemExit("stolen")
+
+
+class Thief(Env):
+    name = "thief"
+
+    def make_problem(self, rng):
+        return "?", 1
+"""
+
+
+@LINUX
+def test_an_environment_whose_config_is_read_finds_no_key_in_any_process(tmp_path, monkeypatch):
+    (tmp_path / "thief.py").write_text(THIEF)
+    holder = [sys.executable, "-c", "print(flush=True); input()"]
+    environ = {**os.environ, "OPENAI_API_KEY": "sk-server-secret-42424242"}
+    with subprocess.Popen(holder, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        (found,) = in_file(tmp_path / "thief.py")
+        described = describe_env(found)  # raises "stolen" where it could read the other's environment
+        server.kill()
+    assert described.fields
+
+
+@LINUX
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+@pytest.mark.parametrize("uid", [0, 65534])
+def test_an_isolated_child_reads_no_environment_and_keeps_its_user(uid):
+    """Also as an ordinary user, with the system's Python: ours may lie in a folder that only root may enter."""
+    folder = Path(tempfile.mkdtemp())  # pytest's own is root's alone
+    folder.chmod(0o755)
+    launcher, code = folder / "isolated_child.py", folder / "code.py"
+    launcher.write_text(Path(children.isolated()[2]).read_text())
+    code.write_text(
+        "import os\n"
+        "try: open(f'/proc/{os.getppid()}/environ').read(); print('read')\n"
+        "except OSError: print('refused', os.geteuid())\n"
+    )
+    python = next((path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()), None)
+    if python is None:
+        pytest.skip("no Python that every user may run")
+    words = ["setpriv", f"--reuid={uid}", "--clear-groups", "sh", "-c", f"{python} {launcher} {code}; true"]
+    environ = {"PATH": os.environ["PATH"], "MY_KEY": "sk-0123456789"}
+    said = subprocess.run(words, env=environ, capture_output=True, text=True, cwd="/")
+    shutil.rmtree(folder)
+    assert said.stdout == f"refused {uid}\n", said.stderr
+
+
+@LINUX
+@pytest.mark.parametrize(("keys", "is_open"), [({"MY_API_KEY": "sk-0123456789"}, False), ({}, True)])
+def test_a_process_with_keys_cannot_be_looked_into_by_others_of_its_user(keys, is_open):
+    code = (
+        "import os; from palestra.core.secrets import hide_environment; hide_environment(); "
+        "print(os.stat('/proc/self/environ').st_uid, os.geteuid()); "
+        "import ctypes; print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    said = subprocess.run([sys.executable, "-c", code], env={**environ, **keys}, capture_output=True, text=True)
+    assert said.stdout.split()[2] == str(int(is_open)), said.stderr
+
+
+def test_the_commands_hide_their_environment(monkeypatch):
+    from palestra.core import secrets
+    from palestra.faces.cli import main
+
+    hidden = []
+    monkeypatch.setattr(secrets, "hide_environment", lambda: hidden.append(True))
+    monkeypatch.setattr(sys, "argv", ["palestra", "version", "--help"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert hidden
+
+
+def test_a_password_inside_a_url_is_replaced_and_not_passed_on():
+    environ = {
+        "DATABASE_URL": "postgres://u:PASSWORD-1@db/x",
+        "HTTPS_PROXY": "http://user:pw@proxy:8080",
+        "HTTP_PROXY": "http://proxy:8080",
+    }
+    text = "cannot reach postgres://u:PASSWORD-1@db/x (PASSWORD-1) by http://user:pw@proxy:8080; pw is a word"
+    assert redact(text, environ) == (
+        "cannot reach postgres://u:[DATABASE_URL]@db/x ([DATABASE_URL]) by http://user:[HTTPS_PROXY]@proxy:8080; "
+        "pw is a word"
+    )
+    assert clean_environment(environ=environ) == {"HTTP_PROXY": "http://proxy:8080"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [NASTY, json.dumps(NASTY), json.dumps(NASTY, ensure_ascii=False), repr(NASTY), "p%C3%A4%22ss%5Cw%C3%B6rd-42"],
+)
+def test_a_secret_is_replaced_also_where_it_is_escaped(written):
+    text = redact(f"it is {written}.", {"MY_SECRET": NASTY})
+    assert "[MY_SECRET]" in text
+    assert "rd-42" not in text
+
+
+def test_every_line_of_a_secret_is_one():
+    key = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0B\nAQEFAASCBKcwggSjAgEAAoIB"
+    assert redact("a\nAQEFAASCBKcwggSjAgEAAoIB\nb", {"SSH_KEY": key}) == "a\n[SSH_KEY]\nb"
+
+
+def test_redacting_a_line_does_not_look_at_the_whole_environment_again():
+    from palestra.core import secrets
+
+    environ = {f"NAME_{i}_KEY": f"secret-number-{i}" for i in range(50)}
+    redact("x", environ)
+    before = secrets._secrets.cache_info().misses
+    for i in range(100):
+        redact(f"line {i}", environ)
+    assert secrets._secrets.cache_info().misses == before
+
+
+def test_logs_are_for_their_owner_alone(tmp_path):
+    os.umask(0o022)
+    with open_private(tmp_path / "logs" / "trainer.log") as log:
+        log.write(b"text")
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "logs" / "trainer.log").stat().st_mode) == 0o600
+
+
+def test_a_log_is_redacted_while_it_is_written_also_a_secret_that_comes_in_two_parts(tmp_path, monkeypatch):
+    from palestra.runs.processes import _write_log
+
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    reads, writes = os.pipe()
+    thread = threading.Thread(target=_write_log, args=(reads, tmp_path / "log"))
+    thread.start()
+    for part in (b"one sk-01234", b"56789\ntwo \xff", b" sk-0123456789"):
+        os.write(writes, part)
+    os.close(writes)
+    thread.join(10)
+    os.close(reads)
+    assert (tmp_path / "log").read_bytes() == b"one [MY_API_KEY]\ntwo \xff [MY_API_KEY]"
+
+
+class Redirects(BaseHTTPRequestHandler):
+    seen: list[str | None]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(302)
+        self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.seen.append(self.headers.get("Authorization"))
+        if self.path == "/elsewhere":
+            self.send_response(200)
+            self.end_headers()
+        else:
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_redirect_carries_no_key():
+    Redirects.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirects)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions"
+        request = Request(url, {"model": "m"}, token="sk-0123456789")
+        with pytest.raises(PalestraError, match="not followed with a key"):
+            request.parse(request.send())
+        assert Request(url, token="sk-0123456789").send().status == 302
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert Redirects.seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for
