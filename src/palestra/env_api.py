@@ -174,4 +174,9 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
     limits = train_limits(config)
-    return Collector(env, limits if training else eval_limits(limits, config), endpoint_speakers(OpenAIChat(openai)))
+    return Collector(
+        env,
+        limits if training else eval_limits(limits, config),
+        endpoint_speakers(OpenAIChat(openai)),
+        max_open_episodes=config.rollout.max_open_episodes,
+    )

@@ -85,13 +85,6 @@ def combine_measures(
     raise PalestraError(f"unknown combine {combine!r}; expected sum_then_normalise or normalise_then_sum")
 
 
-def equal_reward_groups(rewards_by_group: Sequence[Sequence[float]], tolerance: float = 1e-6) -> list[bool]:
-    """For each group, whether its rewards are all the same, so that it has nothing to teach."""
-    for index, rewards in enumerate(rewards_by_group):
-        _finite(torch.as_tensor(rewards, dtype=torch.float64), f"group {index}: reward of row {{}}")
-    return [not rewards or max(rewards) - min(rewards) <= tolerance for rewards in rewards_by_group]
-
-
 def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Groups numbered 0, 1, … for each row, and the size of each."""
     given = torch.as_tensor(group, dtype=torch.int64)

@@ -105,6 +105,12 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(1024, ge=1, description="all turns of a rollout together")
     max_tool_rounds: int = Field(5, ge=0)
     tool_timeout_s: float = Field(30.0, gt=0)
+    max_tool_result_chars: int = Field(
+        20_000, ge=100, description="a longer tool result is cut, and says so, before the model reads it"
+    )
+    max_open_episodes: int = Field(
+        256, ge=1, description="attempts that are open at once; fewer where each holds a program or a server"
+    )
     policy_url: str | None = Field(
         None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
     )

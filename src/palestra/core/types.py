@@ -131,7 +131,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One measure's verdict: a value in 0..1, whether it counts as passed, and why."""
+    """One measure's verdict: a value in 0..1, whether it counts as passed, and why.
+
+    `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
+    """
 
     value: float
     passed: bool

@@ -123,7 +123,7 @@ def fail_reason(text: str = "") -> Score:
 
 
 async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Score:
-    """The measure's verdict. One that raises, hangs or returns nonsense scores 0 with the error recorded."""
+    """The measure's verdict. One that raises, hangs or returns nonsense gives none, with the error recorded."""
     try:
         value = await call_with_limit(m.fn, ctx, timeout_s=timeout_s)
     except CallTimeout as error:
@@ -134,7 +134,7 @@ async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Scor
 
 
 def as_score(m: Measure, value: Any) -> Score:
-    """What a measure returned, as a score; nonsense scores 0 with the error recorded."""
+    """What a measure returned, as a score; nonsense is an error on record."""
     if isinstance(value, Score):
         good = isinstance(value.value, (int, float)) and 0.0 <= value.value <= 1.0
         return value if good else _failed(f"measure {m.name} gave a score of {value.value!r}; expected 0 to 1")

@@ -36,7 +36,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """One measure over all rollouts."""
+    """One measure over all rollouts; those in which it failed by itself are counted in `errors` alone."""
 
     name: str
     pass_rate: Rate
@@ -46,7 +46,10 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed."""
+    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed.
+
+    A verdict of a measure that failed by itself (a judge that cannot be reached) is left out.
+    """
 
     pass_rate: Rate
     measures: tuple[MeasureReport, ...]
@@ -60,12 +63,13 @@ class EvalReport:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], seconds: float) -> EvalReport:
+        judged = [r for r in rollouts if not any(score.error for score in r.scores.values())]
         results = [result for rollout in rollouts for result in rollout.tool_results]
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
         return cls(
-            pass_rate=Rate.of(sum(rollout.passed for rollout in rollouts), len(rollouts)),
+            pass_rate=Rate.of(sum(rollout.passed for rollout in judged), len(judged)),
             measures=tuple(_measure_report(name, rollouts) for name in names),
-            mean_reward=_mean([rollout.reward for rollout in rollouts]),
+            mean_reward=_mean([rollout.reward for rollout in judged]),
             truncation_rate=_mean([rollout.stop == "truncated" for rollout in rollouts]),
             failure_rate=_mean([rollout.stop == "failed" for rollout in rollouts]),
             tool_calls_per_rollout=len(results) / max(len(rollouts), 1),
@@ -121,12 +125,13 @@ def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int
 
 
 def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:
-    scores = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
+    every = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
+    scores = [score for score in every if not score.error]
     return MeasureReport(
         name=name,
         pass_rate=Rate.of(sum(score.passed for score in scores), len(scores)),
         mean_value=_mean([score.value for score in scores]),
-        errors=sum(score.error for score in scores),
+        errors=len(every) - len(scores),
     )
 
 

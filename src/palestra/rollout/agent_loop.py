@@ -27,6 +27,7 @@ class AttemptLimits:
     sampling: SamplingParams
     max_tool_rounds: int = 5
     tool_timeout_s: float = 30.0
+    max_tool_result_chars: int = 20_000
     constrain_tool_calls: bool = False
 
 
@@ -132,7 +133,7 @@ async def replies_to(
 ) -> tuple[Sequence[Message], list[ToolResult]]:
     """The replies to the last message: the results of its tool calls, or those of the environment."""
     if calls := messages[-1].tool_calls:
-        results = await run_calls(tools, calls, limits.tool_timeout_s)
+        results = await run_calls(tools, calls, limits.tool_timeout_s, limits.max_tool_result_chars)
         return [tool_message(result) for result in results], results
     return await from_outside("the environment's reply", episode.reply(messages)), []
 

@@ -1,4 +1,4 @@
-"""Groups of sibling attempts, all at once."""
+"""Groups of sibling attempts, running together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Problem, Rollout, Turn
+from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, run_attempt
@@ -28,6 +28,7 @@ class Collector:
     limits: AttemptLimits
     start: Callable[[Sequence[Episode]], list[Speaker]]
     reward_functions: tuple[RewardFunction, ...] = ()
+    max_open_episodes: int = 256
 
     async def collect(
         self,
@@ -36,12 +37,23 @@ class Collector:
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
-        """One group for each problem, all running together. The same seed key gives the same rollouts."""
-        # All open before the first samples, so that the sampler's batches do not depend on which opened first.
-        opened = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
+        """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
+        at_once = max(1, self.max_open_episodes // group_size)
+        opening = [asyncio.create_task(open_episodes(self.environment, p, group_size)) for p in problems[:at_once]]
+        if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
+            await asyncio.wait(opening)
+        slots = asyncio.Semaphore(at_once)
+
+        async def attempted(i: int, problem: Problem, key: str) -> Group:
+            async with slots:
+                opened = await (opening[i] if i < at_once else open_episodes(self.environment, problem, group_size))
+                if isinstance(opened, NotOpened):
+                    return failed_group(problem, opened.reason, group_size, on_rollout)
+                return await self._group(problem, opened, key, on_rollout)
+
         tasks = [
-            asyncio.create_task(self._group(problem, episodes, key, on_rollout))
-            for problem, episodes, key in zip(problems, opened, seed_keys, strict=True)
+            asyncio.create_task(attempted(i, problem, key))
+            for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -55,12 +67,8 @@ class Collector:
         try:
             speakers = self.start(episodes)
         except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
-            for episode in episodes:
-                episode.close()
-            failed = Rollout(problem.id, (), tuple(episodes[0].prompt), "failed", error=str(refused))
-            for _ in episodes:
-                on_rollout(failed)
-            return Group(problem.id, (failed,) * len(episodes))
+            close_all(episodes)
+            return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
         tasks = [
             asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
             for i, (episode, speaker) in enumerate(zip(episodes, speakers, strict=True))
@@ -72,8 +80,7 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
-            for episode in episodes:
-                episode.close()
+            close_all(episodes)
 
     async def _one(
         self, problem: Problem, episode: Episode, speaker: Speaker, seed: int, on_rollout: OnRollout
@@ -122,16 +129,53 @@ def endpoint_speakers(endpoint: ChatEndpoint) -> Callable[[Sequence[Episode]], l
     return start
 
 
-async def open_episodes(environment: Environment, problem: Problem, count: int) -> list[Episode]:
-    """In threads: an environment may start a program or call a server for each attempt."""
-    return list(await asyncio.gather(*(asyncio.to_thread(environment.open, problem) for _ in range(count))))
+@dataclass(frozen=True, slots=True)
+class NotOpened:
+    """Why no episode of a problem is open."""
+
+    reason: str
+
+
+async def open_episodes(environment: Environment, problem: Problem, count: int) -> list[Episode] | NotOpened:
+    """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
+    calls = (asyncio.to_thread(environment.open, problem) for _ in range(count))
+    opened = await asyncio.gather(*calls, return_exceptions=True)
+    error = next((e for e in opened if isinstance(e, BaseException)), None)
+    episodes = [e for e in opened if not isinstance(e, BaseException)]
+    if error is None:
+        return episodes
+    close_all(episodes)
+    if not isinstance(error, Exception):
+        raise error
+    return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
+
+
+def close_all(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        episode.close()
+
+
+def failed_group(
+    problem: Problem, error: str, group_size: int, on_rollout: OnRollout, prompt: tuple[Message, ...] = ()
+) -> Group:
+    """The group of a problem that could not be attempted."""
+    failed = Rollout(problem.id, (), prompt, "failed", error=error)
+    for _ in range(group_size):
+        on_rollout(failed)
+    return Group(problem.id, (failed,) * group_size)
+
+
+def any_good(groups: Sequence[Group]) -> bool:
+    """Whether at least one attempt did not fail; also true of no attempts."""
+    errors = [r.error for group in groups for r in group.rollouts]
+    return not errors or None in errors
 
 
 def require_one_good(groups: Sequence[Group]) -> None:
     """Raise if every attempt failed: there is nothing to learn or to report."""
-    errors = [r.error for group in groups for r in group.rollouts]
-    if errors and None not in errors:
-        raise PalestraError(f"every rollout failed; the first error was {errors[0]}")
+    if not any_good(groups):
+        first = next(r.error for group in groups for r in group.rollouts)
+        raise PalestraError(f"every rollout failed; the first error was {first}")
 
 
 def seed_of(key: str) -> int:

@@ -15,7 +15,7 @@ from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, open_episodes
+from palestra.rollout.collect import NotOpened, OnRollout, close_all, failed_group, open_episodes
 from palestra.rollout.rewards import RewardFunction, reward_group
 
 # (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt
@@ -34,6 +34,7 @@ class FunctionCollector:
     chat: ChatFormat
     policy: Policy[Any]
     reward_functions: tuple[RewardFunction, ...] = ()
+    max_open_episodes: int = 256
 
     async def collect(
         self,
@@ -42,30 +43,45 @@ class FunctionCollector:
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
-        """One group for each problem, from one call of the function with every prompt `group_size` times.
+        """One group for each problem; the function is called with every prompt `group_size` times.
 
-        The function samples by its own rule, so the seed keys are not used.
+        There is one call, or several where more episodes are needed than may be open. The function samples by its
+        own rule, so the seed keys are not used.
         """
+        at_once = max(1, self.max_open_episodes // group_size)
+        groups: list[Group] = []
+        for start in range(0, len(problems), at_once):
+            groups += await self._call(problems[start : start + at_once], group_size, on_rollout)
+        return groups
+
+    async def _call(self, problems: Sequence[Problem], group_size: int, on_rollout: OnRollout) -> list[Group]:
+        """The groups of one call; if it fails, they have."""
         rows = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
-        episodes = [episode for row in rows for episode in row]
+        opened = [(p, row) for p, row in zip(problems, rows, strict=True) if not isinstance(row, NotOpened)]
         try:
-            prompts = [[to_dict(message) for message in episode.prompt] for episode in episodes]
-            call = asyncio.to_thread(self.function, prompts, self.trainer)
-            columns = _checked(await from_outside("rollout_func", call), len(prompts))
-            rollouts = await asyncio.gather(
-                *(
-                    self._rollout(problem, episode, columns, i)
-                    for i, (problem, episode) in enumerate(
-                        (problem, episode) for problem, row in zip(problems, rows, strict=True) for episode in row
-                    )
-                )
-            )
-            for rollout in rollouts:
-                on_rollout(rollout)
-            return [self._group(g, problem, rollouts, rows[g], columns) for g, problem in enumerate(problems)]
+            played = await self._play(opened)
+            for group in played:
+                for rollout in group.rollouts:
+                    on_rollout(rollout)
+        except PalestraError as error:
+            played = [failed_group(problem, str(error), group_size, on_rollout) for problem, _ in opened]
         finally:
-            for episode in episodes:
-                episode.close()
+            close_all([episode for _, row in opened for episode in row])
+        done = iter(played)
+        return [
+            failed_group(p, row.reason, group_size, on_rollout) if isinstance(row, NotOpened) else next(done)
+            for p, row in zip(problems, rows, strict=True)
+        ]
+
+    async def _play(self, opened: Sequence[tuple[Problem, Sequence[Episode]]]) -> list[Group]:
+        attempts = [(problem, episode) for problem, row in opened for episode in row]
+        prompts = [[to_dict(message) for message in episode.prompt] for _, episode in attempts]
+        if not prompts:
+            return []
+        call = asyncio.to_thread(self.function, prompts, self.trainer)
+        columns = _checked(await from_outside("rollout_func", call), len(prompts))
+        rollouts = await asyncio.gather(*(self._rollout(*attempt, columns, i) for i, attempt in enumerate(attempts)))
+        return [self._group(g, problem, rollouts, row, columns) for g, (problem, row) in enumerate(opened)]
 
     def _group(
         self,

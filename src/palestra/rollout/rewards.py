@@ -30,7 +30,13 @@ def reward_group(
         extra = dict(columns or {}) | ({"environments": worlds} if worlds else {})
         values = call_reward_function(function, problem, rollouts, extra)
         rewards = [a + b for a, b in zip(rewards, values, strict=True)]
-    return tuple(replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True))
+    errors = [r.error or failed_measure(r, weights) for r in rollouts]
+    return tuple(replace(r, reward=x, error=e) for r, x, e in zip(rollouts, rewards, errors, strict=True))
+
+
+def failed_measure(rollout: Rollout, weights: Mapping[str, float]) -> str | None:
+    """Why the reward is not known: a measure that counts has failed, which is not the model's doing."""
+    return next((s.reason for name, s in rollout.scores.items() if s.error and weights.get(name, 1.0)), None)
 
 
 def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:

@@ -17,12 +17,14 @@ from palestra.tools.tool import Tool
 MAX_ERROR_CHARS = 300
 
 
-async def run_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
+async def run_calls(
+    tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float, max_result_chars: int = 20_000
+) -> list[ToolResult]:
     """The results of all calls, in their order. What goes wrong is told to the model, never raised."""
-    return list(await asyncio.gather(*(_run_call(tools, call, timeout_s) for call in calls)))
+    return list(await asyncio.gather(*(_run_call(tools, call, timeout_s, max_result_chars) for call in calls)))
 
 
-async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float) -> ToolResult:
+async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float, max_chars: int) -> ToolResult:
     started = time.perf_counter()
 
     def failed(text: str) -> ToolResult:
@@ -44,7 +46,18 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float)
         return failed(f"{call.name} {problem} and was stopped")
     except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
         return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "))
-    return ToolResult(call, content, seconds=time.perf_counter() - started)
+    return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """The text, or its beginning with a line that says how much of it there was.
+
+    >>> shorten("aaaabbbb", 4)
+    'aaaa\\n[cut off: these are the first 4 of 8 characters]'
+    """
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}\n[cut off: these are the first {max_chars} of {len(text)} characters]"
 
 
 def _as_text(value: Any) -> str:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Group, Problem
-from palestra.rollout.collect import require_one_good
+from palestra.rollout.collect import any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups
-from palestra.train.samples import has_signal
+from palestra.train.samples import group_advantages, has_signal
+
+DRAWS_UNTIL_ONE_IS_GOOD = 3
 
 
 class GroupSource(Protocol):
@@ -90,19 +92,25 @@ class StepRollouts:
 
 
 async def gather(source: GroupSource, count: int, config: RunConfig, version: int) -> StepRollouts:
-    """Groups for one step: stale ones are dropped, those without signal replaced by fresh ones, within the limit."""
+    """Groups for one step: stale ones are dropped, those without signal replaced by fresh ones, within the limit.
+
+    Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
+    run ends.
+    """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
-    refills = train.refill_limit if train.filter_equal_groups and source.refills else 0
+    refills = train.refill_limit if train.filter_equal_groups else 0
     groups: list[Group] = []
-    dropped = 0
-    for _ in range(1 + refills):
-        missing = count - sum(has_signal(g) for g in groups)
-        if missing <= 0:
-            break
+    dropped = draws = 0
+    missing = count
+    while missing > 0 and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
         found = await source.next(missing, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
+        missing -= sum(has_signal(g, group_advantages([g], train, source.reward_weights)[0]) for g in fresh)
         dropped += len(found) - len(fresh)
         groups += fresh
+        draws += 1
+        if not source.refills:
+            break
     require_one_good(groups)
     return StepRollouts(groups, dropped, time.perf_counter() - began)
 

@@ -32,8 +32,13 @@ def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) ->
 def train_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = ()) -> AttemptLimits:
     """How attempts are sampled for training."""
     options = config.rollout
-    sampling = sampling_params(options, stop_token_ids)
-    return AttemptLimits(sampling, options.max_tool_rounds, options.tool_timeout_s, options.constrain_tool_calls)
+    return AttemptLimits(
+        sampling_params(options, stop_token_ids),
+        max_tool_rounds=options.max_tool_rounds,
+        tool_timeout_s=options.tool_timeout_s,
+        max_tool_result_chars=options.max_tool_result_chars,
+        constrain_tool_calls=options.constrain_tool_calls,
+    )
 
 
 def eval_limits(limits: AttemptLimits, config: RunConfig) -> AttemptLimits:

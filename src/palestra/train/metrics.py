@@ -15,7 +15,11 @@ def rollout_metrics(
     """Rewards, pass rates, lengths, tools and failures of one step's groups."""
     rollouts = [r for g in groups for r in g.rollouts]
     good = [r for r in rollouts if r.error is None]
-    out = {"rollouts": float(len(rollouts)), "rollout_failures": float(len(rollouts) - len(good))}
+    out = {
+        "rollouts": float(len(rollouts)),
+        "rollout_failures": float(len(rollouts) - len(good)),
+        "measure_errors": float(sum(s.error for r in rollouts for s in r.scores.values())),
+    }
     if not good:
         return out
     rewards = [r.reward for r in good]
@@ -42,11 +46,13 @@ def rollout_metrics(
         "truncation_rate": statistics.fmean(r.stop == "truncated" for r in good),
         "tool_calls_mean": len(results) / len(good),
         "tool_error_rate": statistics.fmean(not t.ok for t in results) if results else 0.0,
-        "measure_errors": float(sum(s.error for r in good for s in r.scores.values())),
-        "equal_reward_groups": statistics.fmean(not has_signal(g) for g in groups),
+        "equal_reward_groups": statistics.fmean(not has_signal(g, a) for g, a in zip(groups, advantages, strict=True)),
         "sampled_tokens": float(sum(lengths)),
         "staleness_max": float(policy_version - min(versions, default=policy_version)),
     }
     for name in dict.fromkeys(name for r in good for name in r.scores):
-        out[f"pass_rate/{name}"] = statistics.fmean(r.scores[name].passed for r in good if name in r.scores)
+        scores = [r.scores[name] for r in good if name in r.scores and not r.scores[name].error]
+        if scores:
+            out[f"pass_rate/{name}"] = statistics.fmean(score.passed for score in scores)
+            out[f"score/{name}"] = statistics.fmean(score.value for score in scores)
     return out

@@ -155,7 +155,9 @@ def prompt_collector(
         sessions = policy.fork(policy.open(ids), len(episodes))
         return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
 
-    return Collector(environment, train_limits(config, stops), start)
+    return Collector(
+        environment, train_limits(config, stops), start, max_open_episodes=config.rollout.max_open_episodes
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Rollout, Sample
 
 
-def has_signal(group: Group, tolerance: float = 1e-6) -> bool:
-    """Whether siblings are told apart: by their rewards, or by advantages that came along with them."""
+def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
+    """Whether siblings are told apart: by these advantages, one a rollout, or by those that came along with them."""
     if any(r.advantages is not None and r.advantages.any() for r in group.rollouts):
         return True
-    rewards = [r.reward for r in group.rollouts if r.error is None]
-    return len(rewards) > 1 and max(rewards) - min(rewards) > tolerance
+    return any(abs(advantage) > tolerance for advantage in advantages)
 
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
@@ -62,7 +61,7 @@ def trainable_samples(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection
 ) -> list[Sample]:
     """The samples of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
-    kept = [i for i, group in enumerate(groups) if has_signal(group) or not train.filter_equal_groups]
+    kept = [i for i, g in enumerate(groups) if has_signal(g, advantages[i]) or not train.filter_equal_groups]
     return to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
 
 

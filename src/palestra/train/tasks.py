@@ -93,7 +93,13 @@ class EnvironmentTask:
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
             return FunctionCollector(
-                self.environment, self.rollout_func, self.trainer, parts.chat, parts.policy, functions
+                self.environment,
+                self.rollout_func,
+                self.trainer,
+                parts.chat,
+                parts.policy,
+                functions,
+                parts.config.rollout.max_open_episodes,
             )
         collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
         return replace(collector, reward_functions=functions)
@@ -105,12 +111,17 @@ def agent_collector(
     """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
     limits = train_limits(config, chat.stop_token_ids)
     chosen = limits if training else eval_limits(limits, config)
-    return Collector(environment, chosen, token_speakers(policy, chat))
+    return Collector(
+        environment, chosen, token_speakers(policy, chat), max_open_episodes=config.rollout.max_open_episodes
+    )
 
 
 def _check_tools(environment: Environment, parts: Parts) -> None:
     """Find out now, not in every rollout, whether tools can be used as asked."""
-    episode = environment.open(environment.problems("train")[0])
+    try:
+        episode = environment.open(environment.problems("train")[0])
+    except Exception:  # fails its own attempts, not the run
+        return
     tools = list(episode.tools)
     episode.close()
     if tools:

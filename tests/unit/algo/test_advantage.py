@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.algo.advantage import advantages, combine_measures, equal_reward_groups
+from palestra.algo.advantage import advantages, combine_measures
 from palestra.core.errors import PalestraError
 
 
@@ -72,8 +72,6 @@ def test_a_reward_that_is_no_number_is_refused_by_row(bad: float) -> None:
         advantages([0.0, 1.0, bad], [0, 0, 0])
     with pytest.raises(PalestraError, match="measure 1 of row 2"):
         combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
-    with pytest.raises(PalestraError, match="group 1: reward of row 0"):
-        equal_reward_groups([[1.0, 0.0], [bad, 0.0]])
 
 
 def test_groups_of_another_length_than_rewards_are_refused() -> None:
@@ -104,17 +102,6 @@ def test_weights_of_measures_scale_their_say() -> None:
         assert result[0] > 0 > result[1]
     with pytest.raises(PalestraError, match="3 weights"):
         combine_measures(values, [1.0, 1.0, 1.0], group)
-
-
-def test_equal_reward_groups_are_found_within_the_tolerance() -> None:
-    assert equal_reward_groups([[1.0, 1.0], [0.0, 1.0], [0.5, 0.5 + 1e-7], [0.3], []]) == [
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert equal_reward_groups([[0.0, 0.05]], tolerance=0.1) == [True]
 
 
 @pytest.mark.parametrize("wrong", [{"scale": "row"}, {"combine": "sum"}])

@@ -8,9 +8,12 @@ from palestra.core.types import Rollout, Score, ToolCall, ToolResult, Turn
 from palestra.evals.report import EvalReport, Rate, compare, pick_transcripts
 
 
-def rollout(problem: str, *passed: bool, reward: float = 0.0, stop: str = "answered", tools: tuple[bool, ...] = ()):
+def rollout(
+    problem: str, *passed: bool | None, reward: float = 0.0, stop: str = "answered", tools: tuple[bool, ...] = ()
+) -> Rollout:
+    """`passed` by measure; None: the measure failed by itself."""
     results = tuple(ToolResult(ToolCall("c", "t"), "", ok=ok) for ok in tools)
-    scores = {f"m{i}": Score(float(ok), ok, error=not ok) for i, ok in enumerate(passed)}
+    scores = {f"m{i}": Score(float(ok or 0), bool(ok), error=ok is None) for i, ok in enumerate(passed)}
     return Rollout(problem, (Turn("template", (1,)),), (), stop, results, scores, reward)
 
 
@@ -41,8 +44,8 @@ def test_a_report_counts_measures_tools_and_endings():
     )
     assert (report.pass_rate.passed, report.pass_rate.n) == (1, 4)
     assert [(m.name, m.pass_rate.passed, m.pass_rate.n, m.errors) for m in report.measures] == [
-        ("m0", 2, 3, 1),
-        ("m1", 1, 3, 2),
+        ("m0", 2, 3, 0),
+        ("m1", 1, 3, 0),
     ]
     assert report.measures[0].mean_value == pytest.approx(2 / 3)
     assert report.mean_reward == 0.375
@@ -50,6 +53,13 @@ def test_a_report_counts_measures_tools_and_endings():
     assert report.tool_calls_per_rollout == 0.75
     assert report.tool_error_rate == pytest.approx(1 / 3)
     assert json.loads(json.dumps(report.to_dict()))["pass_rate"]["rate"] == 0.25
+
+
+def test_a_measure_that_failed_by_itself_is_left_out_and_counted():
+    judged = [rollout("a", True, True, reward=1.0), rollout("b", True, False, reward=0.5)]
+    report = EvalReport.of([*judged, rollout("c", True, None)], seconds=3.0)
+    assert (report.pass_rate.passed, report.pass_rate.n, report.mean_reward) == (1, 2, 0.75)
+    assert [(m.pass_rate.n, m.mean_value, m.errors) for m in report.measures] == [(3, 1.0, 0), (2, 0.5, 1)]
 
 
 def test_a_report_of_nothing_is_zero_with_the_widest_interval():

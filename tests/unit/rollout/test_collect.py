@@ -4,7 +4,7 @@ import asyncio
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Message, Problem, SamplingParams
+from palestra.core.types import Group, Message, Problem, SamplingParams, Score
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, require_one_good, token_speakers
 from palestra.rollout.evaluate import evaluate
@@ -124,6 +124,76 @@ def test_siblings_with_prompts_of_their_own_leave_no_session_open_when_one_is_re
     assert [r.stop for r in group.rollouts] == ["failed"] * 3
     assert "context holds" in group.rollouts[0].error
     world.assert_all_closed()
+
+
+class SomeDoNotOpen(ScriptedEnvironment):
+    def open(self, problem: Problem) -> ScriptedEpisode:
+        if problem.id == "closed" and len(self.episodes) == 1:
+            raise ConnectionError("no server")
+        return super().open(problem)
+
+
+def test_an_environment_that_does_not_open_fails_its_own_group_and_closes_the_siblings(tokenizer):
+    world, seen = World(tokenizer, environment=SomeDoNotOpen()), []
+    bad, good = world.collect(Problem("closed", "What is 2 + 3?"), GOOD, on_rollout=seen.append)
+    assert {r.error for r in bad.rollouts} == {"opening an episode raised ConnectionError: no server"}
+    assert [r.error for r in good.rollouts] == [None, None]
+    assert len(seen) == 4
+    world.assert_all_closed()
+
+
+@dataclass
+class CountsOpen(ScriptedEnvironment):
+    most: int = 0
+
+    def open(self, problem: Problem) -> ScriptedEpisode:
+        episode = super().open(problem)
+        self.most = max(self.most, sum(not e.closed for e in self.episodes))
+        return episode
+
+
+@pytest.mark.parametrize(("limit", "most"), [(4, 4), (5, 4), (1, 2), (100, 20)])
+def test_no_more_episodes_are_open_than_allowed_but_always_one_group(tokenizer, limit, most):
+    world = World(tokenizer, environment=CountsOpen())
+    collector = replace(world.collector, max_open_episodes=limit)
+    problems = [Problem(str(i), f"What is {i} + 3?") for i in range(10)]
+    groups = asyncio.run(collector.collect(problems, 2, [f"key/{i}" for i in range(10)]))
+    assert [g.problem_id for g in groups] == [p.id for p in problems]
+    assert world.environment.most == most
+    world.assert_all_closed()
+
+
+def test_the_rollouts_do_not_depend_on_how_many_episodes_are_open(tokenizer):
+    def seeds(limit: int) -> set[int]:
+        world = World(tokenizer)
+        collector = replace(world.collector, max_open_episodes=limit)
+        asyncio.run(collector.collect([GOOD] * 4, 2, [f"key/{i}" for i in range(4)]))
+        return {params.seed for params in world.policy.params}
+
+    assert seeds(2) == seeds(100)
+
+
+class FailingJudge(ScriptedEnvironment):
+    """Its second measure, a judge, cannot be reached for the first episode."""
+
+    def open(self, problem: Problem) -> ScriptedEpisode:
+        episode = super().open(problem)
+        down = len(self.episodes) == 1
+
+        async def score(messages: Any, tool_results: Any) -> dict[str, Score]:
+            judged = Score(0.0, False, "measure judge raised HTTPError: 503", error=True) if down else Score(1.0, True)
+            return {"right": Score(1.0, True), "judge": judged}
+
+        episode.score = score
+        return episode
+
+
+@pytest.mark.parametrize(("weight", "error"), [(0.5, "measure judge raised HTTPError: 503"), (0.0, None)])
+def test_a_rollout_whose_judge_failed_is_left_out_unless_the_judge_counts_for_nothing(tokenizer, weight, error):
+    environment = FailingJudge(reward_weights={"right": 0.5, "judge": weight})
+    (group,) = World(tokenizer, environment=environment).collect(GOOD)
+    assert [r.error for r in group.rollouts] == [error, None]
+    assert [r.stop for r in group.rollouts] == ["answered", "answered"]
 
 
 def test_a_broken_policy_raises_and_closes_what_was_opened(tokenizer):

@@ -115,8 +115,37 @@ def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
     assert [episode.closed for episode in environment.episodes] == [1] * 4
 
 
-def test_a_function_that_raises_is_named_and_the_episodes_are_closed(tiny_tokenizer):
+def test_a_function_that_raises_fails_the_groups_of_its_call_and_closes_their_episodes(tiny_tokenizer):
     environment = ScriptedEnvironment()
-    with pytest.raises(PalestraError, match="rollout_func raised ZeroDivisionError: division by zero"):
-        collect(tiny_tokenizer, environment, lambda prompts, trainer: 1 / 0)
+    groups = collect(tiny_tokenizer, environment, lambda prompts, trainer: 1 / 0)
+    assert [g.problem_id for g in groups] == ["p", "q"]
+    errors = {r.error for g in groups for r in g.rollouts}
+    assert errors == {"rollout_func raised ZeroDivisionError: division by zero"}
     assert [episode.closed for episode in environment.episodes] == [1] * 4
+
+
+def test_a_problem_that_does_not_open_leaves_the_others_of_the_call_alone(tiny_tokenizer):
+    class OneIsBroken(ScriptedEnvironment):
+        def open(self, problem: Problem) -> Any:
+            if problem.id == "p":
+                raise OSError("no room")
+            return super().open(problem)
+
+    bad, good = collect(tiny_tokenizer, OneIsBroken(), fives)
+    assert {r.error for r in bad.rollouts} == {"opening an episode raised OSError: no room"}
+    assert [r.error for r in good.rollouts] == [None, None]
+
+
+def test_the_function_is_called_with_no_more_prompts_than_episodes_may_be_open(tiny_tokenizer):
+    sizes: list[int] = []
+
+    def counted(prompts: list, trainer: Any) -> dict:
+        sizes.append(len(prompts))
+        return fives(prompts, trainer)
+
+    policy, chat = ScriptedPolicy(tiny_tokenizer, []), ChatFormat(tiny_tokenizer)
+    collector = FunctionCollector(ScriptedEnvironment(), counted, None, chat, policy, max_open_episodes=5)
+    problems = [Problem(str(i), "2 + 3?") for i in range(5)]
+    groups = asyncio.run(collector.collect(problems, 2, []))
+    assert sizes == [4, 4, 2]
+    assert [g.problem_id for g in groups] == ["0", "1", "2", "3", "4"]

@@ -180,6 +180,17 @@ def test_cancellation_passes_through():
         asyncio.run(cancel_it())
 
 
+def test_a_huge_result_is_cut_and_says_so():
+    @function_tool
+    def dump() -> str:
+        """Give far too much."""
+        return "x" * 10_000_000
+
+    result = asyncio.run(run_calls({"dump": dump}, [ToolCall("c", "dump")], 5, max_result_chars=1000))[0]
+    assert result.ok
+    assert result.content == "x" * 1000 + "\n[cut off: these are the first 1000 of 10000000 characters]"
+
+
 def test_text_that_no_tokenizer_takes_is_mended():
     @function_tool
     def broken() -> str:

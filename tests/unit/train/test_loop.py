@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from loop_fakes import PROBLEMS, attempt, make_loop
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Rollout
+from palestra.core.types import Group, Rollout, Score
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import draw
 from palestra.train.loop import Interrupted, total_steps
@@ -120,6 +120,45 @@ def test_a_step_in_which_every_attempt_fails_ends_the_run_with_the_first_error()
     loop = make_loop(play=lambda number, problem: [attempt(problem, 0.0, error=f"number {number} is broken")] * 2)
     with pytest.raises(PalestraError, match="step 1: every rollout failed; the first error was number 0 is broken"):
         loop.training.run()
+
+
+def test_a_step_in_which_every_attempt_failed_draws_other_problems_before_the_run_ends() -> None:
+    def play(number: int, problem: str) -> list[Rollout]:
+        return [attempt(problem, 0.0, error="the judge is away")] * 2 if number < 4 else differ(number, problem)
+
+    loop = make_loop({"train.refill_limit": 0}, steps=1, play=play)
+    loop.training.run()
+    [(_, metrics)] = loop.tracker.rows
+    assert (metrics["rollouts"], metrics["rollout_failures"], metrics["loss"]) == (12, 8, 0.5)
+
+
+def test_a_step_of_measures_that_sum_equally_is_not_refilled_if_each_is_normalised_first() -> None:
+    def play(number: int, problem: str) -> list[Rollout]:
+        return [
+            replace(
+                attempt(problem, 1.0),
+                scores={"a": Score(1.0 - x - y, False), "b": Score(x, False), "c": Score(y, False)},
+            )
+            for x, y in ((0.0, 0.0), (0.5, 0.5))
+        ]
+
+    for combine, drawn in (("sum_then_normalise", 6), ("normalise_then_sum", 2)):
+        loop = make_loop({"train.combine": combine}, steps=1, play=play)
+        loop.training.run()
+        assert len(loop.collector.keys) == drawn
+        assert loop.tracker.rows[0][1]["equal_reward_groups"] == (drawn == 6)
+
+
+def test_a_measure_that_failed_is_counted_and_not_in_the_means() -> None:
+    failed = {"right": Score(0.0, False, "measure right took longer than 60 s", error=True)}
+
+    def play(number: int, problem: str) -> list[Rollout]:
+        return [*differ(number, problem), replace(attempt(problem, 0.0), scores=failed, error="measure right failed")]
+
+    loop = make_loop(steps=1, play=play)
+    loop.training.run()
+    [(_, metrics)] = loop.tracker.rows
+    assert (metrics["measure_errors"], metrics["pass_rate/right"], metrics["reward_mean"]) == (2, 0.5, 0.5)
 
 
 def test_different_score_names_in_one_step_are_reported_each_on_its_own() -> None:

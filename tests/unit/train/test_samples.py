@@ -55,9 +55,26 @@ def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:
     assert len(to_samples([group], advantages, mask_truncated=True)) == 2
 
 
+def signal(*rollouts: Rollout, **train: object) -> bool:
+    group = Group("p", rollouts)
+    return has_signal(group, group_advantages([group], TrainSection(**train), {"a": 1.0, "b": 0.5})[0])  # type: ignore[arg-type]
+
+
 def test_equal_rewards_carry_no_signal() -> None:
-    assert not has_signal(Group("p", (rollout(1.0), rollout(1.0))))
-    assert has_signal(Group("p", (rollout(1.0), rollout(0.0))))
+    assert not signal(rollout(1.0), rollout(1.0))
+    assert not signal(rollout(0.1 + 0.2), rollout(0.3))
+    assert not signal(rollout(1.0), rollout(0.0, error="measure judge took longer than 60 s"))
+    assert signal(rollout(1.0), rollout(0.0))
+
+
+def both(a: float, b: float) -> Rollout:
+    return rollout(a + b, scores={"a": Score(a, False), "b": Score(b, False)})
+
+
+def test_measures_that_differ_and_sum_equally_carry_signal_if_each_is_normalised_first() -> None:
+    siblings = [replace(both(a, b), reward=0.5) for a, b in ((0.5, 0.0), (0.0, 1.0))]
+    assert not signal(*siblings)
+    assert signal(*siblings, combine="normalise_then_sum")
 
 
 def test_a_reward_that_is_not_finite_names_the_problem() -> None:
@@ -67,9 +84,6 @@ def test_a_reward_that_is_not_finite_names_the_problem() -> None:
 
 
 def test_measures_can_be_normalised_before_they_are_added() -> None:
-    def both(a: float, b: float) -> Rollout:
-        return rollout(a + b, scores={"a": Score(a, False), "b": Score(b, False)})
-
     # b varies a hundred times less than a; normalised first, both count the same.
     group = Group("p", (both(1.0, 0.00), both(0.0, 0.01), both(0.0, 0.00)))
     weights = {"a": 1.0, "b": 1.0}

@@ -149,9 +149,8 @@ def shorten(text: str) -> str:
 
 def _print_warnings(console: Console, report: EvalReport) -> None:
     """Errors and truncation, which the table does not show."""
-    lines = [
-        f"Measure {m.name} raised in {m.errors} rollouts; they count as failed." for m in report.measures if m.errors
-    ]
+    failing = [m for m in report.measures if m.errors]
+    lines = [f"Measure {m.name} failed by itself in {m.errors} rollouts, which are left out." for m in failing]
     if report.failure_rate:
         lines.append(f"{report.failure_rate:.1%} of the rollouts failed with an error; the run folder has the reasons.")
     if report.truncation_rate > 0.1:
