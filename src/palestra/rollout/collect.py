@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palestra.chat.template import ChatFormat
+from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
@@ -57,6 +58,8 @@ class Collector:
         ]
         try:
             return list(await asyncio.gather(*tasks))
+        except OutOfThreads as error:
+            raise PalestraError(str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()

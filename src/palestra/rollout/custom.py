@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, cast
 
 from palestra.chat.template import ChatFormat
+from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, Turn
@@ -63,6 +64,8 @@ class FunctionCollector:
             for group in played:
                 for rollout in group.rollouts:
                     on_rollout(rollout)
+        except OutOfThreads as error:
+            raise PalestraError(str(error)) from error
         except PalestraError as error:
             played = [failed_group(problem, str(error), group_size, on_rollout) for problem, _ in opened]
         finally:

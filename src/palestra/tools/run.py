@@ -43,7 +43,7 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
     except ArgumentError as problem:
         return failed(str(problem))
     except CallTimeout as problem:
-        return failed(f"{call.name} {problem} and was stopped")
+        return failed(f"{call.name} {problem}")
     except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
         return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "))
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)

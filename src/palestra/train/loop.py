@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.learner.base import Learner
@@ -103,6 +104,8 @@ class Training:
         metrics = {"peak_memory_gib": peak_memory_gib()} | rollout_metrics(groups, advantages, state.policy_version)
         if rollouts.dropped:
             metrics["stale_groups_dropped"] = float(rollouts.dropped)
+        if hung := hung_calls():
+            metrics["hung_calls"] = float(hung)
         samples = trainable_samples(groups, advantages, config.train)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         version = state.policy_version

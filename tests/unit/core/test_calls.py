@@ -4,7 +4,16 @@ import time
 
 import pytest
 
-from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core import calls
+from palestra.core.calls import CallTimeout, OutOfThreads, call_with_limit, hung_calls
+
+
+@pytest.fixture
+def release():
+    """Set at the end, so that no thread hangs on."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
 def call(fn, *args, timeout_s=5.0, **kwargs):
@@ -29,18 +38,66 @@ def test_a_sync_function_that_gives_a_coroutine_is_awaited():
     assert call(lambda: answer()) == 42
 
 
-def test_a_hanging_sync_function_times_out():
-    release = threading.Event()
+def test_a_hanging_sync_function_times_out(release):
     started = time.perf_counter()
     with pytest.raises(CallTimeout, match=r"longer than 0\.05 s"):
         call(release.wait, 30, timeout_s=0.05)
     assert time.perf_counter() - started < 5
-    release.set()
 
 
 def test_a_hanging_async_function_times_out():
     with pytest.raises(CallTimeout):
         call(asyncio.sleep, 30, timeout_s=0.05)
+
+
+def until(condition):
+    deadline = time.perf_counter() + 5
+    while not condition() and time.perf_counter() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_only_a_call_that_has_ended_is_said_to_be_stopped(release):
+    with pytest.raises(CallTimeout) as hanging:
+        call(release.wait, 30, timeout_s=0.01)
+    with pytest.raises(CallTimeout) as stopped:
+        call(asyncio.sleep, 30, timeout_s=0.01)
+    assert str(hanging.value) == "took longer than 0.01 s"
+    assert str(stopped.value) == "took longer than 0.01 s and was stopped"
+
+
+def test_hanging_calls_are_counted_until_they_end(release):
+    assert until(lambda: hung_calls() == 0)
+    for _ in range(3):
+        with pytest.raises(CallTimeout):
+            call(release.wait, 30, timeout_s=0.01)
+    assert hung_calls() == 3
+    release.set()
+    assert until(lambda: hung_calls() == 0)
+
+
+def test_too_many_hanging_calls_are_our_failure_and_not_an_exception_that_a_tool_might_raise(release, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_HUNG_CALLS", 1)
+    with pytest.raises(CallTimeout):
+        call(release.wait, 30, timeout_s=0.01)
+    with pytest.raises(OutOfThreads, match=r"2 calls of tools, measures .* ran past their time limit"):
+        call(release.wait, 30, timeout_s=0.01)
+    assert not issubclass(OutOfThreads, Exception)
+
+
+def test_a_thread_that_does_not_start_is_our_failure(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def no_thread_left():
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        try:
+            await call_with_limit(print, timeout_s=1)
+        finally:
+            monkeypatch.undo()
+
+    with pytest.raises(OutOfThreads, match=r"no thread could be started .*: can't start new thread"):
+        asyncio.run(no_thread_left())
 
 
 def test_a_timeout_error_of_the_function_itself_is_not_taken_for_ours():

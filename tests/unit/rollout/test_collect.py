@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from palestra import function_tool
 from palestra.chat.template import ChatFormat
+from palestra.core import calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
@@ -194,6 +197,24 @@ def test_a_rollout_whose_judge_failed_is_left_out_unless_the_judge_counts_for_no
     (group,) = World(tokenizer, environment=environment).collect(GOOD)
     assert [r.error for r in group.rollouts] == [error, None]
     assert [r.stop for r in group.rollouts] == ["answered", "answered"]
+
+
+def test_without_threads_left_the_run_ends_loudly_and_nothing_is_scored(tokenizer, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_HUNG_CALLS", 0)
+    release = threading.Event()
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """Add, some day."""
+        release.wait(30)
+        return a + b
+
+    world = World(tokenizer, environment=ScriptedEnvironment(tools=(add,)))
+    collector = replace(world.collector, limits=replace(world.collector.limits, tool_timeout_s=0.01))
+    with pytest.raises(PalestraError, match="1 calls of tools, measures or environments ran past their time limit"):
+        asyncio.run(collector.collect([GOOD], 2, ["key"]))
+    release.set()
+    world.assert_all_closed()
 
 
 def test_a_broken_policy_raises_and_closes_what_was_opened(tokenizer):
