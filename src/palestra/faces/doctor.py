@@ -148,8 +148,10 @@ def _bind_error(port: int) -> str | None:
 
 
 def _sandbox() -> Iterator[Finding]:
-    from palestra.envs.isolation import best_isolation
+    from palestra.core.errors import PalestraError
+    from palestra.envs.sandbox.sandbox import choose_isolation
 
-    kind = best_isolation()
-    remedy = "install bubblewrap (bwrap), so that a model's code cannot read your files"
-    yield _finding("sandbox", "isolation", kind != "limits", kind, remedy)
+    try:
+        yield _finding("sandbox", "isolation", True, choose_isolation(), "")
+    except PalestraError as error:
+        yield _finding("sandbox", "isolation", False, "none", str(error))

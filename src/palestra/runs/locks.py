@@ -37,6 +37,8 @@ class EnvLocks(Section):
     )
     inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
     eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
+    isolation: str | None = Field(None, description="how code that the model writes is isolated")
+    allow_unsandboxed: bool | None = Field(None, description="without isolation, run the model's code all the same")
 
 
 class ServerLocks(Section):
@@ -170,6 +172,9 @@ _SETTINGS = {
 }
 
 
+_SANDBOX = {"env.isolation": "auto", "env.allow_unsandboxed": False}
+
+
 def _local() -> dict[str, Any]:
     """Values that follow from the model and this machine."""
     workers = 16 * (os.cpu_count() or 1)
@@ -218,7 +223,7 @@ def _tinker() -> dict[str, Any]:
 
 def locks_of(site: Site) -> list[Lock]:
     """All locks: the profile's, then the site's own."""
-    values = _local() if site.profile == "local" else _tinker()
+    values = _SANDBOX | (_local() if site.profile == "local" else _tinker())
     for section in _SECTIONS:
         own = getattr(site, section).model_dump(exclude_none=True)
         values |= {f"{section}.{name}": value for name, value in own.items()}

@@ -10,8 +10,9 @@ from typing import Any
 
 from palestra.core.types import Score
 from palestra.envs.env import Env
-from palestra.envs.library._functions import TASKS
-from palestra.envs.sandbox import PYTHON, Sandbox, SandboxLimits
+from palestra.envs.library._functions import TASKS, Task
+from palestra.envs.sandbox import SandboxLimits
+from palestra.envs.sandbox.config import SandboxConfig
 
 _LIMITS = SandboxLimits(seconds=5.0, memory_mib=256, processes=8, output_bytes=32_000)
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -37,29 +38,51 @@ with open("results.json", "w") as file:
 """
 
 
+def _hidden_calls(task: Task, example: tuple[Any, ...], rng: random.Random) -> list[tuple[Any, ...]]:
+    """Calls other than the example, of which no more than two have the same result."""
+    solve = task.function
+    calls: list[tuple[Any, ...]] = []
+    results: list[Any] = []
+    for _ in range(5 * _CASES):
+        call = task.arguments(rng)
+        result = solve(*call)
+        if call != example and results.count(result) < 2:
+            calls.append(call)
+            results.append(result)
+    return calls[:_CASES]
+
+
 class PythonCode(Env):
     """Write a Python function that passes hidden tests."""
 
     name = "python-code"
+    env_config_cls = SandboxConfig
     instructions = (
         "Write the Python function that is asked for, named solve. You may try code out with the tool. "
         "Answer with the whole function in one ```python block."
     )
 
+    def setup(self) -> None:
+        self.config.check()
+
     def make_problem(self, rng: random.Random) -> Any:
-        make: Callable[[random.Random], Any] = rng.choice(TASKS)
-        task = make(rng)
-        calls = [task.arguments(rng) for _ in range(_CASES)]
+        while True:
+            make: Callable[[random.Random], Task] = rng.choice(TASKS)
+            task = make(rng)
+            example = task.arguments(rng)
+            calls = _hidden_calls(task, example, rng)
+            if len(calls) == _CASES:  # a few tasks have almost always the same result
+                break
         return {
-            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, calls[0]))}) gives "
-            f"{task.function(*calls[0])!r}.",
+            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives "
+            f"{task.function(*example)!r}.",
             "expect": [task.function(*call) for call in calls],
             "calls": calls,
             "code": task.code,
         }
 
     def start(self) -> None:
-        self.sandbox = Sandbox(_LIMITS)
+        self.sandbox = self.config.sandbox(_LIMITS)
 
     def run_python(self, code: str) -> str:
         """Run a Python program, and give what it prints.
@@ -68,7 +91,7 @@ class PythonCode(Env):
             code: The whole program.
         """
         self.sandbox.write("tried.py", code)
-        ran = self.sandbox.run([PYTHON, "-I", "tried.py"])
+        ran = self.sandbox.run([self.sandbox.python, "-I", "tried.py"])
         return ran.output + (f"[stopped: {ran.stopped}]" if ran.stopped else "")
 
     def score(self, answer: str) -> Score:
@@ -77,19 +100,20 @@ class PythonCode(Env):
             return Score(0.0, False, "the answer has no block of code")
         results = self._results(blocks[-1])
         expect = self.problem.expect
-        right = [result.get("value", ...) == value for result, value in zip(results, expect, strict=False)]
-        share = sum(right) / len(expect)
-        first_error = next((result["error"] for result in results if "error" in result), "")
-        return Score(share, share == 1.0, f"{sum(right)} of {len(expect)} tests passed. {first_error}".strip())
+        right = sum(result.get("value", ...) == value for result, value in zip(results, expect, strict=False))
+        constant = max(expect.count(value) for value in expect)  # what one constant answer would get counts as nothing
+        share = max(0, right - constant) / (len(expect) - constant)
+        first_error = next((str(result["error"])[:500] for result in results if "error" in result), "")
+        return Score(share, right == len(expect), f"{right} of {len(expect)} tests passed. {first_error}".strip())
 
     def _results(self, code: str) -> list[dict[str, Any]]:
         self.sandbox.write("solution.py", code)
         self.sandbox.write("runner.py", _RUNNER)
         self.sandbox.write("results.json", "[]")
-        ran = self.sandbox.run([PYTHON, "-I", "runner.py"], stdin=json.dumps(self.problem.row["calls"]))
+        ran = self.sandbox.run([self.sandbox.python, "-I", "runner.py"], stdin=json.dumps(self.problem.row["calls"]))
         try:
             results = json.loads(self.sandbox.read("results.json") or "[]")
-        except ValueError:
+        except (ValueError, RecursionError):  # the solution may write there, too
             results = []
         if not isinstance(results, list) or not all(isinstance(row, dict) for row in results) or not results:
             return [{"error": f"stopped: {ran.stopped}" if ran.stopped else "the code gave no results"}]

@@ -8,7 +8,8 @@ from typing import Any
 from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.envs.library._numbers import is_number
-from palestra.envs.sandbox import Sandbox, SandboxLimits
+from palestra.envs.sandbox import SandboxLimits
+from palestra.envs.sandbox.config import SandboxConfig
 from palestra.evals.measures import fail_reason, pass_reason
 
 _WORDS = "amber birch cedar dune ember fjord grove heath islet jetty knoll ledge marsh north ocean".split()
@@ -19,7 +20,11 @@ class Shell(Env):
     """Find things out about files, and change them, with shell commands."""
 
     name = "shell"
+    env_config_cls = SandboxConfig
     instructions = "You work on a computer with a shell. Use it to do what you are asked, then answer."
+
+    def setup(self) -> None:
+        self.config.check()
 
     def make_problem(self, rng: random.Random) -> Any:
         files = {
@@ -44,7 +49,7 @@ class Shell(Env):
                 return {"input": question, "expect": expect, "files": files, "target": target, "source": path}
 
     def start(self) -> None:
-        self.sandbox = Sandbox(_LIMITS)
+        self.sandbox = self.config.sandbox(_LIMITS)
         for name, text in self.problem.row["files"].items():
             self.sandbox.write(name, text)
 

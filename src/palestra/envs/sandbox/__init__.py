@@ -1,0 +1,6 @@
+"""Where code that a model wrote runs."""
+
+from palestra.envs.sandbox.isolation import PYTHON, Isolation, SandboxLimits
+from palestra.envs.sandbox.sandbox import CommandResult, Sandbox
+
+__all__ = ["PYTHON", "CommandResult", "Isolation", "Sandbox", "SandboxLimits"]

@@ -1,0 +1,64 @@
+"""A control group for each sandbox, where this process may make some: cgroup v2, delegated to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.envs.sandbox.isolation import SandboxLimits
+
+ROOT = Path("/sys/fs/cgroup")
+_OURS_MIB = 32  # for the first process inside
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """Its processes, files in tmpfs, pipes and sockets count together; the kernel keeps the limits."""
+
+    path: Path
+
+    def enter(self) -> list[str]:
+        """What is put before a command line so that it starts in the group."""
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs")]
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / "cgroup.kill").write_text("1")
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+
+def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Cgroup | None:
+    """A group beside or below our own; None where that is not permitted."""
+    for parent in _parents(root, own):
+        path = parent / f"palestra-sandbox-{uuid.uuid4().hex[:12]}"
+        try:
+            given = (parent / "cgroup.subtree_control").read_text().split()
+            if "memory" not in given or "pids" not in given:
+                continue
+            path.mkdir()
+        except OSError:
+            continue
+        try:
+            (path / "memory.max").write_text(str((limits.memory_mib + limits.disk_mib + _OURS_MIB) * 2**20))
+            with contextlib.suppress(OSError):  # a kernel without swap has no such file
+                (path / "memory.swap.max").write_text("0")
+            (path / "pids.max").write_text(str(limits.processes + 8))  # and the few that set the sandbox up
+            if os.access(path / "cgroup.procs", os.W_OK):
+                return Cgroup(path)
+        except OSError:
+            pass
+        Cgroup(path).remove()
+    return None
+
+
+def _parents(root: Path, own: Path) -> list[Path]:
+    """Our own group, and the one above it: a group with processes in it cannot give limits to those below."""
+    try:
+        names = [line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/")]
+    except OSError:
+        return []
+    return [path for name in names for path in ((root / name), (root / name).parent) if path.is_relative_to(root)]
