@@ -11,7 +11,7 @@ from palestra.agents.openai_agents import as_agent
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
 from palestra.envs.running import RunningEnv
@@ -44,13 +44,14 @@ def train_grpo(
     name: str | None = None,
     source: str | None = None,
     folder: Path | str | None = None,
-    resume: Path | str | None = None,
+    resume: Path | str | Resume | None = None,
 ) -> GRPOTrainingResult:
     """Train `agent` on the cases of `suite` with the measures as its reward.
 
     `held_out` is a suite, or the share of `suite` kept aside for the before/after report.
     `folder` becomes the run folder, instead of a new one in the config's output_dir.
-    `resume` is a run folder to go on with; its config is used.
+    `resume` is a run folder to go on with; its config is used. `Resume(folder, checkpoint="best", max_steps=100)`
+    chooses the checkpoint and the steps in total.
     """
     trainer = GRPOTrainer(
         agent,
@@ -136,7 +137,7 @@ class GRPOTrainer:
         return self._loaded
 
     def train(
-        self, suite: EvalSuite, *, held_out: EvalSuite | float = 0.2, resume: Path | str | None = None
+        self, suite: EvalSuite, *, held_out: EvalSuite | float = 0.2, resume: Path | str | Resume | None = None
     ) -> GRPOTrainingResult:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
         train_suite, held = suite.split(held_out, seed=0) if isinstance(held_out, float) else (suite, held_out)
@@ -149,21 +150,26 @@ class GRPOTrainer:
         return self.train_on(environment, resume=resume)
 
     def train_on(
-        self, environment: Environment, *, record: Mapping[str, Any] | None = None, resume: Path | str | None = None
+        self,
+        environment: Environment,
+        *,
+        record: Mapping[str, Any] | None = None,
+        resume: Path | str | Resume | None = None,
     ) -> GRPOTrainingResult:
         """The same on any environment: it gives problems, tools and scores, the agent only its model and name.
 
         `record` is more to be written down in the run folder's run.json.
         """
-        if resume is not None:
-            run = RunFolder.open(Path(resume))
+        going_on = Resume.of(resume)
+        if going_on is not None:
+            run = RunFolder.open(going_on.folder)
             config = run.config
         else:
             config = self._resolve(len(environment.problems("train")))
             self._load(config)  # a model that cannot be loaded leaves no run folder behind
             record = self._record() | dict(record or {})
             run = RunFolder.create(Path(config.output_dir), self._name, config, record, at=self._folder)
-        return outside_event_loop(lambda: self._run(environment, config, run, resumed=resume is not None))
+        return outside_event_loop(lambda: self._run(environment, config, run, going_on))
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -173,7 +179,9 @@ class GRPOTrainer:
             "tools": [tool.schema for tool in self.agent.tools],
         }
 
-    def _run(self, environment: Environment, config: RunConfig, run: RunFolder, resumed: bool) -> GRPOTrainingResult:
+    def _run(
+        self, environment: Environment, config: RunConfig, run: RunFolder, resume: Resume | None
+    ) -> GRPOTrainingResult:
         from palestra.train.run import Run
         from palestra.train.tasks import EnvironmentTask
 
@@ -186,7 +194,7 @@ class GRPOTrainer:
                 runner=runner,
                 watcher=self._watcher,
                 loaded=self._load(config),
-                resumed=resumed,
+                resume=resume,
             )
             return GRPOTrainingResult(self.agent, run, built.train())
 

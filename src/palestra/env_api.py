@@ -17,7 +17,7 @@ from palestra.api import GRPOTrainer
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
@@ -45,7 +45,7 @@ def train_env(
     watcher: Watcher | None = None,
     record: Mapping[str, Any] | None = None,
     folder: Path | None = None,
-    resume: Path | None = None,
+    resume: Path | Resume | None = None,
 ) -> GRPOTrainingResult:
     """Train a model on an environment; scored before and after on its held-out problems."""
     episode = env.open(env.problems("train")[0])
@@ -61,7 +61,7 @@ def train_wire(
     address: Address,
     *,
     watcher: Watcher | None = None,
-    resumed: bool = False,
+    resume: Resume | None = None,
     served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
 ) -> Outcome:
@@ -82,7 +82,22 @@ def train_wire(
 
     def train() -> Outcome:
         with asyncio.Runner() as runner:
-            return Run.build(config, task, run, runner=runner, watcher=watcher, loaded=loaded, resumed=resumed).train()
+            return Run.build(config, task, run, runner=runner, watcher=watcher, loaded=loaded, resume=resume).train()
+
+    return outside_event_loop(train)
+
+
+def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
+    """Score and save what a run over the wire has learned, without its environments."""
+    from palestra.train.run import Run
+    from palestra.train.tasks import EnvironmentTask, FinishTask
+
+    scored_by = run.record.get("scored_by")
+    task = FinishTask(EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None)
+
+    def train() -> Outcome:
+        with asyncio.Runner() as runner:
+            return Run.build(run.config, task, run, runner=runner, watcher=watcher, resume=resume).train()
 
     return outside_event_loop(train)
 

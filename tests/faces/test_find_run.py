@@ -85,20 +85,37 @@ def test_a_name_that_several_runs_have_is_refused_with_their_ids(add_run: AddRun
             find_run(word)
 
 
+def test_a_checkpoint_is_a_model_by_step_by_name_and_by_folder(add_run: AddRun, capsys: Any) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
+    for step in (50, 100):
+        run.step_folder(step).mkdir(parents=True)
+        (run.step_folder(step) / "manifest.json").write_text("{}")
+    (run.step_folder(100) / "state.json").write_text(json.dumps({"best_step": 50}))
+    for word in ("k3f9@50", "clerk@best", f"{run.path}@step-000050", str(run.step_folder(50))):
+        assert Path(model_of(word)[0]) == run.step_folder(50), word
+        assert model_of(word)[1] == run.export
+        assert require_run_id(word) == "k3f9aaaa"
+    assert capsys.readouterr().err == ""
+    assert Path(model_of("k3f9")[0]) == run.step_folder(100)
+    assert "was not finished; this is its checkpoint of step 100" in capsys.readouterr().err
+    with pytest.raises(PalestraError, match="no checkpoint '7'; it has 50, 100, best, last"):
+        model_of("k3f9@7")
+
+
 @pytest.mark.parametrize("arguments", [("serve",), ("chat",), ("export", "--to", "hf"), ("eval", "--model.name")])
 def test_every_command_with_a_model_takes_a_run(cli: Any, add_run: AddRun, arguments: tuple[str, ...]) -> None:
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     for word in ("k3f9", "clerk", str(run.path)):
         answer = cli(*arguments, word) if arguments[0] == "eval" else cli(arguments[0], word, *arguments[1:])
         assert answer.code == 2
-        assert f"{run.path} has no trained model yet" in answer.err
-        assert f"palestra train --resume {run.path}" in answer.err
+        assert f"{run.path} has no trained model and no checkpoint yet" in answer.err
+        assert f"palestra train --resume {run.path}" in answer.err  # a name with blanks would be quoted
 
 
 def test_env_commands_take_the_model_of_a_run(cli: Any, add_run: AddRun) -> None:
     add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     for option in ("--model", "--model.name"):
-        assert "has no trained model yet" in cli("env", "evaluate", "calculator", option, "k3f9").err
+        assert "has no trained model and no checkpoint yet" in cli("env", "evaluate", "calculator", option, "k3f9").err
 
 
 def test_a_run_is_resumed_by_its_id(cli: Any, add_run: AddRun) -> None:

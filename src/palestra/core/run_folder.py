@@ -19,6 +19,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, read_jsonl, slug, write_json
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
+STATE = "state.json"  # of a checkpoint: where the loop stands
 MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: without it the checkpoint is not finished
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
@@ -209,6 +210,12 @@ class RunFolder:
         """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""
         return list(read_jsonl(self.metrics_file))
 
+    def elapsed_s(self) -> float:
+        """How long the run has taken by its metrics; of runs of 0.1, the steps alone."""
+        rows = self.metrics()
+        steps = sum(row.get("sample_seconds", 0.0) + row.get("train_seconds", 0.0) for row in rows)
+        return max([steps, *(row["elapsed_seconds"] for row in rows if "elapsed_seconds" in row)])
+
     def rollouts(self) -> Iterator[dict[str, Any]]:
         """The rollouts of training, read one at a time: the file may be larger than memory."""
         return read_jsonl(self.rollouts_file)
@@ -240,19 +247,58 @@ class RunFolder:
         """Checkpoints that are being written, or were when the trainer was killed."""
         return sorted(self.checkpoints.glob(".step-*.partial"))
 
-    def lengthen(self, max_steps: int | None) -> None:
-        """Give a run more steps than it was started with, before it is resumed; None changes nothing."""
-        if max_steps is None:
-            return
-        longer = RunConfig.build(self.config.model_dump(mode="json"), {"train": {"max_steps": max_steps}})
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the best reward, by what the newest one recorded; None where it was not kept."""
         last = self.last_checkpoint()
-        steps = max(self.config.train.max_steps or 0, 0 if last is None else step_of(last))
-        if (longer.train.max_steps or 0) <= steps:  # as read by the config: the command line gives text
+        try:
+            best = None if last is None else json.loads((last / STATE).read_text())["best_step"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return next((path for path in self.step_checkpoints() if step_of(path) == best), None)
+
+    def checkpoint(self, name: str) -> Path:
+        """The finished checkpoint of a step, or "best", or "last"."""
+        found = {str(step_of(path)): path for path in self.step_checkpoints()}
+        words = found | {"best": self.best_checkpoint(), "last": self.last_checkpoint()}
+        path = words.get(name.removeprefix("step-").lstrip("0") or name)
+        if path is None:
+            known = ", ".join(word for word, path in words.items() if path is not None)
+            raise PalestraError(f"{self.path} has no checkpoint {name!r}; it has {known or 'none'}")
+        return path
+
+    @classmethod
+    def around(cls, path: Path) -> RunFolder | None:
+        """The run folder that a model or a checkpoint lies in."""
+        path = path.absolute()
+        run = cls(path.parent.parent if path.parent.name == "checkpoints" else path.parent)
+        return run if run.has_begun and (path == run.model or path.parent == run.checkpoints) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How to go on with a run: by default from its newest checkpoint that is whole, to its planned end."""
+
+    folder: Path
+    checkpoint: str | None = None  # a step, or "best"
+    max_steps: int | None = None  # steps in total
+    finish: bool = False  # no more steps: score and save what there is
+
+    @classmethod
+    def of(cls, run: Path | str | Resume | None) -> Resume | None:
+        return cls(Path(run)) if isinstance(run, Path | str) else run
+
+    def config(self, planned: RunConfig, done: int) -> RunConfig:
+        """The run's config from now on, `done` steps being in the checkpoint."""
+        steps = done if self.finish else self.max_steps
+        if steps is None:
+            return planned
+        config = RunConfig.build(planned.model_dump(mode="json"), {"train": {"max_steps": steps}})
+        if int(steps) < done:
             raise PalestraError(
-                f"train.max_steps={max_steps}, but {self.path} has {steps} steps already; a resumed run can be made "
-                "longer, not shorter"
+                f"train.max_steps={steps}, but {self.folder} has {done} steps already; give {done} or more, "
+                "or go back with --from-checkpoint"
             )
-        longer.save(self.config_file)
+        return config
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

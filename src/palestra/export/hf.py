@@ -35,17 +35,16 @@ def save_hf(
     """
     is_adapter = hasattr(model, "peft_config")
     record = dict(record or {})
-    adapter_record = {**record, **(base_record(model) if is_adapter else {})}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(_merged_copy(model) if merge else model, partial)
-        tokenizer.save_pretrained(partial)
-        write_json(partial / RECORD, record if merge else adapter_record)
+        whole = _merged_copy(model) if merge else model
+        _write(whole, partial)
+        write_beside(whole, tokenizer, partial, record)
         if merge and is_adapter:
             _write(model, partial / "adapter")
-            write_json(partial / "adapter" / RECORD, adapter_record)
+            _write_record(model, partial / "adapter", record)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -57,6 +56,17 @@ def save_hf(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def write_beside(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    """What makes saved weights a model that can be talked to: the tokenizer with its chat template, `palestra.json`."""
+    tokenizer.save_pretrained(folder)
+    _write_record(model, folder, record)
+
+
+def _write_record(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    base = base_record(model) if hasattr(model, "peft_config") else {}
+    write_json(folder / RECORD, {**record, **base})
 
 
 def _write(model: Any, folder: Path) -> None:

@@ -56,9 +56,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _display_name(name: str) -> str:
-    """`tiny` of palestra/tiny, `my-agent-20260131-101500` of the model folder in that run."""
+    """`tiny` of palestra/tiny, `my-agent-20260131-101500` of the model or a checkpoint in that run."""
     path = Path(canonical_name(name))
-    path = path.parent if path.name == "model" else path
+    path = path.parent if path.name == "model" or path.parent.name == "checkpoints" else path
+    path = path.parent if path.name == "checkpoints" else path
     return (path.stem if path.suffix == ".gguf" else path.name) or "model"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models import adapters
 from palestra.models.hub import unreachable
@@ -69,7 +70,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
         model = adapters.merge(base.model, folder).to(torch_dtype)
         tokenizer = _read(name, folder, source, _tokenizer) if _has_tokenizer(folder) else base.tokenizer
     else:
-        tokenizer = _read(name, folder, source, _tokenizer)
+        tokenizer = _read_tokenizer(name, folder, source)
         model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
     set_tokenizer_defaults(tokenizer)
     set_model_defaults(model, tokenizer)
@@ -81,7 +82,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
 def load_tokenizer(name: str) -> Any:
     """The tokenizer alone."""
     source = canonical_name(name)
-    tokenizer = _read(name, _folder_of(source), source, _tokenizer)
+    tokenizer = _read_tokenizer(name, _folder_of(source), source)
     set_tokenizer_defaults(tokenizer)
     return tokenizer
 
@@ -94,6 +95,12 @@ def choose_threads(model: Any) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS:
         torch.set_num_threads(1)
+
+
+def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
+    """Checkpoints of 0.1 have no tokenizer of their own: it is that of the model which their run began with."""
+    run = RunFolder.around(folder) if folder is not None and not _has_tokenizer(folder) else None
+    return load_tokenizer(run.config.model.name) if run is not None else _read(name, folder, source, _tokenizer)
 
 
 def _tokenizer(**where: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, open_private
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
@@ -89,7 +89,9 @@ class RunManager(RunReader):
         if max_steps is not None:
             if not folder.has_begun:
                 raise PalestraError(f"the run {run_id} had not begun; resume it without --max-steps")
-            folder.lengthen(max_steps)
+            done = folder.last_checkpoint()
+            resume = Resume(folder.path, max_steps=max_steps)
+            resume.config(folder.config, 0 if done is None else step_of(done)).save(folder.config_file)
         self._index.forget_parts(run_id)
         changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born", "heartbeat"))
         changes |= {"kind": "managed", "host": this_host(), "max_runs": self.max_runs, "launched": time.time()}

@@ -15,10 +15,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
-from palestra.core.run_folder import MANIFEST, last_checkpoint, step_checkpoints, step_folder  # noqa: F401
+from safetensors import SafetensorError
 
-STATE = "state.json"
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import (  # noqa: F401
+    MANIFEST,
+    STATE,
+    RunFolder,
+    last_checkpoint,
+    step_checkpoints,
+    step_folder,
+    step_of,
+)
+
 FORMAT = 2
 
 
@@ -48,32 +57,59 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
         for path in [*files, aside / MANIFEST, aside]:
             _flush(path)
         _replace(aside, folder)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these, by who was writing
         raise PalestraError(
-            f"the checkpoint {folder} could not be written ({error.strerror or error}); earlier checkpoints are whole. "
-            "Free some space or choose another output_dir, then resume"
+            f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
+            "checkpoints are whole. Free some space or choose another output_dir, then resume"
         ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
 def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
     if not (folder / MANIFEST).is_file():
-        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}. Choose another one, or start anew")
+        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except ValueError:
-        raise PalestraError(f"{folder / MANIFEST} is corrupt. Choose another checkpoint") from None
+        manifest = dict(json.loads((folder / MANIFEST).read_text()))
+    except (ValueError, TypeError):
+        raise PalestraError(f"{folder / MANIFEST} is corrupt") from None
     for name, expected in manifest.items():
         path = folder / name
         if not path.is_file():
-            raise PalestraError(f"the checkpoint {folder} lacks its file {name}. Choose another checkpoint")
+            raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
         if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
-            raise PalestraError(
-                f"the checkpoint file {path} is corrupt (its checksum differs). Choose another checkpoint"
-            )
+            raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
     return _read_state(folder)
+
+
+def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], None]) -> tuple[Path, TrainState] | None:
+    """The checkpoint of this name; without one the newest that is whole. None where the run has none at all."""
+    damaged: PalestraError | None = None
+    for path in reversed(run.step_checkpoints()) if name is None else [run.checkpoint(name)]:
+        try:
+            state = read_checkpoint(path)
+        except PalestraError as error:
+            damaged = damaged or error
+            continue
+        if damaged is not None:
+            note(f"{damaged}; going on from {path.name}, the newest that is whole")
+        return path, state
+    if damaged is not None:
+        others = "choose another with --from-checkpoint" if name else "no other is whole, so start a new run"
+        raise PalestraError(f"{damaged}; {others}")
+    return None
+
+
+def drop_after(run: RunFolder, step: int) -> None:
+    """Delete checkpoints and evaluations of later steps: they are done again."""
+    later = [path for path in run.checkpoints.glob("step-[0-9]*") if step_of(path) > step]
+    for path in [*later, *run.partial_checkpoints()]:
+        shutil.rmtree(path)
+    for name in run.eval_names():
+        if isinstance(name, int) and name > step:
+            run.eval_file(name).unlink()
 
 
 def _read_state(folder: Path) -> TrainState:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
 from palestra.rollout.collect import any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups
@@ -78,6 +79,29 @@ class ProblemSource:
 
     def commit(self) -> None:
         """Nothing is kept: the seed makes it again."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class NoMoreGroups:
+    """The source of a run that takes no more steps: it only keeps the state of the one before."""
+
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    refills: bool = False
+    max_staleness: int | None = None
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        raise PalestraError("this run takes no more steps")
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.kept)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.kept = state
+
+    def commit(self) -> None: ...
 
     def close(self) -> None: ...
 

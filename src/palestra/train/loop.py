@@ -54,21 +54,28 @@ class Training:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     watcher: Watcher = field(default_factory=Watcher)
     state: TrainState = field(default_factory=TrainState)
+    write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
+    earlier_s: float = 0.0  # how long the run took before it was resumed
+    began: float = field(default_factory=time.perf_counter)
 
-    def run(self, evaluate: Callable[[int], float] | None = None) -> None:
+    def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
 
-        `evaluate` is called with the step at every `eval.every` and gives the held-out reward.
+        `evaluate` is called with the step at every `eval.every` and gives the held-out reward; also at once, where
+        the run was killed before its last evaluation had ended.
         """
-        total, every = self.total_steps or 0, self.config.eval.every if evaluate else 0
-        self.watcher.phase("training", total)
+        total = self.total_steps or 0
         try:
+            if evaluate and lacks_evaluation:
+                self._save_if_best(evaluate(self.state.step))
+            self.watcher.phase("training", total)
             while self.state.step < total:
                 metrics = self.step()
                 self.watcher.advance(self.state.step, metrics)
                 self._log(metrics, total)
-                self._save_if_due(NEVER_BEST if every else metrics.get("reward_mean", NEVER_BEST))
-                if evaluate and every and self.state.step % every == 0 and self.state.step < total:
+                by_evaluation = evaluate is not None and self.config.eval.every > 0
+                self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
+                if evaluate and self.evaluates_after(self.state.step):
                     self._save_if_best(evaluate(self.state.step))
                     self.watcher.phase("training", total)
         except KeyboardInterrupt:
@@ -80,6 +87,11 @@ class Training:
             raise PalestraError(f"step {self.state.step + 1}: {_told(error)}. {self._last_good()}") from error
         if self.checkpoints and step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
             self.checkpoint()
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due between this step and the next."""
+        every = self.config.eval.every
+        return bool(every) and step > 0 and step % every == 0 and step < (self.total_steps or 0)
 
     def _log(self, metrics: dict[str, float], total: int) -> None:
         """A line for people without a face, every `track.log_every` steps."""
@@ -126,6 +138,7 @@ class Training:
         metrics |= {
             "sample_seconds": rollouts.seconds,
             "train_seconds": time.perf_counter() - began,
+            "elapsed_seconds": self.elapsed_s,
             "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(rollouts.seconds, 1e-9),
         }
         self.tracker.rollouts(self.state.step, groups)
@@ -170,11 +183,20 @@ class Training:
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
         path = step_folder(self.checkpoints, self.state.step)
-        save_checkpoint(path, self.state, self.learner.save)
+        save_checkpoint(path, self.state, self._write_checkpoint)
         self.source.commit()
         best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
         prune(self.checkpoints, keep.keep_last, best)
         return path
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.learner.save(folder)
+        self.write_beside(folder)
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the run has taken, with the time before it was resumed."""
+        return self.earlier_s + time.perf_counter() - self.began
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, with the same numbers as if nothing had happened."""

@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.config import RunConfig
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.evals.report import EvalReport
-from palestra.export.hf import save_hf
+from palestra.export.hf import save_hf, write_beside
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
@@ -24,7 +23,7 @@ from palestra.policy.base import Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, refuse_busy
 from palestra.tracking.open import open_trackers
-from palestra.train.checkpoint import TrainState, read_checkpoint
+from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.loop import Training, total_steps
 from palestra.train.setup import load_for_run, policy_for, with_adapter
@@ -69,32 +68,35 @@ class Run:
         loaded: LoadedModel | None = None,
         learner: Learner | None = None,
         policy: Policy[Any] | None = None,
-        resumed: bool = False,
+        resume: Resume | None = None,
         state: TrainState | None = None,
         steps: int | None = None,
         keeps_checkpoints: bool = True,
     ) -> Run:
         """Put the parts together; what is not given is built from the config.
 
-        Learner and policy share one module, unless others are given. `resumed` goes on from the last checkpoint;
-        `state` says where learner and policy stand already.
+        Learner and policy share one module, unless others are given. `resume` goes on from a checkpoint;
+        `state` says where learner and policy stand already. A resume that fails here has changed nothing on disk.
         """
-        if resumed:
-            refuse_busy(folder.path)  # before its records are cut back to the checkpoint
         watcher = watcher or Watcher()
-        start = folder.last_checkpoint() if resumed else None
-        resume_from = None if start is None else (start, read_checkpoint(start))
+        resume_from = None
+        if resume is not None:
+            refuse_busy(folder.path)  # before its records are cut back to the checkpoint
+            resume_from = choose_checkpoint(folder, resume.checkpoint, watcher.note)
+            config = resume.config(config, resume_from[1].step if resume_from else 0)
         steps = total_steps(config, task.problem_count) if steps is None else steps
         loaded = loaded or load_for_run(config)
         model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
         learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
         policy = policy or policy_for(model, tokenizer, config)
-        parts = Parts(config, policy, tokenizer, runner, watcher)
-        source, evaluator = task.source(parts), task.evaluator(parts)
         state = state or TrainState()
-        source.restore(state.source)
         done = resume_from[1].step if resume_from else state.step
-        tracker = open_trackers(config, folder, folder.record, resume_after=done if resumed or done else None)
+        parts = Parts(config, policy, tokenizer, runner, watcher, done)
+        source, evaluator = task.source(parts), task.evaluator(parts)
+        source.restore(state.source)
+        if resume is not None:
+            config.save(folder.config_file)
+        tracker = open_trackers(config, folder, folder.record, resume_after=done if resume or done else None)
         training = Training(
             config,
             source,
@@ -106,12 +108,14 @@ class Run:
             runner,
             watcher,
             state,
+            lambda path: write_beside(model, tokenizer, path, folder.record),
+            folder.elapsed_s() if resume else 0.0,
         )
         return cls(folder, model, tokenizer, training, evaluator, resume_from)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
-        began, training = time.perf_counter(), self.training
+        training = self.training
         with ExitStack() as stack:
             training.watcher.started(self.folder.path)
             stack.enter_context(listed(self.folder.path))
@@ -123,10 +127,11 @@ class Run:
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
                 training.resume(*self.resume_from)
-            training.run(self._evaluate_between if self.evaluator else None)
+                drop_after(self.folder, training.state.step)
+            training.run(self._evaluate_between if self.evaluator else None, self._lacks_evaluation())
             after = self._evaluate("after", again=True)
             path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
-            metrics, seconds = self.folder.metrics(), time.perf_counter() - began
+            metrics, seconds = self.folder.metrics(), training.elapsed_s
             page = write_report(self.folder, before, after, metrics, seconds, device=gpu_name(self.model))
         return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page)
 
@@ -140,6 +145,12 @@ class Run:
         report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
         write_evaluation(path, report)
         return report
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the run was killed during the evaluation that was due after its checkpoint."""
+        step = self.training.state.step
+        is_due = self.resume_from is not None and self.training.evaluates_after(step)
+        return is_due and not any(r["step"] == step and "eval/pass_rate" in r for r in self.folder.metrics())
 
     def _evaluate_between(self, step: int) -> float:
         assert self.evaluator is not None

@@ -21,7 +21,7 @@ from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.rewards import RewardFunction
 from palestra.train.evaluation import Evaluator
-from palestra.train.group_source import GroupSource, ProblemSource
+from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import eval_limits, train_limits
 from palestra.train.watcher import Watcher
 
@@ -35,6 +35,7 @@ class Parts:
     tokenizer: Any
     runner: asyncio.Runner
     watcher: Watcher
+    step: int = 0  # of the checkpoint that it goes on from
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -103,6 +104,20 @@ class EnvironmentTask:
             )
         collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
         return replace(collector, reward_functions=functions)
+
+
+@dataclass(slots=True)
+class FinishTask:
+    """A run that takes no more steps, and is only scored; `scored_by` as for the environments over the wire."""
+
+    scored_by: EnvironmentTask | None
+    problem_count: int | None = None
+
+    def source(self, parts: Parts) -> NoMoreGroups:
+        return NoMoreGroups()
+
+    def evaluator(self, parts: Parts) -> Evaluator | None:
+        return None if self.scored_by is None else self.scored_by.evaluator(parts)
 
 
 def agent_collector(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder, step_of
+from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
@@ -66,9 +66,7 @@ class WireTask:
         completer = completer_of(self.loaded, parts.policy)
         completer.on_request = _TemperatureNote(parts.config.rollout.temperature, parts.watcher.note)
         serving = Serving(completer, self.address, parts.runner)
-        last = self.folder.last_checkpoint()
-        step = 0 if last is None else step_of(last)
-        parts.runner.run(self.client.register(parts.config, step, limits.context_tokens, self.folder))
+        parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
         serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
         self.served(serving.url, parts.tokenizer)
         return WireSource(

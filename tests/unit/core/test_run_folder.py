@@ -9,7 +9,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import FORMAT, RunFolder, last_checkpoint, step_of
+from palestra.core.run_folder import FORMAT, Resume, RunFolder, last_checkpoint, step_of
 
 
 def make(parent: Path, train: dict[str, int] | None = None) -> RunFolder:
@@ -155,22 +155,38 @@ def test_only_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> No
     assert [path.name for path in run.partial_checkpoints()] == [".step-000060.partial"]
 
 
-def test_a_run_gets_longer_and_never_shorter(tmp_path: Path) -> None:
-    run = make(tmp_path, {"max_steps": 50})
-    run.lengthen(None)
-    assert run.config.train.max_steps == 50
-    for steps in (50, 7):
-        with pytest.raises(PalestraError, match="longer, not shorter"):
-            run.lengthen(steps)
-    run.lengthen(80)
-    assert run.config.train.max_steps == 80
+@pytest.mark.parametrize("steps", [60, 61, 80, 500])
+def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path, steps: int) -> None:
+    run = make(tmp_path, {"max_steps": 100})
+    assert Resume(run.path, max_steps=steps).config(run.config, done=60).train.max_steps == steps
+    assert Resume(run.path, finish=True).config(run.config, done=60).train.max_steps == 60
+    assert Resume(run.path).config(run.config, done=60) == run.config
 
 
-def test_a_run_by_epochs_gets_more_steps_than_it_has_done(tmp_path: Path) -> None:
+def test_a_run_cannot_have_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     run = make(tmp_path, {"epochs": 2})
-    for step in (50, 60):
-        add_checkpoint(run, step)
-    with pytest.raises(PalestraError, match="has 60 steps already"):
-        run.lengthen(60)
-    run.lengthen(61)
-    assert run.config.train.max_steps == 61
+    with pytest.raises(PalestraError, match="has 60 steps already; give 60 or more, or go back with --from-checkpoint"):
+        Resume(run.path, max_steps=59).config(run.config, done=60)
+
+
+def test_checkpoints_are_named_by_step_or_as_the_best_or_the_last(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    first, second = add_checkpoint(run, 50), add_checkpoint(run, 100)
+    (second / "state.json").write_text(json.dumps({"best_step": 50}))
+    for name in ("50", "best", "step-000050"):
+        assert run.checkpoint(name) == first
+    for name in ("100", "last", "step-000100"):
+        assert run.checkpoint(name) == second
+    with pytest.raises(PalestraError, match="no checkpoint '7'; it has 50, 100, best, last"):
+        run.checkpoint("7")
+    assert RunFolder.around(first) == RunFolder.around(run.model) == run
+    assert RunFolder.around(tmp_path / "elsewhere" / "model") is None
+
+
+def test_the_time_of_a_run_counts_what_it_took_before_it_was_resumed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.elapsed_s() == 0.0
+    run.metrics_file.write_text('{"step": 1, "sample_seconds": 2, "train_seconds": 3}\n')  # as 0.1 wrote them
+    assert run.elapsed_s() == 5.0
+    run.metrics_file.write_text('{"step": 1, "elapsed_seconds": 20}\n{"step": 1, "eval/pass_rate": 1}\n')
+    assert run.elapsed_s() == 20.0

@@ -9,7 +9,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.yaml_config import load_yaml
 from palestra.runs.request import RunRequest, write_env_settings
 
@@ -60,5 +60,5 @@ def test_an_environment_that_counts_steps_counts_those_of_a_run_that_was_made_lo
     run = RunFolder.create(tmp_path, "run", RunConfig.build({"train": {"max_steps": 100}}), {})
     request = RunRequest(environment="their_env.py", env_settings={"total_steps": 100, "level": 2})
     assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 100, "level": 2}
-    run.lengthen(200)
+    Resume(run.path, max_steps=200).config(run.config, done=100).save(run.config_file)
     assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 200, "level": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import RunFolder, step_of
+from palestra.faces.cli.common import show_path
 
 if TYPE_CHECKING:
     from palestra.runs.index import Row
@@ -30,11 +32,14 @@ class FoundRun:
 
 
 def find_run(word: str) -> FoundRun | None:
-    """The run that is meant by its folder (or the model in it), the folder's name in ./runs or in the index,
-    its id or an unambiguous beginning of it, or its name. None if there is none; several matches are refused."""
+    """The run that is meant by its folder (or a model or checkpoint in it), the folder's name in ./runs or in the
+    index, its id or an unambiguous beginning of it, or its name; `@STEP` after it names a checkpoint.
+    None if there is none; several matches are refused."""
     rows = _index_rows()
+    word = word.partition("@")[0]
     for path in _folders(word):
-        row = next((row for row in rows if Path(row.folder).resolve() == path.resolve()), None)
+        names = {str(path.resolve()), str(path.absolute())}
+        row = next((row for row in rows if row.folder in names), None)
         if row is not None or RunFolder(path).has_begun:
             return FoundRun(RunFolder(path), None if row is None else row.run_id)
     matches = (
@@ -70,23 +75,34 @@ def require_run_id(word: str) -> str:
         return word
     if run.run_id is None:
         raise PalestraError(
-            f"{run.folder.path} is not in the index of runs; `palestra train --resume {run.folder.path}` continues it"
+            f"{run.folder.path} is not in the index of runs; "
+            f"`palestra train --resume {shlex.quote(str(run.folder.path))}` continues it"
         )
     return run.run_id
 
 
 def model_of(word: str) -> tuple[str, Path]:
-    """The model of a run, or the model of this name; and the folder for what is exported from it."""
+    """The model that is meant: of a run, of one of its checkpoints (RUN@50, RUN@best or its folder), or the model of
+    this name; and the folder for what is exported from it. A run without a model gives its newest checkpoint."""
     run = find_run(word)
     if run is None:
         return word, Path("export")
-    if not run.folder.model.is_dir():
-        raise PalestraError(
-            f"the run {run.folder.path} has no trained model yet; continue it with: "
-            f"palestra train --resume {run.folder.path}"
-        )
     folder = RunFolder.open(run.folder.path)
-    return str(folder.model), folder.export
+    _, _, name = word.partition("@")
+    if name:
+        return str(folder.checkpoint(name)), folder.export
+    if (path := Path(word).expanduser()).parent.resolve() == folder.checkpoints.resolve():
+        return str(folder.checkpoint(path.name)), folder.export
+    if folder.model.is_dir():
+        return str(folder.model), folder.export
+    last = folder.last_checkpoint()
+    if last is None:
+        raise PalestraError(
+            f"the run {folder.path} has no trained model and no checkpoint yet; continue it with: "
+            f"palestra train --resume {shlex.quote(str(folder.path))}"
+        )
+    click.echo(f"{show_path(folder.path)} was not finished; this is its checkpoint of step {step_of(last)}", err=True)
+    return str(last), folder.export
 
 
 def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +135,8 @@ class _Run(click.ParamType):
 def _folders(word: str) -> Iterator[Path]:
     path = Path(word).expanduser()
     yield from (path, RUNS / word)
+    if path.parent.name == RunFolder(path).checkpoints.name:
+        yield path.parent.parent
     if path == RunFolder(path.parent).model:
         yield path.parent
 

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.live import Live
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import Resume
 from palestra.core.secrets import redact
-from palestra.faces.cli.common import debug_option, plot_option
-from palestra.faces.cli.find_run import require_run_id, run_argument
+from palestra.faces.cli.common import debug_option, json_line_option, plot_option
+from palestra.faces.cli.find_run import require_run, require_run_id, run_argument
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
 from palestra.runs.manager import RunManager
@@ -115,11 +116,39 @@ def stop(runs: Sequence[str], wait_s: float, as_json: bool) -> None:
 
 @_subcommand("resume")
 @run_argument(many=True)
-@click.option("--max-steps", type=click.IntRange(1), help="Make them longer: steps in total. Also complete runs.")
+@click.option("--max-steps", type=click.IntRange(1), help="Steps in total; also for complete runs.")
 def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
-    """Continue stopped or failed runs in the background, each from its last checkpoint."""
+    """Continue stopped or failed runs in the background, each from its newest checkpoint that is whole."""
     manager = RunManager()
     _for_each(runs, as_json, lambda run_id: manager.resume(run_id, max_steps=max_steps))
+
+
+@command.command("finish")
+@run_argument()
+@click.option("--from-checkpoint", metavar="STEP", help="A step, or best. [default: the newest]")
+@json_line_option
+@debug_option
+def finish(run: str, from_checkpoint: str | None, as_json: bool) -> None:
+    """End a stopped run where it is: score what it has learned, save the model, write the report."""
+    from palestra.env_api import finish_wire
+    from palestra.faces.cli.display import training_display
+    from palestra.faces.cli.summary import outcome_summary, print_training
+    from palestra.faces.cli.train import resume_run
+    from palestra.faces.cli.train_wire import present
+
+    folder, console = require_run(run), Console(stderr=as_json)
+    if folder.last_checkpoint() is None:
+        raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
+    resume = Resume(folder.path, from_checkpoint, finish=True)
+    if "env_url" in folder.record:
+        with training_display(console, folder.config, "palestra runs finish") as display:
+            outcome = finish_wire(folder, resume, watcher=display)
+        present(folder, outcome, console, as_json)
+        return
+    result = resume_run(resume, console)
+    print_training(console, result, result.outcome.report_path)
+    if as_json:
+        click.echo(json.dumps(outcome_summary(folder, result.outcome)))
 
 
 @_subcommand("rm")

@@ -44,12 +44,14 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
     others = [f"--{key}" for key in options if key != "train.max_steps"] + (["--config"] if config_file else [])
     if others:
         raise PalestraError(
-            f"{', '.join(others)}: a resumed run keeps its own settings, except for a larger --train.max_steps. "
+            f"{', '.join(others)}: a resumed run keeps its own settings, except for --train.max_steps. "
             "Leave this out, or start a new run without --resume"
         )
-    if "train.max_steps" in options and options["train.max_steps"] is None:
+    if "train.max_steps" not in options:
+        return None
+    if options["train.max_steps"] is None:
         raise PalestraError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
-    return options.get("train.max_steps")
+    return RunConfig.build({"train.max_steps": options["train.max_steps"]}).train.max_steps
 
 
 def read(info: FieldInfo, text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from palestra.agents.agent import Agent
 from palestra.api import train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_env
 from palestra.envs.load import find_env, load_env
 from palestra.faces.cli import settings
@@ -47,6 +48,7 @@ from palestra.runs.manager import RunManager, RunRequest
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
+@click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
 @json_line_option
 @debug_option
 def command(
@@ -59,6 +61,7 @@ def command(
     serve_port: int,
     config_file: Path | None,
     resume: str | None,
+    from_checkpoint: str | None,
     as_json: bool,
     **parameters: Any,
 ) -> None:
@@ -78,6 +81,7 @@ def command(
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
       palestra train --resume runs/my-agent-20260131-101500 --train.max_steps 200
+      palestra train --resume runs/my-agent-20260131-101500 --from-checkpoint best
 
     Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
@@ -86,6 +90,8 @@ def command(
     console = Console(stderr=as_json)
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    if from_checkpoint is not None and resume is None:
+        raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
     options = settings.from_options(parameters)
     if detach:
         if resume or env_url or folder:
@@ -98,17 +104,16 @@ def command(
         if agent_file is not None:
             raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
         require_serve_extra()
+        going_on = None
         if resume is None:
             run = new_run_for(env, env_url, folder, read_settings(config_file, options))
         else:
-            max_steps = settings.max_steps_of_resumed(options, config_file)
-            run = _open_run(resume)
-            run.lengthen(max_steps)
-        outcome = run_on_wire(run, env_url, serve_port, console, resumed=resume is not None)
-        present(run, outcome, console, as_json)
+            going_on = _resume_of(resume, from_checkpoint, options, config_file)
+            run = RunFolder.open(going_on.folder)
+        present(run, run_on_wire(run, env_url, serve_port, console, resume=going_on), console, as_json)
         return
     if resume is not None:
-        result = _resume(agent_file, resume, settings.max_steps_of_resumed(options, config_file), console)
+        result = resume_run(_resume_of(resume, from_checkpoint, options, config_file), console, agent_file)
     elif env is not None:
         result = _train_environment(env, config_file, options, folder, console)
     else:
@@ -126,7 +131,7 @@ def _train_agent(
     console: Console,
     *,
     folder: Path | None = None,
-    resume: Path | None = None,
+    resume: Resume | None = None,
 ) -> GRPOTrainingResult:
     with training_display(console, config, "palestra train") as display:
         return train_grpo(
@@ -152,30 +157,29 @@ def _train_environment(
         return train_env(env, config, watcher=display, record=record, folder=folder)
 
 
-def _open_run(name: str) -> RunFolder:
-    """The folder of a run that nobody trains at the moment."""
+def _resume_of(name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None) -> Resume:
+    max_steps = settings.max_steps_of_resumed(options, config_file)
     run = require_run(name)
     refuse_busy(run.path)
-    return run
+    return Resume(run.path, checkpoint, max_steps)
 
 
-def _resume(agent_file: str | None, name: str, max_steps: int | None, console: Console) -> GRPOTrainingResult:
-    run = _open_run(name)
+def resume_run(resume: Resume, console: Console, agent_file: str | None = None) -> GRPOTrainingResult:
+    """Go on with a run whose environment or agent file is in its record."""
+    run = RunFolder.open(resume.folder)
     if environment := run.record.get("environment"):
         env = load_env(environment["name"], environment["settings"])
-        run.lengthen(max_steps)
         with training_display(console, run.config, "palestra train") as display:
-            return train_env(env, run.config, watcher=display, resume=run.path)
+            return train_env(env, run.config, watcher=display, resume=resume)
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(
             f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
-            f"or give the agent's file: palestra train my_agent.py --resume {name}"
+            f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
         )
     file = load_agent_file(source)
-    run.lengthen(max_steps)
     config = run.config
-    return _train_agent(file, replace(file.agent, model=config.model.name), config, console, resume=run.path)
+    return _train_agent(file, replace(file.agent, model=config.model.name), config, console, resume=resume)
 
 
 def _detach(

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_wire
 from palestra.envs.load import env_class, find_env
 from palestra.evals.report import compare
-from palestra.faces.cli.common import absolute_name, show_path
+from palestra.faces.cli.common import absolute_name, show_path, show_seconds
 from palestra.faces.cli.display import training_display
 from palestra.faces.cli.settings import EnvSettings
 from palestra.faces.cli.summary import change_table, outcome_summary
@@ -56,7 +56,7 @@ def run_on_wire(
     port: int,
     console: Console,
     *,
-    resumed: bool = False,
+    resume: Resume | None = None,
     served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
 ) -> Outcome:
@@ -72,7 +72,7 @@ def run_on_wire(
             served(address, tokenizer)
 
         client, address = WireClient(url, token), Address(port=port, token=token)
-        return train_wire(run, client, address, watcher=display, resumed=resumed, served=on_served, check=check)
+        return train_wire(run, client, address, watcher=display, resume=resume, served=on_served, check=check)
 
 
 def present(run: RunFolder, outcome: Outcome, console: Console, as_json: bool) -> None:
@@ -83,7 +83,7 @@ def present(run: RunFolder, outcome: Outcome, console: Console, as_json: bool) -
     rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
     steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
     console.print(
-        f"{steps} steps in {outcome.seconds:.0f} s; mean score {rewards[0]:.3f} at the first, "
+        f"{steps} steps in {show_seconds(outcome.seconds)}; mean score {rewards[0]:.3f} at the first, "
         f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}\nreport: {page}",
         highlight=False,
     )

@@ -1,0 +1,183 @@
+"""A run of fakes: what a resume changes on disk, what is made up, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.evals.report import EvalReport
+from palestra.models.loading import LoadedModel
+from palestra.train import run as run_module
+from palestra.train.group_source import ProblemSource
+from palestra.train.run import Run
+from palestra.train.tasks import Parts
+from palestra.train.watcher import Watcher
+
+
+@dataclass
+class FakeTokenizer:
+    pad_token_id: int = 0
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@dataclass
+class FakeEvaluator:
+    phases: list[str] = field(default_factory=list)
+
+    def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
+        self.phases.append(phase)
+        return EvalReport.of([], seconds=1.0)
+
+
+@dataclass
+class FakeTask:
+    policy: FakePolicy
+    scores: FakeEvaluator = field(default_factory=FakeEvaluator)
+    problem_count: int = len(PROBLEMS)
+    breaks: bool = False
+
+    def source(self, parts: Parts) -> ProblemSource:
+        if self.breaks:
+            raise PalestraError("the environment does not start")
+        return ProblemSource(FakeCollector([], self.policy), PROBLEMS, {}, 2, 0)
+
+    def evaluator(self, parts: Parts) -> Any:
+        return self.scores
+
+
+@dataclass
+class Notes(Watcher):
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@dataclass
+class Lab:
+    """Builds runs of fakes in one folder."""
+
+    folder: RunFolder
+    runner: asyncio.Runner
+    notes: Notes = field(default_factory=Notes)
+    evaluator: FakeEvaluator = field(default_factory=FakeEvaluator)
+
+    def build(self, resume: Resume | None = None, **task: Any) -> Run:
+        policy = FakePolicy([])
+        loaded = LoadedModel(object(), FakeTokenizer(), "fake", "")
+        parts: dict[str, Any] = {"learner": FakeLearner([]), "policy": policy, "loaded": loaded, "resume": resume}
+        given = FakeTask(policy, self.evaluator, **task)
+        return Run.build(self.folder.config, given, self.folder, runner=self.runner, watcher=self.notes, **parts)  # type: ignore[arg-type]
+
+    def train(self, resume: Resume | None = None) -> Run:
+        run = self.build(resume)
+        run.train()
+        return run
+
+    def resume(self, **how: Any) -> Resume:
+        return Resume(self.folder.path, **how)
+
+    def files(self) -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in sorted(self.folder.path.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setattr(run_module, "save_hf", lambda model, tokenizer, folder, record: folder)
+    monkeypatch.setattr(run_module, "gpu_name", lambda model: "")
+    config = RunConfig.build(SMALL, {"train.max_steps": 6, "checkpoint.every": 2, "checkpoint.keep_last": 9})
+    folder = RunFolder.create(tmp_path, "run", config, {"agent": "fake", "instructions": "Be good."}, at=tmp_path / "r")
+    with asyncio.Runner() as runner:
+        yield Lab(folder, runner)
+
+
+def steps(folder: RunFolder) -> list[float]:
+    return [row["step"] for row in folder.metrics()]
+
+
+def test_every_checkpoint_has_a_tokenizer_and_says_whose_it_is(lab: Lab) -> None:
+    lab.train()
+    for checkpoint in lab.folder.step_checkpoints():
+        assert (checkpoint / "tokenizer.json").is_file()
+        assert json.loads((checkpoint / "palestra.json").read_text())["instructions"] == "Be good."
+
+
+@pytest.mark.parametrize(
+    ("how", "task", "words"),
+    [
+        ({"max_steps": 3}, {}, "has 6 steps already"),
+        ({"checkpoint": "5", "max_steps": 50}, {}, "no checkpoint '5'"),
+        ({"max_steps": 50}, {"breaks": True}, "the environment does not start"),
+    ],
+)
+def test_a_resume_that_fails_changes_nothing_on_disk(
+    lab: Lab, how: dict[str, Any], task: dict[str, Any], words: str
+) -> None:
+    lab.train()
+    before = lab.files()
+    with pytest.raises(PalestraError, match=words):
+        lab.build(lab.resume(**how), **task)
+    assert lab.files() == before
+
+
+def test_a_run_ends_where_it_is_and_is_scored_and_saved(lab: Lab) -> None:
+    lab.train()
+    lab.folder.report_page.unlink()
+    run = lab.train(lab.resume(checkpoint="4", finish=True))
+    assert run.training.state.step == 4
+    assert steps(lab.folder) == [1, 2, 3, 4]
+    assert lab.folder.config.train.max_steps == 4
+    assert lab.evaluator.phases[-1] == "scoring after"
+    assert lab.folder.report_page.is_file()
+    assert lab.folder.last_checkpoint() == lab.folder.step_folder(4)
+
+
+def test_a_run_goes_on_from_an_earlier_checkpoint_and_does_the_later_steps_again(lab: Lab) -> None:
+    first = lab.train()
+    again = lab.train(lab.resume(checkpoint="2", max_steps=5))
+    assert "going on from step 2" in lab.notes.lines
+    assert steps(lab.folder) == [1, 2, 3, 4, 5]
+    assert again.training.learner.weight == first.training.learner.weight - 1  # type: ignore[attr-defined]
+    assert [path.name for path in lab.folder.step_checkpoints()] == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up(lab: Lab) -> None:
+    config = RunConfig.build(lab.folder.config.model_dump(mode="json"), {"eval.every": 2})
+    config.save(lab.folder.config_file)
+    lab.train()
+    expected = list(lab.folder.metrics())
+    kept = [row for row in expected if row["step"] <= 4 and not (row["step"] == 4 and "eval/pass_rate" in row)]
+    lab.folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    lab.evaluator.phases.clear()
+    lab.train(lab.resume(checkpoint="4"))
+    assert "evaluating at step 4" in lab.evaluator.phases
+    assert [("eval/pass_rate" in row, row["step"]) for row in lab.folder.metrics()] == [
+        ("eval/pass_rate" in row, row["step"]) for row in expected
+    ]
+
+
+def test_the_time_of_a_resumed_run_counts_all_of_it(lab: Lab) -> None:
+    lab.train()
+    rows = [{**row, "elapsed_seconds": 1000.0 + row["step"]} for row in lab.folder.metrics()]
+    lab.folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lab.train(lab.resume(max_steps=7))
+    report = lab.folder.report()
+    assert report is not None
+    assert 1006 < report["seconds"] < 1060
+    assert lab.folder.metrics()[-1]["elapsed_seconds"] > 1006
