@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from palestra.algo.advantage import advantages as normalise
 from palestra.core.config import RunConfig
@@ -17,7 +19,7 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Group, Problem, Turn
+from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
 from palestra.learner.local import LocalLearner
@@ -41,27 +43,47 @@ from palestra.train.prompts import (
     stop_token_ids,
 )
 from palestra.train.run import Run
+from palestra.train.samples import group_advantages
 from palestra.train.setup import load_for_run, with_adapter
 from palestra.train.step_progress import ProgressBar
 
 log = logging.getLogger("palestra")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One sampled answer: its text, and the tokens that it is trained as."""
+class Output(str):
+    """One sampled answer, with the tokens that it is trained as; and its reward, where a reference was given."""
 
-    text: str
     prompt_ids: tuple[int, ...]
     sampled: Turn
+    reward: float | None
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, scored: bool) -> Output:
+        output = cls(rollout.messages[-1].text)
+        output.prompt_ids, output.sampled = tuple(rollout.turns[0].token_ids.tolist()), rollout.turns[1]
+        output.reward = rollout.reward if scored else None
+        return output
+
+    @property
+    def text(self) -> str:
+        return str(self)
+
+
+class History(TypedDict):
+    """What `StepTrainer.train` gives: one entry a step."""
+
+    loss: list[float]
+    reward: list[float]
+    steps: int
+    rows: list[dict[str, float]]  # all metrics
 
 
 class StepTrainer:
     """Trains `model` in place, whole or by its PEFT adapter, one optimizer step at a time.
 
     >>> trainer = StepTrainer(model, tokenizer, lambda output, expected: float(expected in output))  # doctest: +SKIP
-    >>> trainer.train_step("2 + 2 = ", "4")["reward_mean"]
-    0.25
+    >>> trainer.train_step("2 + 2 = ", "4")["rewards"]
+    [0.0, 1.0, 0.0, 0.0]
     >>> history = trainer.train([{"prompt": "2 + 2 = ", "expected_answer": "4"}, ...])
 
     A prompt is text, taken as it is, or chat messages, put through the tokenizer's chat template.
@@ -71,41 +93,48 @@ class StepTrainer:
         self,
         model: Any,
         tokenizer: Any,
-        reward_model_or_fn: Reward,
-        config: RunConfig | GRPOTrainingConfig | None = None,
+        reward_model: Reward,
+        config: RunConfig | GRPOTrainingConfig | Path | str | None = None,
+        output_dir: Path | str | None = None,
+        *,
+        config_path: Path | str | None = None,
     ) -> None:
-        self.model = model.eval()  # dropout is for the learner alone, which switches it on
+        """`config` is an object, or the path of a YAML file like `config_path`; `output_dir` becomes the run folder."""
+        if config is not None and config_path is not None:
+            raise PalestraError("config and config_path are one setting; give one of them")
+        self.config = _resolve(config if config_path is None else config_path)
+        run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
+        self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on
         self.tokenizer = tokenizer
-        self.config = config.to_run_config() if isinstance(config, GRPOTrainingConfig) else config or RunConfig()
         self.epoch = 0.0  # passes over the dataset of `train`
-        self.folder = Path(self.config.output_dir) / (
-            self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
-        self.config.refuse(["rollout.constrain_tool_calls"], "StepTrainer samples without tools")
-        self._reward = reward_function(reward_model_or_fn)
-        self._optimizer = UserOptimizer(model, self.config.train, master_weights=self.config.model.master_weights)
-        self._learner = LocalLearner(model, config=self.config, optimizer=self._optimizer)
-        self._policy = build_policy(model, tokenizer, self.config.model.engine, self.config.model.kv_memory_gib)
+        self._reward = reward_function(reward_model)
+        options = self.config.model
+        self._optimizer = UserOptimizer(self.model, self.config.train, master_weights=options.master_weights)
+        self._learner = LocalLearner(self.model, config=self.config, optimizer=self._optimizer)
+        self._policy = build_policy(self.model, tokenizer, options.engine, options.kv_memory_gib)
         self._state = TrainState()
+        self._run_folder: RunFolder | None = None  # made by the first `train`
 
     @classmethod
-    def from_yaml(cls, path: Path | str, reward_model_or_fn: Reward) -> StepTrainer:
+    def from_yaml(cls, path: Path | str, reward_model: Reward, output_dir: Path | str | None = None) -> StepTrainer:
         """The model and the settings of one YAML file."""
-        config = RunConfig.build(read_yaml_config(Path(path)))
+        config = _resolve(path)
         loaded = load_for_run(config)
-        return cls(with_adapter(loaded.model, config), loaded.tokenizer, reward_model_or_fn, config)
+        return cls(loaded.model, loaded.tokenizer, reward_model, config, output_dir)
 
     @property
     def step(self) -> int:
         return self._state.step
 
-    def generate_group_outputs(self, prompt: Prompt) -> list[Output]:
-        """`rollout.group_size` answers to one prompt; the prompt is computed once for all."""
-        problem = Problem(str(self.step), as_input(prompt))
-        [group] = self._sample(self._collector([problem], None), [problem])
+    def generate_group_outputs(self, prompt: Prompt, reference_output: Any = None) -> list[Output]:
+        """`rollout.group_size` answers to one prompt, scored where there is a reference to compare them with."""
+        scored = reference_output is not None
+        problem = Problem(str(self.step), as_input(prompt), reference_output)
+        [group] = self._sample(self._collector([problem], self._reward if scored else None), [problem])
         if failed := next((r.error for r in group.rollouts if r.error is not None), None):
             raise PalestraError(failed)
-        return [Output(r.messages[-1].text, tuple(r.turns[0].token_ids.tolist()), r.turns[1]) for r in group.rollouts]
+        return [Output.of(rollout, scored=scored) for rollout in group.rollouts]
 
     def calculate_advantages(self, rewards: Sequence[float], group: Sequence[int] | None = None) -> list[float]:
         """How much better than its siblings each answer was: (r − mean) / std unless the config says otherwise.
@@ -118,11 +147,14 @@ class StepTrainer:
             list(rewards), members, scale=train.advantage_scale, leave_one_out=train.leave_one_out
         ).tolist()
 
-    def train_step(self, prompt: Prompt, expected_answer: Any = None) -> dict[str, float]:
-        """One optimizer step on one prompt: sample a group, reward it, learn. Gives the step's metrics."""
+    def train_step(self, prompt: Prompt, expected_answer: Any = None) -> dict[str, Any]:
+        """One optimizer step on one prompt: sample a group, reward it, learn.
+
+        Gives the step's metrics, the `rewards` and `advantages` of the answers, and their `weighted_loss`.
+        """
         return self.train_batch([Problem(str(self.step), as_input(prompt), expected_answer)])
 
-    def train_batch(self, problems: Sequence[Problem]) -> dict[str, float]:
+    def train_batch(self, problems: Sequence[Problem]) -> dict[str, Any]:
         """One optimizer step on several prompts."""
         began = time.perf_counter()
         collector = self._collector(problems, self._reward)
@@ -135,15 +167,19 @@ class StepTrainer:
         )
         metrics = training.learn(StepRollouts(groups, 0, time.perf_counter() - began))
         self._state = training.state
-        return self._told(metrics)
+        advantages = group_advantages(groups, self.config.train, {})
+        return self._report(metrics) | {
+            "rewards": [reward for group in groups for reward in group.rewards],
+            "advantages": [advantage for row in advantages for advantage in row],
+            "weighted_loss": metrics.get("policy_loss", 0.0),
+        }
 
-    def train(
-        self, dataset: Iterable[Any], optimizer: Any | None = None, scheduler: Any | None = None
-    ) -> list[dict[str, float]]:
-        """Train to `train.max_steps`, or for `train.epochs` passes; gives every step's metrics.
+    def train(self, dataset: Iterable[Any], optimizer: Any | None = None, scheduler: Any | None = None) -> History:
+        """Train to `train.max_steps`, or for `train.epochs` passes; gives every step's loss, reward and metrics.
 
         A row has `prompt` and `expected_answer` (or `answer`), or is a pair of the two. The run's files, checkpoints
-        and the `final` model are written to `folder`. Without an optimizer, AdamW by the config.
+        and the `final` model are written to `folder`. Without an optimizer, AdamW by the config; a scheduler moves on
+        with every step, also one that has nothing to learn.
         """
         problems = [as_problem(i, row) for i, row in enumerate(dataset)]
         if not problems:
@@ -152,22 +188,22 @@ class StepTrainer:
             self._optimizer.use(optimizer, scheduler)
         first = self.step
         last = first + total_steps(self.config, len(problems))
-        history: list[dict[str, float]] = []
+        rows: list[dict[str, float]] = []
 
         def work() -> None:
             def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
                 self._state = run.training.state
                 self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
-                history.append(self._told(metrics))
+                rows.append(self._report(metrics))
                 if (every := self.config.checkpoint.every) and step % every == 0:
                     self.save_checkpoint(f"checkpoint-{step}")
-                return history[-1]
+                return rows[-1]
 
             with asyncio.Runner() as runner:
                 run = Run.build(
                     self.config,
                     PromptTask(problems, self._reward, self.tokenizer, self._stops),
-                    self._run_folder(),
+                    self._open_folder(),
                     runner=runner,
                     watcher=ProgressBar(last - first, on_step),
                     loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
@@ -184,7 +220,8 @@ class StepTrainer:
 
         outside_event_loop(work)
         self.save_checkpoint("final")
-        return history
+        rewards = [row.get("reward_mean", math.nan) for row in rows]
+        return {"loss": [row["loss"] for row in rows], "reward": rewards, "steps": len(rows), "rows": rows}
 
     def save_checkpoint(self, name: str) -> Path:
         """The model (its adapter, where it has one), the tokenizer and training_config.json."""
@@ -210,12 +247,12 @@ class StepTrainer:
         environment = PromptEnvironment(tuple(problems), reward)
         return prompt_collector(environment, self._policy, self.tokenizer, self.config, self._stops)
 
-    def _run_folder(self) -> RunFolder:
-        folder = RunFolder(self.folder)
-        if folder.has_begun:
-            return folder
-        record = {"agent": "step trainer", "tools": []}
-        return RunFolder.create(self.folder.parent, self.folder.name, self.config, record, at=self.folder)
+    def _open_folder(self) -> RunFolder:
+        if self._run_folder is None:
+            record = {"agent": "step trainer", "tools": []}
+            name = self.folder.name
+            self._run_folder = RunFolder.create(self.folder.parent, name, self.config, record, at=self.folder)
+        return self._run_folder
 
     def _at_first_of(self, problems: Sequence[Problem]) -> TrainState:
         """Where the trainer stands, with the next draw at the first problem of a pass over them."""
@@ -228,7 +265,7 @@ class StepTrainer:
         size = self.config.rollout.group_size
         return outside_event_loop(lambda: asyncio.run(collector.collect(problems, size, keys)))
 
-    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _report(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a step, with what the user's own scheduler says; a step without tokens to train is told."""
         if metrics.get("truncation_rate") == 1.0 and self.config.train.mask_truncated:
             log.warning(
@@ -238,3 +275,24 @@ class StepTrainer:
                 self.config.rollout.max_new_tokens,
             )
         return {"loss": 0.0, **metrics, **self._optimizer.after_step(), "step": float(self.step), "epoch": self.epoch}
+
+
+def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunConfig:
+    """The settings, without those that would have no effect here."""
+    match config:
+        case GRPOTrainingConfig():
+            config = config.to_run_config()
+        case Path() | str():
+            config = RunConfig.build(read_yaml_config(Path(config)))
+        case None:
+            config = RunConfig()
+    config.refuse(["echo", "rollout.constrain_tool_calls"], "StepTrainer samples without tools")
+    config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
+    config.refuse(["rollout.policy_url", "rollout.weights_folder"], "StepTrainer samples in this process")
+    config.refuse(["checkpoint.keep_last", "checkpoint.keep_best"], "StepTrainer keeps every checkpoint")
+    config.refuse(["train.refill_limit"], "StepTrainer has every prompt once in a pass")
+    if "wandb" in config.track.report_to and find_spec("wandb") is None:
+        log.warning("wandb is not installed, so nothing is reported to it; pip install 'palestra[wandb]'")
+        others = [name for name in config.track.report_to if name != "wandb"]
+        config = RunConfig.build(config.model_dump(), {"track.report_to": others})
+    return config

@@ -140,7 +140,7 @@ def test_an_environment(model: str, tmp_path: Path, expected: dict[str, float]) 
 
 def test_the_step_trainer_on_a_dataset(model: str, tmp_path: Path, expected: dict[str, float]) -> None:
     rows = [{"prompt": messages(text), "expected_answer": letter} for text, letter in CASES]
-    assert_same_step(make_step_trainer(model, tmp_path).train(rows)[0], expected)
+    assert_same_step(make_step_trainer(model, tmp_path).train(rows)["rows"][0], expected)
 
 
 def test_the_step_trainer_by_hand(model: str, tmp_path: Path, expected: dict[str, float]) -> None:

@@ -57,7 +57,7 @@ def mean(values: list[float]) -> float:
 def test_the_reward_rises_when_all_weights_train(random_model: Any, tiny: Any, tmp_path: Path) -> None:
     config = RunConfig.build(settings(tmp_path).model_dump(), LEARN)
     history = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config).train(ROWS)
-    rewards = [row["reward_mean"] for row in history]
+    rewards = history["reward"]
     assert mean(rewards[-3:]) > 2 * mean(rewards[:3])
 
 
@@ -70,9 +70,9 @@ def test_the_reward_rises_when_only_an_adapter_trains(tiny: Any, tmp_path: Path)
     rows = [{"prompt": [{"role": "user", "content": text}], "answer": "e"} for text in ("Hello!", "What is 12 + 30?")]
     trainer = StepTrainer(model, tiny.tokenizer, share_of_letter, config)
     history = trainer.train(rows)
-    rewards = [row["reward_mean"] for row in history]
+    rewards = history["reward"]
     assert mean(rewards[-3:]) > 1.5 * mean(rewards[:3])
-    assert max(row.get("kl_reference", 0.0) for row in history) > 0
+    assert max(row.get("kl_reference", 0.0) for row in history["rows"]) > 0
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
     assert (trainer.folder / "final" / "adapter_model.safetensors").is_file()
     assert not (trainer.folder / "final" / "model.safetensors").exists()
@@ -91,7 +91,10 @@ def test_a_group_shares_its_prompt_and_differs_in_its_answers(trainer: StepTrain
     outputs = trainer.generate_group_outputs("Say something.")
     assert len({o.prompt_ids for o in outputs}) == 1
     assert len({tuple(o.sampled.token_ids.tolist()) for o in outputs}) == len(outputs) == 8
-    assert [o.text for o in trainer.generate_group_outputs("Say something.")] == [o.text for o in outputs]
+    assert all(isinstance(o, str) and o.text == o and o.reward is None for o in outputs)
+    again = trainer.generate_group_outputs("Say something.", reference_output="e")
+    assert again == outputs
+    assert [o.reward for o in again] == [share_of_letter(o, "e") for o in outputs]
 
 
 def test_advantages_are_deviations_in_units_of_the_groups_spread(trainer: StepTrainer) -> None:
@@ -110,17 +113,30 @@ def test_every_step_reports_what_the_trainer_promises(trainer: StepTrainer) -> N
     metrics = trainer.train_step("Say something.", "e")
     names = [f"{what}_{how}" for what in ("reward", "advantage") for how in ("mean", "max", "min")]
     assert {"loss", "step", "epoch", *names} <= metrics.keys()
+    assert metrics["weighted_loss"] == metrics["loss"] != 0  # no KL, no entropy bonus
+    assert metrics["advantages"] == pytest.approx(trainer.calculate_advantages(metrics["rewards"]), abs=1e-5)
+    assert max(metrics["rewards"]) == metrics["reward_max"]
+
+
+def test_the_pass_rate_is_the_share_of_rewards_of_at_least_one(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    rewards = iter([1.0, 0.5, 2.0, 0.0])
+    config = settings(tmp_path, rollout={"group_size": 4})
+    metrics = StepTrainer(random_model, tiny.tokenizer, lambda o, e: next(rewards), config).train_step("Hi")
+    assert metrics["pass_rate"] == 0.5
 
 
 def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any, tiny: Any, tmp_path: Path) -> None:
     config = settings(tmp_path, train={"max_steps": 3}, checkpoint={"every": 2})
     trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config)
     history = trainer.train(ROWS)
-    assert [row["step"] for row in history] == [1, 2, 3]
-    assert [row["epoch"] for row in history] == pytest.approx([2 / 3, 4 / 3, 2.0])
+    assert [row["step"] for row in history["rows"]] == [1, 2, 3]
+    assert [row["epoch"] for row in history["rows"]] == pytest.approx([2 / 3, 4 / 3, 2.0])
     files = ["config.yaml", "metrics.jsonl", "report.html", "report.json", "rollouts.jsonl", "run.json"]
     assert sorted(p.name for p in trainer.folder.iterdir() if p.is_file()) == files
     assert sorted(p.name for p in trainer.folder.iterdir() if p.is_dir()) == ["checkpoint-2", "final", "model"]
+    assert history["loss"] == [row["loss"] for row in history["rows"]]
+    assert history["reward"] == [row["reward_mean"] for row in history["rows"]]
+    assert history["steps"] == 3
     saved = json.loads((trainer.folder / "checkpoint-2" / "training_config.json").read_text())
     assert saved.pop("timestamp")
     assert saved == {
@@ -134,7 +150,7 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     again = AutoModelForCausalLM.from_pretrained(trainer.folder / "final")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), random_model.parameters(), strict=True))
     lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in history]
+    assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in history["rows"]]
 
 
 def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(
@@ -152,7 +168,7 @@ def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(
     history = trainer.train([("Say something.", "a"), ("Count to three.", "b"), ("Who are you?", "c")])
     assert sorted(set(seen[2:])) == ["a", "b", "c"]
     assert len(seen) == 2 + 3 * 2
-    assert [row["step"] for row in history] == [2, 3, 4]
+    assert [row["step"] for row in history["rows"]] == [2, 3, 4]
     assert trainer.step == 4
 
 
@@ -185,10 +201,20 @@ def test_the_users_optimizer_and_scheduler_do_the_stepping(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)
     before = [p.clone() for p in random_model.parameters()]
     history = trainer.train(ROWS, optimizer, scheduler)
-    assert [row["learning_rate"] for row in history] == pytest.approx([0.5, 0.05])
+    assert [row["learning_rate"] for row in history["rows"]] == pytest.approx([0.5, 0.05])
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, random_model.parameters(), strict=True)]).norm()
     # SGD moves by the learning rate times the clipped gradient, whose norm is at most 1; Adam would move further.
     assert 0 < moved <= 0.55 + 1e-4
+
+
+def test_the_users_scheduler_moves_on_also_where_a_step_has_nothing_to_learn(
+    random_model: Any, tiny: Any, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, train={"max_steps": 3})
+    optimizer = torch.optim.SGD(random_model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    StepTrainer(random_model, tiny.tokenizer, lambda o, e: 1.0, config).train(ROWS, optimizer, scheduler)
+    assert scheduler.get_last_lr() == [0.125]
 
 
 def test_an_optimizer_of_another_model_is_refused(trainer: StepTrainer) -> None:
@@ -235,19 +261,84 @@ def test_a_step_works_inside_a_running_event_loop(trainer: StepTrainer) -> None:
     assert asyncio.run(notebook_cell())["step"] == 1
 
 
-def test_one_yaml_file_gives_the_whole_trainer(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"""
-output_dir: {tmp_path}
-model: {{name: palestra/tiny, max_new_tokens: 6}}
+YAML = """
+model: {base_model_name: palestra/tiny, max_new_tokens: 6}
 rl:
-  training: {{per_device_train_batch_size: 1, learning_rate: 1.0e-3, num_train_epochs: 2, max_steps: 1}}
-  generation: {{num_generations: 3, temperature: 0.9, top_p: 1.0}}
-wandb: {{enabled: false, project: gym, entity: me}}
+  training: {per_device_train_batch_size: 1, learning_rate: 1.0e-3, num_train_epochs: 2, max_steps: 1}
+  generation: {num_generations: 3, temperature: 0.9, top_p: 1.0}
+wandb: {enabled: false, project: gym, entity: me}
 """
-    )
-    trainer = StepTrainer.from_yaml(path, share_of_letter)
+
+
+def yaml_file(folder: Path, more: str = "") -> Path:
+    path = folder / "config.yaml"
+    path.write_text(YAML + more)
+    return path
+
+
+def test_one_yaml_file_gives_the_whole_trainer(tmp_path: Path) -> None:
+    trainer = StepTrainer.from_yaml(yaml_file(tmp_path), share_of_letter, tmp_path / "out")
+    assert trainer.config.model.name == "palestra/tiny"
     assert len(trainer.generate_group_outputs([{"role": "user", "content": "Hi"}])) == 3
     assert trainer.config.rollout.max_new_tokens == 6
-    assert len(trainer.train(ROWS)) == 1
+    assert trainer.train(ROWS)["steps"] == 1
+    assert (tmp_path / "out" / "final" / "training_config.json").is_file()
+
+
+def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(
+    random_model: Any, tiny: Any, tmp_path: Path
+) -> None:
+    path = yaml_file(tmp_path, "lora: {r: 2}\n")
+    trainer = StepTrainer(
+        model=random_model,
+        tokenizer=tiny.tokenizer,
+        reward_model=share_of_letter,
+        config_path=str(path),
+        output_dir=str(tmp_path / "out"),
+    )
+    assert trainer.config.rollout.group_size == 3
+    assert trainer.folder == tmp_path / "out"
+    assert hasattr(trainer.model, "disable_adapter")  # lora.r acts on a model that has no adapter yet
+    assert len(trainer.train_step("Hi", "e")["rewards"]) == 3
+
+
+def test_two_configs_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(PalestraError, match="config and config_path are one setting"):
+        StepTrainer(None, None, share_of_letter, RunConfig(), config_path=yaml_file(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ("echo: {coefficient: 0.5}", r"echo\.coefficient = 0\.5 has no effect here: StepTrainer samples without tools"),
+        ("rollout: {max_staleness: 1}", "asynchronous training is not built yet"),
+        ("rollout: {policy_url: 'http://a'}", "samples in this process"),
+        ("eval: {every: 5}", r"eval\.every = 5 has no effect here: StepTrainer trains on all prompts"),
+        ("checkpoint: {keep_last: 1}", "keeps every checkpoint"),
+        ("lora: {load_in_4bit: true}", "needs a CUDA GPU, and none is there"),
+    ],
+)
+def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(
+    more: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PalestraError, match=complaint):
+        StepTrainer.from_yaml(yaml_file(tmp_path, more), share_of_letter)
+
+
+def test_without_wandb_the_trainer_warns_and_goes_on(
+    random_model: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("palestra.train.step_trainer.find_spec", lambda name: None)
+    config = settings(tmp_path, track={"report_to": ["wandb", "tensorboard"]})
+    trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config)
+    assert trainer.config.track.report_to == ["tensorboard"]
+    assert config.track.report_to == ["wandb", "tensorboard"]
+    assert "wandb is not installed" in caplog.text
+
+
+def test_a_folder_that_holds_another_run_is_refused(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(PalestraError, match="holds a run already"):
+        StepTrainer(random_model, tiny.tokenizer, share_of_letter, settings(tmp_path)).train(ROWS)
