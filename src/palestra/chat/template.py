@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +27,9 @@ _END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
+MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1024, 4096
 _SYSTEM, _QUESTION, _ANSWER = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class ChatFormat:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
-        self._scaffolds: dict[tuple[Any, ...], tuple[str, tuple[str, ...]]] = {}
+        self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
+        self._openings: dict[Any, str] = {}
+        self._continuations: dict[Any, tuple[Turn, ...]] = {}
         self._shows_tools = False  # not known yet
         self.call_form: CallForm = form_of(tokenizer.chat_template)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
@@ -81,8 +86,14 @@ class ChatFormat:
     def continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
         """What is fed after a sampled assistant turn that ended with its stop token.
 
-        The bodies of the replies are `environment` turns, everything around them `template` turns.
+        The bodies of the replies are `environment` turns, everything around them `template` turns. Siblings often
+        make the same calls and get the same replies, so the last ones are remembered.
         """
+        if any(r.tool_calls for r in replies) or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
+            return self._continuation(replies)
+        return _remembered(self._continuations, tuple(replies), partial(self._continuation, replies))
+
+    def _continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
         stop, scaffold = self._scaffold(replies)
@@ -120,13 +131,12 @@ class ChatFormat:
 
     def _scaffold(self, replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
-        key = tuple((reply.role, reply.name, reply.tool_call_id) for reply in replies)
-        if key not in self._scaffolds:
-            if len(self._scaffolds) >= 256:
-                self._scaffolds.clear()  # names that the model makes up must not fill the memory
+
+        def make() -> tuple[str, tuple[str, ...]]:
             stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)])
-            self._scaffolds[key] = (stop, _split_at_marks(text, len(replies)))
-        return self._scaffolds[key]
+            return stop, _split_at_marks(text, len(replies))
+
+        return _remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
 
     def _delta(self, replies: Sequence[Message]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
@@ -139,8 +149,9 @@ class ChatFormat:
         # some templates refuse a system message or several calls, or leave out the text beside calls
         for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
             opening = [*system, Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
+            key = (system, tuple((call.id, call.name) for call in tool_calls))
             try:
-                before = self._render(opening)
+                before = _remembered(self._openings, key, partial(self._render, opening))
                 after = self._render([*opening, *replies], add_generation_prompt=True)
             except PalestraError as error:
                 refusal = error
@@ -217,6 +228,15 @@ class ChatFormat:
             inside = start < end and all(in_body[start:end])
             labelled.append((token_id, "environment" if inside else "template"))
         return labelled
+
+
+def _remembered(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
+    """What `make` gave for this key before. What a model makes up must not fill the memory, hence the limit."""
+    if key not in known:
+        if len(known) >= MAX_REMEMBERED:
+            known.clear()
+        known[key] = make()
+    return known[key]
 
 
 def _with_short_ids(message: Message) -> Message:

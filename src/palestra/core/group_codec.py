@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -212,7 +211,7 @@ def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
 
 
 def _verdicts(rollout: Rollout) -> dict[str, Any]:
-    return {name: asdict(score) for name, score in rollout.scores.items()}
+    return {name: _fields(score) for name, score in rollout.scores.items()}
 
 
 def _turn_to_dict(turn: Turn) -> dict[str, Any]:
@@ -237,15 +236,12 @@ def _message_from_fields(fields: Mapping[str, Any]) -> Message:
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    """As `asdict`, without its copies: there are thousands of messages in a step."""
-    calls = [asdict(call) for call in message.tool_calls]
-    return {
-        "role": message.role,
-        "text": message.text,
-        "tool_calls": calls,
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-    }
+    return _fields(message) | {"tool_calls": [_fields(call) for call in message.tool_calls]}
+
+
+def _fields(record: Score | Message | ToolCall) -> dict[str, Any]:
+    """As `asdict`, without its copies: there are thousands of records in a step."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:

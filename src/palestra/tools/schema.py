@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakKeyDictionary
 
 from palestra.core.errors import PalestraError
 from palestra.tools.docstring import parse_docstring
@@ -35,7 +36,22 @@ class FunctionSchema:
 
 
 def function_schema(fn: Callable[..., Any]) -> FunctionSchema:
-    """Describe `fn` by its type hints and docstring; what is missing raises PalestraError."""
+    """Describe `fn` by its type hints and docstring; what is missing raises PalestraError.
+
+    Every attempt has its own copy of an environment and so its own bound methods: their schema is made once.
+    """
+    function = getattr(fn, "__func__", None)
+    if function is None:
+        return _function_schema(fn)
+    if function not in _OF_METHODS:
+        _OF_METHODS[function] = _function_schema(fn)
+    return _OF_METHODS[function]
+
+
+_OF_METHODS: WeakKeyDictionary[Any, FunctionSchema] = WeakKeyDictionary()
+
+
+def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
     name = getattr(fn, "__name__", type(fn).__name__)
     docstring = inspect.getdoc(fn)
     if not docstring or not docstring.strip():

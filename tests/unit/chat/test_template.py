@@ -129,6 +129,20 @@ def test_a_continuation_begins_right_behind_the_stop_token():
     )
 
 
+def test_the_same_replies_are_rendered_once_and_other_replies_with_one_rendering(monkeypatch):
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer)
+    rendered = []
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: (rendered.append(1), render(*a, **k))[1])
+    first = chat.continuation([tool("42")])
+    count = len(rendered)
+    assert chat.continuation([tool("42")]) == first
+    assert len(rendered) == count
+    assert chat.continuation([tool("43")]) != first
+    assert len(rendered) == count + 1
+
+
 def test_several_tool_results_share_one_block_and_each_body_is_the_environments():
     tokenizer = make_tokenizer()
     turns = ChatFormat(tokenizer).continuation([tool("tea 4", 0), tool("tea 4", 1), tool("user", 2)])

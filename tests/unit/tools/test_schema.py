@@ -152,3 +152,18 @@ def test_a_type_hint_that_cannot_be_resolved_is_refused():
 
     with pytest.raises(PalestraError, match=r"'lost' cannot be read.*Nowhere"):
         function_schema(lost)
+
+
+def test_the_schema_of_a_method_is_made_once_for_all_copies_of_its_object():
+    class Shop:
+        def price(self, item: str) -> int:
+            """The price of an item.
+
+            Args:
+                item: Its name.
+            """
+            return len(item)
+
+    first, second = function_schema(Shop().price), function_schema(Shop().price)
+    assert first is second
+    assert list(first.parameters["properties"]) == ["item"]
