@@ -19,7 +19,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite
 from palestra.result import GRPOTrainingResult
-from palestra.rollout.rewards import RewardFunction
+from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
@@ -37,7 +37,7 @@ def train_grpo(
     torch_dtype: str | None = None,
     device_map: str | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    extra_reward_funcs: Sequence[RewardFunction] = (),
+    extra_reward_funcs: RewardFunctionList = None,
     rollout_func: Callable[..., Any] | None = None,
     held_out: EvalSuite | float = 0.2,
     watcher: Watcher | None = None,
@@ -84,7 +84,7 @@ class GRPOTrainer:
         torch_dtype: str | None = None,
         device_map: str | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-        extra_reward_funcs: Sequence[RewardFunction] = (),
+        extra_reward_funcs: RewardFunctionList = None,
         rollout_func: Callable[..., Any] | None = None,
         watcher: Watcher | None = None,
         name: str | None = None,
@@ -97,7 +97,7 @@ class GRPOTrainer:
         self._weights = reward_weights
         self._config = config
         self._overrides = {key: v for key, v in (("dtype", torch_dtype), ("device", device_map)) if v is not None}
-        self._reward_functions = tuple(extra_reward_funcs)
+        self._reward_functions = as_list(extra_reward_funcs)
         self._factory = environment_factory
         self._rollout_func = rollout_func
         self._watcher = watcher or Watcher()

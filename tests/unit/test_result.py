@@ -124,14 +124,14 @@ def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> No
     config = {"output_dir": str(tmp_path), "train.max_steps": 1, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
 
     def broken(**columns: Any) -> list[float]:
-        return [float("nan")] * len(columns["completions"])
+        raise RuntimeError("no such column")
 
-    with pytest.raises(PalestraError, match="is nan"):
+    with pytest.raises(PalestraError, match="the reward function broken has failed in all of its"):
         train_grpo(agent, suite, config=config, extra_reward_funcs=[broken])
     [folder] = tmp_path.iterdir()
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
     assert row.state == "failed"
-    assert "step 1: the reward of rollout 0" in str(row.reason)
+    assert "step 1: the reward function broken" in str(row.reason)
 
 
 def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def advantages(
 
 
 def combine_measures(
-    values: Sequence[Sequence[float]] | Tensor,  # [R, M]
+    values: Sequence[Sequence[float]] | Tensor,  # [R, M]; NaN where a measure has no say about a row
     weights: Numbers,  # [M]
     group: Sequence[int] | Tensor,  # [R]
     *,
@@ -76,12 +76,17 @@ def combine_measures(
     if value.ndim != 2 or value.shape[1:] != weight.shape:
         raise PalestraError(f"measures of shape {list(value.shape)} and {len(weight)} weights; expected [R, M] and [M]")
     for measure in range(len(weight)):
-        _finite(value[:, measure], f"measure {measure} of row {{}}")
+        _finite(value[:, measure].masked_fill(value[:, measure].isnan(), 0.0), f"measure {measure} of row {{}}")
     if combine == "sum_then_normalise":
-        return advantages(value @ weight, group, scale=scale, leave_one_out=leave_one_out, eps=eps)
+        return advantages(value.nan_to_num() @ weight, group, scale=scale, leave_one_out=leave_one_out, eps=eps)
     if combine == "normalise_then_sum":
-        each = [advantages(one, group, scale=scale, leave_one_out=leave_one_out, eps=eps) for one in value.T]
-        return torch.stack(each, dim=1) @ weight
+        members, total = torch.as_tensor(group), torch.zeros(len(value), dtype=torch.float64)
+        for one, factor in zip(value.T, weight, strict=True):
+            rows = ~one.isnan()
+            total[rows] += factor * advantages(
+                one[rows], members[rows], scale=scale, leave_one_out=leave_one_out, eps=eps
+            )
+        return total
     raise PalestraError(f"unknown combine {combine!r}; expected sum_then_normalise or normalise_then_sum")
 
 

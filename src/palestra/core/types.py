@@ -131,13 +131,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One measure's verdict: a value in 0..1, whether it counts as passed, and why.
+    """One measure's verdict: a value, whether it counts as passed (None: it has no say in that), and why.
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
     """
 
     value: float
-    passed: bool
+    passed: bool | None
     reason: str = ""
     error: bool = False
 
@@ -175,7 +175,8 @@ class Rollout:
     @property
     def passed(self) -> bool:
         """Every measure passed."""
-        return bool(self.scores) and all(s.passed for s in self.scores.values())
+        verdicts = [s.passed for s in self.scores.values() if s.passed is not None]
+        return bool(verdicts) and all(verdicts)
 
     @property
     def sampled_tokens(self) -> int:
@@ -188,6 +189,7 @@ class Group:
 
     problem_id: str
     rollouts: tuple[Rollout, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what reward functions logged, by name
 
     @property
     def rewards(self) -> list[float]:

@@ -44,6 +44,7 @@ class Measure:
     name: str
     fn: Callable[..., Any]
     threshold: float = 1.0
+    bounded: bool = True  # values are from 0 to 1
 
     def __call__(self, context: MeasureContext) -> Any:
         return self.fn(context)
@@ -90,20 +91,27 @@ def get_measure(name: str) -> Measure:
     return _declared[name]
 
 
-def as_measure(obj: Measure | str | Callable[..., Any]) -> Measure:
-    """A measure, the name of a declared one, or a plain function, as a measure."""
+def as_measure(obj: Any) -> Measure:
+    """A measure, the name of a declared one, a plain function or a reward model, as a measure."""
     if isinstance(obj, Measure):
         return obj
+    if (combined := getattr(obj, "calculate_combined_reward", None)) is not None:
+        fn = lambda ctx: combined(ctx.final_assistant_message.text, ctx.expect)  # noqa: E731
+        return Measure(_name_of(obj), fn, bounded=False)
     if isinstance(obj, str):
         return get_measure(obj)
     if callable(obj):
         return Measure(_name_of(obj), obj)
-    raise PalestraError(f"{obj!r} is not a measure; pass a function or the name of a declared one:\n{_EXAMPLE}")
+    raise PalestraError(
+        f"{obj!r} is not a measure; pass a function, the name of a declared one, or an object with "
+        f"calculate_combined_reward(output, expected_answer):\n{_EXAMPLE}"
+    )
 
 
-def as_measures(objs: Sequence[Any] | str | Callable[..., Any]) -> tuple[Measure, ...]:
+def as_measures(objs: Any) -> tuple[Measure, ...]:
     """All as measures; two of one name raise PalestraError. A single one needs no list."""
-    many = (objs,) if isinstance(objs, (str, Measure)) or callable(objs) else tuple(objs)
+    one = isinstance(objs, (str, Measure)) or callable(objs) or hasattr(objs, "calculate_combined_reward")
+    many = (objs,) if one else tuple(objs)
     measures = tuple(as_measure(obj) for obj in many)
     names = [m.name for m in measures]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -146,8 +154,9 @@ def as_score(m: Measure, value: Any) -> Score:
     if isinstance(value, bool):
         return Score(float(value), value)
     if isinstance(value, (int, float)):
-        if math.isnan(value) or not 0.0 <= value <= 1.0:
-            return _failed(f"measure {m.name} returned {value!r}; expected a number from 0 to 1")
+        if not math.isfinite(value) or (m.bounded and not 0.0 <= value <= 1.0):
+            expected = "a number from 0 to 1" if m.bounded else "a finite number"
+            return _failed(f"measure {m.name} returned {value!r}; expected {expected}")
         return Score(float(value), value >= m.threshold - 1e-9)
     return _failed(
         f"measure {m.name} returned {type(value).__name__}; expected pass_reason(…), fail_reason(…), a bool or a number"
@@ -158,5 +167,5 @@ def _failed(reason: str) -> Score:
     return Score(0.0, False, reason, error=True)
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)

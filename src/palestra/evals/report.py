@@ -63,7 +63,7 @@ class EvalReport:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], seconds: float) -> EvalReport:
-        judged = [r for r in rollouts if not any(score.error for score in r.scores.values())]
+        judged = [r for r in rollouts if not any(s.error and s.passed is not None for s in r.scores.values())]
         results = [result for rollout in rollouts for result in rollout.tool_results]
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
         return cls(
@@ -103,7 +103,7 @@ class Change:
 def compare(before: EvalReport, after: EvalReport) -> list[Change]:
     """A row per measure that both have, then one for all measures together."""
     earlier = {report.name: report.pass_rate for report in before.measures}
-    rows = [Change(m.name, earlier[m.name], m.pass_rate) for m in after.measures if m.name in earlier]
+    rows = [Change(m.name, earlier[m.name], m.pass_rate) for m in after.measures if m.name in earlier and m.pass_rate.n]
     return [*rows, Change("all measures", before.pass_rate, after.pass_rate)]
 
 
@@ -127,9 +127,10 @@ def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int
 def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:
     every = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
     scores = [score for score in every if not score.error]
+    verdicts = [score.passed for score in scores if score.passed is not None]
     return MeasureReport(
         name=name,
-        pass_rate=Rate.of(sum(score.passed for score in scores), len(scores)),
+        pass_rate=Rate.of(sum(verdicts), len(verdicts)),
         mean_value=_mean([score.value for score in scores]),
         errors=len(every) - len(scores),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.chat.template import ChatFormat
@@ -15,7 +15,7 @@ from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, run_attempt
-from palestra.rollout.rewards import RewardFunction, reward_group
+from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
@@ -28,7 +28,7 @@ class Collector:
     environment: Environment
     limits: AttemptLimits
     start: Callable[[Sequence[Episode]], list[Speaker]]
-    reward_functions: tuple[RewardFunction, ...] = ()
+    rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 256
 
     async def collect(
@@ -57,7 +57,9 @@ class Collector:
             for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
         ]
         try:
-            return list(await asyncio.gather(*tasks))
+            groups = list(await asyncio.gather(*tasks))
+            self.rewards.require_working()
+            return groups
         except OutOfThreads as error:
             raise PalestraError(str(error)) from error
         finally:
@@ -78,8 +80,7 @@ class Collector:
         ]
         try:
             rollouts = await asyncio.gather(*tasks)
-            weights = self.environment.reward_weights
-            return Group(problem.id, reward_group(problem, rollouts, episodes, weights, self.reward_functions))
+            return await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         finally:
             for task in tasks:
                 task.cancel()

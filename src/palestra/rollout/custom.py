@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
 from palestra.chat.template import ChatFormat
 from palestra.core.calls import OutOfThreads
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import to_dict
-from palestra.core.types import Group, Problem, Rollout, Turn
+from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import NotOpened, OnRollout, close_all, failed_group, open_episodes
-from palestra.rollout.rewards import RewardFunction, reward_group
+from palestra.rollout.rewards import RewardFunctions
 
-# (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt
+# (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt.
+# Optional columns are "env_mask" (0 where the environment made a token) and "truncated" (true where an answer was cut
+# off); all others go to the reward functions.
 RolloutFunction = Callable[[list[list[dict[str, Any]]], Any], Mapping[str, Sequence[Any]]]
 
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -34,7 +36,7 @@ class FunctionCollector:
     trainer: Any
     chat: ChatFormat
     policy: Policy[Any]
-    reward_functions: tuple[RewardFunction, ...] = ()
+    rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 256
 
     async def collect(
@@ -53,11 +55,13 @@ class FunctionCollector:
         groups: list[Group] = []
         for start in range(0, len(problems), at_once):
             groups += await self._call(problems[start : start + at_once], group_size, on_rollout)
+        self.rewards.require_working()
         return groups
 
     async def _call(self, problems: Sequence[Problem], group_size: int, on_rollout: OnRollout) -> list[Group]:
-        """The groups of one call; if it fails, they have."""
+        """The groups of one call. If it raises, each problem gets a call of its own, so that only some need fail."""
         rows = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
+        failure: PalestraError | None = None
         opened = [(p, row) for p, row in zip(problems, rows, strict=True) if not isinstance(row, NotOpened)]
         try:
             played = await self._play(opened)
@@ -67,9 +71,13 @@ class FunctionCollector:
         except OutOfThreads as error:
             raise PalestraError(str(error)) from error
         except PalestraError as error:
-            played = [failed_group(problem, str(error), group_size, on_rollout) for problem, _ in opened]
+            failure = error
         finally:
             close_all([episode for _, row in opened for episode in row])
+        if isinstance(failure, RolloutError) and len(opened) > 1:
+            played = [g for p, _ in opened for g in await self._call([p], group_size, on_rollout)]
+        elif failure is not None:
+            played = [failed_group(problem, str(failure), group_size, on_rollout) for problem, _ in opened]
         done = iter(played)
         return [
             failed_group(p, row.reason, group_size, on_rollout) if isinstance(row, NotOpened) else next(done)
@@ -84,9 +92,9 @@ class FunctionCollector:
         call = asyncio.to_thread(self.function, prompts, self.trainer)
         columns = _checked(await from_outside("rollout_func", call), len(prompts))
         rollouts = await asyncio.gather(*(self._rollout(*attempt, columns, i) for i, attempt in enumerate(attempts)))
-        return [self._group(g, problem, rollouts, row, columns) for g, (problem, row) in enumerate(opened)]
+        return [await self._group(g, problem, rollouts, row, columns) for g, (problem, row) in enumerate(opened)]
 
-    def _group(
+    async def _group(
         self,
         index: int,
         problem: Problem,
@@ -96,8 +104,7 @@ class FunctionCollector:
     ) -> Group:
         mine = slice(index * len(episodes), (index + 1) * len(episodes))
         extra = {k: v[mine] for k, v in columns.items() if k not in (*_NEEDED, "env_mask")}
-        weights = self.environment.reward_weights
-        return Group(problem.id, reward_group(problem, rollouts[mine], episodes, weights, self.reward_functions, extra))
+        return await self.rewards.reward(problem, rollouts[mine], episodes, self.environment.reward_weights, extra)
 
     async def _rollout(
         self, problem: Problem, episode: Episode, columns: Mapping[str, Sequence[Any]], i: int
@@ -107,12 +114,13 @@ class FunctionCollector:
         prompt = Turn("template", columns["prompt_ids"][i])
         turns = (prompt, *_turns(completion, columns["logprobs"][i], mask, self.policy.version))
         messages = (*episode.prompt, self.chat.read(completion))
+        stop: StopReason = "truncated" if "truncated" in columns and columns["truncated"][i] else "answered"
         scores, error = {}, None
         try:
             scores = dict(await from_outside("scoring", episode.score(messages, ())))
         except PalestraError as failure:
             error = str(failure)
-        return Rollout(problem.id, turns, messages, "failed" if error else "answered", scores=scores, error=error)
+        return Rollout(problem.id, turns, messages, "failed" if error else stop, scores=scores, error=error)
 
 
 def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], version: int) -> list[Turn]:

@@ -1,72 +1,221 @@
-"""From scores to rewards: the measures' weighted sum, plus reward functions of TRL's form."""
+"""From scores to rewards: the measures' weighted sum, plus reward functions of TRL's form and reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+import inspect
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
+from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
-from palestra.core.types import Message, Problem, Rollout
+from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
 
-# TRL's form: (prompts, completions, **columns) -> one float a rollout.
-RewardFunction = Callable[..., Sequence[float]]
+# TRL's form: (prompts, completions, completion_ids, **columns) -> a number for each rollout, or None where it has no
+# say; sync or async. Or an object with calculate_combined_reward(output, expected_answer).
+RewardFunction = Callable[..., Any]
+RewardFunctionList = RewardFunction | Sequence[RewardFunction] | None
+
+REWARD_TIMEOUT_S = 300.0
+_BROKEN_AFTER = 4  # calls, none of which succeeded
+
+log = logging.getLogger("palestra")
 
 
-def reward_group(
-    problem: Problem,
-    rollouts: Sequence[Rollout],
-    episodes: Sequence[Episode],
-    weights: Mapping[str, float],
-    functions: Sequence[RewardFunction] = (),
-    columns: Mapping[str, Sequence[Any]] | None = None,
-) -> tuple[Rollout, ...]:
-    """The siblings with their rewards. Episodes are still open, so functions may look at what was played with."""
-    rewards = [weighted_reward(r, weights) for r in rollouts]
-    worlds = [e.environment for e in episodes if hasattr(e, "environment")]  # not every environment has such a thing
-    for function in functions:
-        extra = dict(columns or {}) | ({"environments": worlds} if worlds else {})
-        values = call_reward_function(function, problem, rollouts, extra)
-        rewards = [a + b for a, b in zip(rewards, values, strict=True)]
-    errors = [r.error or failed_measure(r, weights) for r in rollouts]
-    return tuple(replace(r, reward=x, error=e) for r, x, e in zip(rollouts, rewards, errors, strict=True))
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What reward functions get as `trainer_state`: how far the training is."""
+
+    global_step: int = 0  # updates so far
+    max_steps: int = 0
+    epoch: float = 0.0
 
 
-def failed_measure(rollout: Rollout, weights: Mapping[str, float]) -> str | None:
-    """Why the reward is not known: a measure that counts has failed, which is not the model's doing."""
-    return next((s.reason for name, s in rollout.scores.items() if s.error and weights.get(name, 1.0)), None)
+class RewardFunctions:
+    """Reward functions, each under a name of its own. Their values are scores beside those of the measures.
+
+    One that raises is left out for that group, with a warning; one that has raised in every call stops the run.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunctionList = (),
+        *,
+        measures: Iterable[str] = (),
+        state: Callable[[], TrainerState] = TrainerState,
+    ) -> None:
+        self._functions: dict[str, RewardFunction] = {}
+        for function in as_list(functions):
+            if not callable(getattr(function, "calculate_combined_reward", function)):
+                raise PalestraError(
+                    f"{function!r} is not a reward function; expected one of TRL's form, (prompts, completions, "
+                    "**columns) -> numbers, or an object with calculate_combined_reward(output, expected_answer)"
+                )
+            self._functions[_new_name(function, {*measures, *self._functions})] = function
+        self._state = state
+        self._locks = {name: threading.Lock() for name in self._functions}  # one call at a time, as in TRL
+        self._calls: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+
+    async def reward(
+        self,
+        problem: Problem,
+        rollouts: Sequence[Rollout],
+        episodes: Sequence[Episode],
+        weights: Mapping[str, float],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Group:
+        """The siblings with their rewards. Episodes are still open, so functions may look at what was played with."""
+        scored, logged = list(rollouts), _Logged()
+        good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
+        if good and self._functions:
+            arguments = self._arguments(problem, [rollouts[i] for i in good], [episodes[i] for i in good])
+            arguments |= {key: [values[i] for i in good] for key, values in (columns or {}).items()}
+            calls = (self._call(name, arguments, problem, logged) for name in self._functions)
+            for name, values in zip(self._functions, await asyncio.gather(*calls), strict=True):
+                for at, (i, value) in enumerate(zip(good, values, strict=True)):
+                    if value is not None:
+                        score = _as_score(value, beside_measures=bool(rollouts[i].scores), reason=logged.text(name, at))
+                        scored[i] = replace(scored[i], scores={**scored[i].scores, name: score})
+        return Group(problem.id, tuple(self._rewarded(rollout, weights) for rollout in scored), logged.means())
+
+    def require_working(self) -> None:
+        """Raise if a function has never succeeded: its reward is missing from everything that was learned."""
+        for name, failures in self._failures.items():
+            if failures == self._calls[name] >= _BROKEN_AFTER:
+                raise PalestraError(
+                    f"the reward function {name} has failed in all of its {failures} calls; see the warning above for "
+                    "the first one. Fix it, or leave it out of extra_reward_funcs"
+                )
+
+    def _arguments(
+        self, problem: Problem, rollouts: Sequence[Rollout], episodes: Sequence[Episode]
+    ) -> dict[str, Sequence[Any] | Any]:
+        """What TRL gives its reward functions, and the columns of the problem's row."""
+        worlds = [e.environment for e in episodes if hasattr(e, "environment")]  # a suite has none
+        return {
+            **{key: [value] * len(rollouts) for key, value in problem.row.items()},
+            "prompts": [_dicts(r.messages[: _prompt_count(r)]) for r in rollouts],
+            "completions": [_dicts(r.messages[_prompt_count(r) :]) for r in rollouts],
+            "completion_ids": [[i for turn in r.turns[1:] for i in turn.token_ids.tolist()] for r in rollouts],
+            "trainer_state": self._state(),
+            **({"environments": worlds} if worlds else {}),
+        }
+
+    async def _call(
+        self, name: str, arguments: Mapping[str, Any], problem: Problem, logged: _Logged
+    ) -> list[float | None] | list[str]:
+        """A value for each rollout; the reason for each where the function failed."""
+        count = len(arguments["completions"])
+        log_functions = {"log_metric": logged.metric, "log_extra": lambda column, v: logged.extra(name, column, v)}
+        self._calls[name] += 1
+        try:
+            values = await call_with_limit(
+                self._locked, name, {**arguments, **log_functions}, problem, timeout_s=REWARD_TIMEOUT_S
+            )
+            return _checked(values, count)
+        except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
+            self._failures[name] += 1
+            reason = f"reward function {name} raised {type(error).__name__}: {error}".removesuffix(": ")
+            if self._failures[name] == 1:
+                log.warning("%s; it is left out for that group, and such groups are counted as measure_errors", reason)
+            return [reason] * count
+
+    def _locked(self, name: str, arguments: Mapping[str, Any], problem: Problem) -> Any:
+        function = self._functions[name]
+        with self._locks[name]:
+            if (combined := getattr(function, "calculate_combined_reward", None)) is not None:
+                return [combined(_final_text(c), problem.expect) for c in arguments["completions"]]
+            return function(**_accepted(function, arguments))
+
+    def _rewarded(self, rollout: Rollout, weights: Mapping[str, float]) -> Rollout:
+        error = rollout.error or self._why_unknown(rollout.scores, weights)
+        return replace(rollout, reward=weighted_reward(rollout, weights), error=error)
+
+    def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
+        """Why there is no reward: a measure that counts has failed, which is not the model's doing, or none looked."""
+        measures = {name: score for name, score in scores.items() if name not in self._functions}
+        if failed := [s.reason for name, s in measures.items() if s.error and weights.get(name, 1.0)]:
+            return failed[0]
+        if measures or not self._functions or any(not score.error for score in scores.values()):
+            return None
+        return next((s.reason for s in scores.values()), "no measure and no reward function scored it")
+
+
+def as_list(functions: Any) -> tuple[RewardFunction, ...]:
+    """None, one function or several."""
+    return () if functions is None else tuple(functions) if isinstance(functions, Iterable) else (functions,)
+
+
+class _Logged:
+    """What reward functions log on one group: numbers for the step's metrics, and more about each rollout."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[float]] = {}
+        self._extras: dict[str, dict[str, list[Any]]] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def extra(self, function: str, column: str, values: Sequence[Any]) -> None:
+        self._extras.setdefault(function, {})[column] = list(values)
+
+    def means(self) -> dict[str, float]:
+        return {name: fmean(values) for name, values in self._metrics.items()}
+
+    def text(self, function: str, rollout: int) -> str:
+        columns = self._extras.get(function, {}).items()
+        return ", ".join(f"{column}: {values[rollout]}" for column, values in columns if rollout < len(values))
 
 
 def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
-    """The measures' values, weighed and added; a rollout that failed earns nothing."""
+    """The scores' values, weighed and added; a rollout that failed earns nothing."""
     return sum(weights.get(name, 1.0) * score.value for name, score in rollout.scores.items())
 
 
-def call_reward_function(
-    function: RewardFunction,
-    problem: Problem,
-    rollouts: Sequence[Rollout],
-    extra: Mapping[str, Sequence[Any]] | None = None,
-) -> list[float]:
-    """Call a TRL-style reward function for one group. `extra` has more columns, with a value a rollout."""
-    name = getattr(function, "__name__", repr(function))
-    prompts = [_dicts(r.messages[: _prompt_count(r)]) for r in rollouts]
-    completions = [_dicts(r.messages[_prompt_count(r) :]) for r in rollouts]
-    columns = {
-        key: [value] * len(rollouts) for key, value in problem.row.items() if key not in ("prompts", "completions")
-    }
-    columns |= {key: list(values) for key, values in (extra or {}).items()}
+def _as_score(value: float | str, *, beside_measures: bool, reason: str) -> Score:
+    """Beside measures, which say what passes, a reward function only adds to the reward."""
+    if isinstance(value, str):
+        return Score(0.0, None, value, error=True)
+    return Score(value, None if beside_measures else value >= 1.0, reason or f"{value:.4g}")
+
+
+def _checked(values: Any, count: int) -> list[float | None]:
+    numbers = [None if v is None else float(v) for v in values]
+    if len(numbers) != count:
+        raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
+    if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
+        raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it has no say")
+    return numbers
+
+
+def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments that the function has parameters for."""
     try:
-        values = [float(v) for v in function(prompts=prompts, completions=completions, **columns)]
-    except Exception as error:
-        raise PalestraError(f"reward function {name} raised {type(error).__name__}: {error}") from error
-    if len(values) != len(rollouts):
-        raise PalestraError(
-            f"reward function {name} gave {len(values)} values for {len(rollouts)} completions; return one each"
-        )
-    return values
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return arguments
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
+
+
+def _new_name(function: RewardFunction, taken: set[str]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
+    return name if name not in taken else next(n for n in numbers if n not in taken)
+
+
+def _final_text(completion: Sequence[Mapping[str, Any]]) -> str:
+    return next((str(m["content"]) for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 def _prompt_count(rollout: Rollout) -> int:

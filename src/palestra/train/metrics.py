@@ -53,6 +53,9 @@ def rollout_metrics(
     for name in dict.fromkeys(name for r in good for name in r.scores):
         scores = [r.scores[name] for r in good if name in r.scores and not r.scores[name].error]
         if scores:
-            out[f"pass_rate/{name}"] = statistics.fmean(score.passed for score in scores)
             out[f"score/{name}"] = statistics.fmean(score.value for score in scores)
+        if verdicts := [score.passed for score in scores if score.passed is not None]:
+            out[f"pass_rate/{name}"] = statistics.fmean(verdicts)
+    for name in dict.fromkeys(name for g in groups for name in g.metrics):
+        out[name] = statistics.fmean(g.metrics[name] for g in groups if name in g.metrics)
     return out

@@ -34,7 +34,7 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     scale, leave_one_out = train.advantage_scale, train.leave_one_out
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     if train.combine == "normalise_then_sum" and len(names) > 1:
-        values = torch.tensor([[r.scores[n].value if n in r.scores else 0.0 for n in names] for r in rollouts])
+        values = torch.tensor([[_value(r, name) for name in names] for r in rollouts])
         per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
         values_out = combine_measures(
             values, per_measure, members, combine=train.combine, scale=scale, leave_one_out=leave_one_out
@@ -45,6 +45,11 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     for (g, i), value in zip(rows, values_out.tolist(), strict=True):
         result[g][i] = value
     return result
+
+
+def _value(rollout: Rollout, name: str) -> float:
+    """NaN where the measure has no say: it did not look at this rollout."""
+    return rollout.scores[name].value if name in rollout.scores else math.nan
 
 
 def _require_finite(groups: Sequence[Group]) -> None:

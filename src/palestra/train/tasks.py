@@ -19,10 +19,11 @@ from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
-from palestra.rollout.rewards import RewardFunction
+from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import eval_limits, train_limits
+from palestra.train.loop import total_steps
 from palestra.train.watcher import Watcher
 
 
@@ -89,8 +90,9 @@ class EnvironmentTask:
         return Evaluator(self._collector(parts, training=False), problems, parts.config)
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
-        """Reward functions are for training; an evaluation reports the measures alone."""
-        functions = tuple(self.reward_functions) if training else ()
+        rewards = RewardFunctions(
+            self.reward_functions, measures=self.environment.reward_weights, state=lambda: self._state(parts)
+        )
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
             return FunctionCollector(
@@ -99,11 +101,16 @@ class EnvironmentTask:
                 self.trainer,
                 parts.chat,
                 parts.policy,
-                functions,
+                rewards,
                 parts.config.rollout.max_open_episodes,
             )
         collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
-        return replace(collector, reward_functions=functions)
+        return replace(collector, rewards=rewards)
+
+    def _state(self, parts: Parts) -> TrainerState:
+        """For reward functions: every update of the policy counts as a step."""
+        done, config, count = parts.policy.version, parts.config, self.problem_count
+        return TrainerState(done, total_steps(config, count), done * config.train.problems_per_step / count)
 
 
 @dataclass(slots=True)

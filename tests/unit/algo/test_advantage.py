@@ -70,8 +70,19 @@ def test_a_group_of_one_has_advantage_zero() -> None:
 def test_a_reward_that_is_no_number_is_refused_by_row(bad: float) -> None:
     with pytest.raises(PalestraError, match="row 2"):
         advantages([0.0, 1.0, bad], [0, 0, 0])
-    with pytest.raises(PalestraError, match="measure 1 of row 2"):
-        combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
+    if not math.isnan(bad):
+        with pytest.raises(PalestraError, match="measure 1 of row 2"):
+            combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
+
+
+@pytest.mark.parametrize("combine", ["normalise_then_sum", "sum_then_normalise"])
+def test_a_measure_that_has_no_say_about_a_row_is_left_out_there(combine: str) -> None:
+    values = [[0.0, 1.0], [1.0, math.nan], [0.0, 1.0], [1.0, math.nan]]
+    first = [[row[0]] for row in values]
+    both = combine_measures(values, [1.0, 0.0], [0, 0, 0, 0], combine=combine)
+    assert both.tolist() == combine_measures(first, [1.0], [0, 0, 0, 0], combine=combine).tolist()
+    normalised = combine_measures(values, [0.0, 1.0], [0, 0, 0, 0], combine="normalise_then_sum")
+    assert normalised.tolist() == [0.0] * 4, "the two that it looked at are equal; the others are not worse"
 
 
 def test_groups_of_another_length_than_rewards_are_refused() -> None:

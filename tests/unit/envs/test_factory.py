@@ -122,6 +122,19 @@ def test_an_async_or_senseless_reward_is_dealt_with():
         play(environment(Senseless))
 
 
+def test_a_close_that_relies_on_reset_is_no_obstacle():
+    class Server(Counter):
+        def reset(self, **row: Any) -> str | None:
+            self.socket = "open"
+            return super().reset(**row)
+
+        def close(self) -> None:
+            assert self.socket == "open"
+            super().close()
+
+    assert play(environment(Server))[0].rollouts[0].error is None
+
+
 def test_who_owns_the_reward_needs_no_measures():
     assert owns_reward(Counter)
     assert owns_reward({"a": lambda: Counter()})

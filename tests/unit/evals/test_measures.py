@@ -2,6 +2,7 @@ import asyncio
 import math
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,3 +156,15 @@ def test_what_is_no_measure_is_refused():
 def test_a_threshold_out_of_range_is_refused(threshold):
     with pytest.raises(PalestraError, match="threshold"):
         measure(threshold=threshold)
+
+
+def test_a_reward_model_is_a_measure_and_its_values_may_be_any_number():
+    class Taste:
+        def calculate_combined_reward(self, output: str, expected_answer: str) -> float:
+            return 2.5 if expected_answer in output else -1.0
+
+    (taste,) = as_measures(Taste())
+    assert taste.name == "Taste"
+    ctx = MeasureContext([Message("assistant", "It is 5.")], expect="5")
+    assert asyncio.run(run_measure(taste, ctx, 1.0)) == Score(2.5, True)
+    assert asyncio.run(run_measure(taste, replace(ctx, expect="6"), 1.0)) == Score(-1.0, False)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -87,3 +88,11 @@ def test_without_progress_there_are_still_transcripts():
     same = [rollout("a", False), rollout("a", True), rollout("b", False)]
     assert [old.problem_id for old, _ in pick_transcripts(same, same)] == ["a", "b"]
     assert pick_transcripts([], []) == []
+
+
+def test_a_score_without_a_verdict_has_a_mean_and_no_pass_rate():
+    scored = replace(rollout("a", True), scores={"right": Score(1.0, True), "brief": Score(-0.5, None)})
+    report = EvalReport.of([scored, scored], 0.0)
+    assert report.pass_rate.rate == 1.0
+    assert {m.name: (m.pass_rate.n, m.mean_value) for m in report.measures} == {"right": (2, 1.0), "brief": (0, -0.5)}
+    assert [row.name for row in compare(report, report)] == ["right", "all measures"]

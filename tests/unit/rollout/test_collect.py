@@ -20,6 +20,7 @@ from palestra.core.types import Group, Message, Problem, SamplingParams, Score
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, require_one_good, token_speakers
 from palestra.rollout.evaluate import evaluate
+from palestra.rollout.rewards import RewardFunctions
 from palestra.train.group_source import ProblemSource, gather
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,7 +48,8 @@ class World:
         self.policy = ScriptedPolicy(self.tokenizer, list(self.script), context=700)
         limits = AttemptLimits(SamplingParams(400, stop_token_ids=chat.stop_token_ids))
         start = token_speakers(self.policy, chat)
-        self.collector = Collector(self.environment, limits, start, self.reward_functions)
+        rewards = RewardFunctions(self.reward_functions, measures=self.environment.reward_weights)
+        self.collector = Collector(self.environment, limits, start, rewards)
 
     def collect(self, *problems: Problem, size: int = 2, **more: Any) -> list[Group]:
         keys = [f"key/{i}" for i in range(len(problems))]
@@ -266,19 +268,13 @@ def test_measures_are_weighed_and_every_function_is_added(tokenizer):
     assert [r.reward for r in group.rollouts] == [1.75, 2.75]
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([1.0], "gave 1 values for 2 completions"),
-        (["good", 1.0], "reward function rate raised ValueError"),
-        (None, "reward function rate raised TypeError"),
-    ],
-)
-def test_a_reward_function_that_is_wrong_is_named_and_the_episodes_are_closed(tokenizer, values, words):
-    def rate(**columns: Any) -> Any:
-        return values
+def test_a_run_whose_reward_function_always_raises_is_stopped_and_its_episodes_are_closed(tokenizer):
+    def rate(completions: list) -> list[float]:
+        raise RuntimeError("no such column")
 
     world = World(tokenizer, reward_functions=(rate,))
-    with pytest.raises(PalestraError, match=words):
-        world.collect(GOOD)
+    (group,) = world.collect(GOOD)
+    assert [r.reward for r in group.rollouts] == [1.0, 1.0], "once is no reason to stop: the measures remain"
+    with pytest.raises(PalestraError, match="the reward function rate has failed in all of its 4 calls"):
+        world.collect(GOOD, GOOD, GOOD)
     world.assert_all_closed()

@@ -12,6 +12,7 @@ from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
 from palestra.rollout.custom import FunctionCollector
+from palestra.rollout.rewards import RewardFunctions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedEnvironment, ScriptedPolicy
@@ -55,7 +56,7 @@ def test_what_the_function_gives_is_scored_and_trained(tmp_path):
     result = train(tmp_path, speaks, extra_reward_funcs=[reward])
     assert result.metrics[0]["reward_mean"] == 0.5
     assert "loss" in result.metrics[0]
-    assert seen == [[0.0, 1.0], [2.0, 3.0]]
+    assert seen == [[0.0], [0.0, 1.0], [2.0, 3.0], [0.0]], "also when held-out cases are scored"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_what_does_not_fit_is_told(tmp_path, change, words):
 
 def collect(tokenizer: Any, environment: ScriptedEnvironment, function: Any, *rewards: Any) -> list[Group]:
     policy, chat = ScriptedPolicy(tokenizer, []), ChatFormat(tokenizer)
-    collector = FunctionCollector(environment, function, None, chat, policy, rewards)
+    collector = FunctionCollector(environment, function, None, chat, policy, RewardFunctions(rewards))
     return asyncio.run(collector.collect([Problem("p", "2 + 3?"), Problem("q", "1 + 4?")], 2, ["a", "b"]))
 
 
@@ -115,15 +116,6 @@ def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
     assert [episode.closed for episode in environment.episodes] == [1] * 4
 
 
-def test_a_function_that_raises_fails_the_groups_of_its_call_and_closes_their_episodes(tiny_tokenizer):
-    environment = ScriptedEnvironment()
-    groups = collect(tiny_tokenizer, environment, lambda prompts, trainer: 1 / 0)
-    assert [g.problem_id for g in groups] == ["p", "q"]
-    errors = {r.error for g in groups for r in g.rollouts}
-    assert errors == {"rollout_func raised ZeroDivisionError: division by zero"}
-    assert [episode.closed for episode in environment.episodes] == [1] * 4
-
-
 def test_a_problem_that_does_not_open_leaves_the_others_of_the_call_alone(tiny_tokenizer):
     class OneIsBroken(ScriptedEnvironment):
         def open(self, problem: Problem) -> Any:
@@ -149,3 +141,24 @@ def test_the_function_is_called_with_no_more_prompts_than_episodes_may_be_open(t
     groups = asyncio.run(collector.collect(problems, 2, []))
     assert sizes == [4, 4, 2]
     assert [g.problem_id for g in groups] == ["0", "1", "2", "3", "4"]
+
+
+def test_a_function_that_raises_fails_only_the_groups_that_it_raises_for(tiny_tokenizer):
+    def refuses_one(prompts: list, trainer: Any) -> dict:
+        if any("2 + 3" in prompt[-1]["content"] for prompt in prompts):
+            raise ZeroDivisionError("division by zero")
+        return fives(prompts, trainer)
+
+    environment = ScriptedEnvironment()
+    bad, good = collect(tiny_tokenizer, environment, refuses_one)
+    assert {r.error for r in bad.rollouts} == {"rollout_func raised ZeroDivisionError: division by zero"}
+    assert [r.error for r in good.rollouts] == [None, None]
+    assert [episode.closed for episode in environment.episodes] == [1] * 8
+
+
+def test_the_function_tells_which_answers_were_cut_off(tiny_tokenizer):
+    def cut(prompts: list, trainer: Any) -> dict:
+        return {**fives(prompts, trainer), "truncated": [False, True] * 2}
+
+    groups = collect(tiny_tokenizer, ScriptedEnvironment(), cut)
+    assert [r.stop for g in groups for r in g.rollouts] == ["answered", "truncated"] * 2

@@ -485,3 +485,18 @@ def test_the_loop_draws_the_shuffled_stream_of_its_problems() -> None:
     loop = make_loop({"seed": 3}, steps=6, play=play)
     loop.training.run()
     assert seen == [p.id for p in draw(PROBLEMS, 0, 12, seed=3)]
+
+
+def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
+    """As a source in another process may post it; measures and reward functions are checked where they are called."""
+    loop = make_loop(
+        {"checkpoint.every": 1},
+        checkpoints=tmp_path,
+        play=lambda number, problem: [attempt(problem, r) for r in (float("nan") if number == 4 else 0.0, 1.0)],
+    )
+    with pytest.raises(PalestraError) as raised:  # two groups a step: the fifth is in step 3
+        loop.training.run()
+    text = str(raised.value)
+    assert text.startswith("step 3: the reward of rollout 0 in the group of problem")
+    assert "is nan" in text
+    assert f"The last good checkpoint is {tmp_path / 'step-000002'}" in text

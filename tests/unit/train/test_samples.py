@@ -5,6 +5,7 @@ import pytest
 from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Rollout, Score, Turn
+from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples
 
 TURNS = (
@@ -90,3 +91,25 @@ def test_measures_can_be_normalised_before_they_are_added() -> None:
     summed = group_advantages([group], TrainSection(), weights)[0]
     normalised = group_advantages([group], TrainSection(combine="normalise_then_sum"), weights)[0]
     assert summed[1] < 0 < normalised[1]
+
+
+def test_reward_functions_count_where_measures_are_normalised_before_they_are_added() -> None:
+    """They are scores beside the measures; one that has no say about a rollout does not pull it down."""
+
+    def scored(right: float, brief: float | None) -> Rollout:
+        scores = {"right": Score(right, right == 1.0)} | ({} if brief is None else {"brief": Score(brief, None)})
+        return rollout(right + (brief or 0.0), scores=scores)
+
+    group = Group("p", (scored(1.0, 0.0), scored(1.0, 0.5), scored(1.0, None)))
+    advantages = group_advantages([group], TrainSection(combine="normalise_then_sum"), {"right": 1.0})[0]
+    assert advantages[0] < 0 < advantages[1]
+    assert advantages[2] == 0.0
+
+
+def test_scores_and_logged_numbers_are_in_the_metrics_of_the_step() -> None:
+    scores = {"right": Score(1.0, True), "brief": Score(0.5, None)}
+    groups = [Group("p", (rollout(1.5, scores=scores), rollout(0.0)), {"words": 4.0}), Group("q", (), {"words": 2.0})]
+    metrics = rollout_metrics(groups, [[0.0, 0.0], []], 0)
+    assert metrics["score/brief"] == 0.5
+    assert "pass_rate/brief" not in metrics
+    assert (metrics["score/right"], metrics["pass_rate/right"], metrics["words"]) == (0.5, 0.5, 3.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from palestra.core.errors import PalestraError, did_you_mean
@@ -45,7 +46,8 @@ class FactoryEnv(Env):
                 )
             for method in _methods(instance):
                 as_tool(method)
-            _close(instance)
+            with suppress(Exception):  # it may count on a reset() that there was none of
+                _close(instance)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:  # type: ignore[override]

@@ -115,7 +115,8 @@ def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
             _print_message(console, message, indent)
     for name, score in rollout.scores.items():
         reason = score.reason or ("passed" if score.passed else "failed")
-        _print_text(console, Text(f"{name}: {reason}", style="green" if score.passed else "red"), indent)
+        style = "dim" if score.passed is None and not score.error else "green" if score.passed else "red"
+        _print_text(console, Text(f"{name}: {reason}", style=style), indent)
     if rollout.error:
         _print_text(console, Text(f"failed: {rollout.error}", style="red"), indent)
 

@@ -1,0 +1,59 @@
+"""What a task of an environment makes of its reward functions."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.types import Problem
+from palestra.train.tasks import EnvironmentTask, Parts
+from palestra.train.watcher import Watcher
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
+
+PROBLEMS = [Problem(str(i), "What is 2 + 3?") for i in range(3)]
+
+
+class Unscored(ScriptedEnvironment):
+    """Whether an attempt was good is for reward functions to say."""
+
+    def problems(self, split: str) -> list[Problem]:
+        return PROBLEMS if split == "train" else PROBLEMS[:2]
+
+    def open(self, problem: Problem) -> Any:
+        episode = super().open(problem)
+        episode.score = nothing  # type: ignore[method-assign]
+        return episode
+
+
+async def nothing(*arguments: Any) -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def parts(tiny_tokenizer: Any) -> Parts:
+    config = RunConfig.build({"rollout.group_size": 2, "train.problems_per_step": 1, "train.epochs": 4})
+    policy: Any = ScriptedPolicy(tiny_tokenizer, [CALL, ANSWER], version=6)
+    return Parts(config, policy, tiny_tokenizer, asyncio.Runner(), Watcher())
+
+
+def test_held_out_problems_are_scored_by_the_reward_functions(parts: Parts) -> None:
+    task = EnvironmentTask(Unscored(), [lambda completions: [1.0] * len(completions)])
+    report = task.evaluator(parts).run(parts.runner, parts.watcher, "scoring")
+    assert (report.pass_rate.rate, report.pass_rate.n, report.mean_reward) == (1.0, 2, 1.0)
+    assert [m.name for m in report.measures] == ["<lambda>"]
+
+
+def test_reward_functions_know_how_far_the_training_is(parts: Parts) -> None:
+    seen: list[Any] = []
+
+    def rate(completions: list, trainer_state: Any) -> list[float]:
+        seen.append(trainer_state)
+        return [0.0] * len(completions)
+
+    parts.runner.run(EnvironmentTask(Unscored(), [rate]).source(parts).next(1, 6))
+    assert (seen[0].global_step, seen[0].max_steps, seen[0].epoch) == (6, 12, 2.0)
