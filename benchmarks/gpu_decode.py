@@ -1,6 +1,6 @@
 """The engine on a GPU beside transformers' own sampling, at the shape of Qwen3-0.6B.
 
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode generate agent]
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode lora generate agent]
 
 Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up.
 """
@@ -172,6 +172,19 @@ def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
         )  # fmt: skip
 
 
+def lora(model: Any) -> None:
+    """The same with adapters of rank 8 on all linear layers (random ones, as if they had been trained)."""
+    import peft
+
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    try:
+        parity(adapted)
+        decode(adapted)
+    finally:
+        adapted.unload()
+
+
 def generate(model: Any) -> None:
     """transformers' own: generate, compiled with a static cache, continuous batching; batch 64, context 384."""
     new = 64
@@ -230,7 +243,7 @@ def agent(model: Any) -> None:
 
 
 def main() -> None:
-    parts = sys.argv[1:] or ["kernels", "parity", "decode", "generate", "agent"]
+    parts = sys.argv[1:] or ["kernels", "parity", "decode", "lora", "generate", "agent"]
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
         start = time.perf_counter()
