@@ -80,13 +80,13 @@ async def prepare(call: Call) -> None:
     assert fields["largest"]["current_value"] == 7  # the environment's own, not the class default
     assert fields["rollout.max_new_tokens"]["current_value"] == 12
     assert fields["train.max_steps"]["current_value"] == 3  # the most that the site allows
-    assert "server.base_url" in {field["name"] for field in config["locked_fields"]}
+    assert "trainer.checkpoint_dir" in {field["name"] for field in config["locked_fields"]}
     for field, value, key in (
         ("largest", "many", "expected_type"),
         ("largest", 100, "expected_type"),
         ("largest", True, "expected_type"),
         ("train.max_steps", 4, "maximum"),
-        ("base_url", "http://elsewhere", "locked_value"),
+        ("output_dir", "/etc", "locked_value"),
         ("lora.r", 8, "locked_value"),
         ("no_such_field", 1, "available_fields"),
     ):
@@ -117,7 +117,9 @@ async def check_results(call: Call, run_id: str) -> dict[str, Any]:
     assert status["metrics"]["step"] == 1
     assert status["metrics"]["reward_mean"] is not None
     assert status["processes"]["trainer"] == "exited (0)"
-    assert status["processes"]["api"] == "not started"
+    assert status["processes"]["api"] == "in the trainer's process"
+    assert status["environment"] == "echo-number"
+    assert status["wandb_run_name"].startswith("echo-number-20")
     results = await call("rl_get_results", run_id=run_id)
     assert results["final_metrics"]["step"] == 1
     assert results["history"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
 from palestra.faces import rl_tools
 from palestra.faces.rl_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys
 from palestra.faces.rl_tools.tools import TOOLS
+from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Limits, Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 
@@ -53,18 +53,18 @@ class OneRun(RunManager):
             started=0.0, ended=None, processes={}, logs={}, ports={}, progress={"reward_mean": float("nan")},
         )  # fmt: skip
 
-    def start(self, request: RunRequest) -> Run:
+    def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
         request.check()
         self.requests.append(request)
         return self.run
 
     def get(self, run_id: str) -> Run:
         if run_id != self.run.run_id:
-            raise PalestraError(f"there is no run {run_id!r}")
+            raise UnknownRun(f"there is no run {run_id!r}")
         return self.run
 
-    def list(self) -> list[Run]:
-        return [self.run]
+    def page(self, limit: int | None, offset: int = 0) -> tuple[list[Run], int]:
+        return [self.run], 1
 
 
 def edit(tools, field, value):
@@ -147,7 +147,6 @@ def test_locked_settings_are_refused_under_every_name_they_have(folder):
         "model.name": "Qwen/Qwen3-8B",
         "total_steps": 2500,
         "train.max_steps": 2500,
-        "server_type": "sglang",
     }.items():
         answer = edit(tools, field, 1)
         assert answer["locked_value"] == value, field
@@ -234,12 +233,12 @@ def test_a_secret_is_neither_taken_nor_told(folder, monkeypatch):
 
 def test_the_python_functions_are_the_tools_over_one_session(folder, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(folder / "home"))
-    rl_tools._session.cache_clear()
+    rl_tools.this_session.cache_clear()
     assert "error" in rl_tools.rl_get_current_config()
     assert rl_tools.rl_select_environment("calculator")["environment"] == "calculator"
     assert rl_tools.rl_edit_config("operations", 3)["value"] == 3
     assert rl_tools.rl_list_runs() == {"runs": [], "count": 0}
-    rl_tools._session.cache_clear()
+    rl_tools.this_session.cache_clear()
 
 
 def test_every_tool_has_a_schema_that_function_calling_takes():
@@ -330,4 +329,14 @@ def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folde
     assert edit(held, "group_size", 8)["locked_value"] == 6
     held.rl_start_training()
     assert manager.requests[-1].env_settings["group_size"] == manager.requests[-1].settings["rollout.group_size"] == 6
-    assert "is written for atropos" in tools.rl_test_inference()["error"]
+    assert "asks its model over HTTP" in tools.rl_test_inference(models=["palestra/tiny"])["error"]
+
+    open_site = RlTools(manager, Site(unlock=["server.timeout"]))
+    open_site.rl_select_environment("gsm")
+    assert edit(open_site, "server.timeout", 90)["value"] == 90
+    assert "error" in edit(open_site, "server.timeout", 0)
+    open_site.rl_start_training()
+    assert manager.requests[-1].server_settings["timeout"] == 90
+    assert "timeout" not in manager.requests[-1].env_settings
+    assert edit(tools, "server.timeout", 90)["locked_value"] == 3600
+    assert "server.weight" not in {lock["name"] for lock in config["locked_fields"]}  # nothing reads it

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from palestra.core.secrets import clean_environment
 
+END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
 _ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
 
 

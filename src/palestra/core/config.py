@@ -50,9 +50,11 @@ class TrainSection(Section):
     """The objective and the optimizer."""
 
     learning_rate: float = Field(1e-5, gt=0, description="1e-4 unless given where lora.r > 0")
-    epochs: int = Field(1, ge=1, description="passes over the training cases")
-    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
-    problems_per_step: int = Field(4, ge=1, description="problems in one optimizer step; each gets a group of rollouts")
+    epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the training cases")
+    max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
+    problems_per_step: int = Field(
+        4, ge=1, le=65_536, description="problems in one optimizer step; each gets a group of rollouts"
+    )
     loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
     ratio: Literal["token", "sequence"] = Field(
         "token", description="importance ratio per token or per sequence (GSPO)"
@@ -78,11 +80,13 @@ class TrainSection(Section):
     )
     entropy_coefficient: float = Field(0.0, description="bonus on the entropy of sampled positions")
     target_entropy: float | None = Field(None, description="steer the coefficient towards this entropy (nats a token)")
-    iterations: int = Field(1, ge=1, description="optimizer passes over one batch of rollouts")
-    minibatches: int = Field(1, ge=1, description="optimizer steps into which one pass is split")
+    iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
+    minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
     filter_equal_groups: bool = Field(True, description="groups whose rewards are all equal are replaced by fresh ones")
-    refill_limit: int = Field(2, ge=0, description="how many times a step may draw fresh problems for filtered groups")
+    refill_limit: int = Field(
+        2, ge=0, le=1000, description="how many times a step may draw fresh problems for filtered groups"
+    )
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = 0.9
@@ -96,14 +100,14 @@ class TrainSection(Section):
 class RolloutSection(Section):
     """How attempts are made."""
 
-    group_size: int = Field(4, ge=1, description="rollouts per problem")
+    group_size: int = Field(4, ge=1, le=65_536, description="rollouts per problem")
     temperature: float = Field(0.8, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(1024, ge=1, description="all turns of a rollout together")
-    max_tool_rounds: int = Field(5, ge=0)
+    max_new_tokens: int = Field(1024, ge=1, le=10_000_000, description="all turns of a rollout together")
+    max_tool_rounds: int = Field(5, ge=0, le=10_000)
     tool_timeout_s: float = Field(30.0, gt=0)
     max_tool_result_chars: int = Field(
         20_000, ge=100, description="a longer tool result is cut, and says so, before the model reads it"
@@ -179,7 +183,7 @@ class EvalSection(Section):
     """Scoring on held-out cases, before and after."""
 
     cases: int | None = Field(None, ge=1, description="how many held-out cases; default all")
-    samples_per_case: int = Field(1, ge=1)
+    samples_per_case: int = Field(1, ge=1, le=10_000)
     temperature: float = Field(0.0, ge=0, description="0 takes the most likely token")
     every: int = Field(0, ge=0, description="also evaluate every this many steps; 0 only before and after")
 

@@ -1,4 +1,4 @@
-"""`python -P isolated_child.py [--end-with-parent] [--path FOLDER] (FILE | -m MODULE) ARGUMENTS`: run code of others.
+"""`python -P isolated_child.py [--path FOLDER] (FILE | -m MODULE) ARGUMENTS`: run code of others.
 
 It runs in a user namespace of its own, from which no process outside can be looked into: not its environment, not its
 memory, whoever's it is. Where there are no such namespaces, this holds only for those that called `hide_environment`.
@@ -54,13 +54,11 @@ def _onto_itself(ids: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    end_with_parent = words[:1] == ["--end-with-parent"]
-    words = words[end_with_parent:]
     if words[:1] == ["--path"]:
         sys.path.insert(0, words[1])
         words = words[2:]
     isolate()
-    if end_with_parent:  # stdin is a pipe that closes when the parent ends, in whatever way
+    if "PALESTRA_END_WITH_PARENT" in os.environ:  # stdin is a pipe that closes when the parent ends, in whatever way
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -175,6 +175,10 @@ class RunFolder:
         return self.path / "wandb_run_id"
 
     @property
+    def wandb_url_file(self) -> Path:
+        return self.path / "wandb_url"
+
+    @property
     def mlflow_id_file(self) -> Path:
         return self.path / "mlflow_run_id"
 
@@ -205,6 +209,16 @@ class RunFolder:
         import yaml
 
         return RunConfig.build(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
+
+    def tracking(self) -> dict[str, str | None]:
+        """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
+        try:
+            settings = json.loads(self.request_file.read_text(encoding="utf-8"))["settings"]
+            names = RunConfig.build({k: v for k, v in settings.items() if k.startswith("track.")}).track
+        except (OSError, ValueError, KeyError):
+            names = self.config.track if self.config_file.is_file() else RunConfig().track
+        url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
+        return {"project": names.project, "run_name": names.run_name, "url": url}
 
     def metrics(self) -> list[dict[str, float]]:
         """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""

@@ -122,7 +122,8 @@ class _Classes:
             dialect = self._dialect(source, cls, frozenset())
             is_base = "name" not in cls.constants and (source.path, cls.name) in self._extended
             if dialect and not cls.name.startswith("_") and not is_base:
-                line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), "")
+                default = f"Environment from {source.path.name}"
+                line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), default)
                 name = cls.constants.get("name") or default_name(cls.name)
                 config = cls.constants.get("env_config_cls")
                 found.append(DiscoveredEnv(name, cls.name, source.path, line, origin, dialect, config))

@@ -20,8 +20,10 @@ class EnvConfig(Section):
     """What every environment can be told; subclass it for more: `--env.train_size 200`."""
 
     seed: int = Field(0, ge=0, description="the same seed gives the same problems")
-    train_size: int = Field(1000, ge=1, description="problems to train on, where the environment makes them")
-    held_out_size: int = Field(100, ge=1, description="problems kept aside for evaluation")
+    train_size: int = Field(
+        1000, ge=1, le=100_000_000, description="problems to train on, where the environment makes them"
+    )
+    held_out_size: int = Field(100, ge=1, le=1_000_000, description="problems kept aside for evaluation")
     held_out_share: float = Field(0.2, gt=0, lt=1, description="share of all possible problems that are held out")
 
 

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
-from palestra.faces.rl_tools.clients import Clients, call_in_thread, is_refusal
+from palestra.faces.rl_tools.clients import MAX_SESSIONS, Clients, call_in_thread, is_refusal
 from palestra.faces.rl_tools.tools import TOOLS, Effect, RlTools
 from palestra.serve.web import Guard
 
 _ON_STDIO = "stdio"  # one process, one client
-_SESSION_IDLE_S = 7 * 24 * 3600.0  # who looks at a training every few hours keeps what was selected
+_SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
 _HINTS: dict[Effect, types.ToolAnnotations] = {
     "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
@@ -74,7 +74,7 @@ class Handlers:
         return types.CallToolResult(content=[text], structured_content=answer, is_error=is_refusal(answer))
 
     async def list_resources(self, ctx: Context, params: Any) -> types.ListResourcesResult:
-        runs = await asyncio.to_thread(self._tools(ctx).manager.list)
+        runs, _ = await asyncio.to_thread(self._tools(ctx).manager.page, _LISTED_RUNS)
         return types.ListResourcesResult(
             resources=[
                 types.Resource(
@@ -83,7 +83,7 @@ class Handlers:
                     mime_type=mime_type,
                     description=text,
                 )
-                for run in runs[:_LISTED_RUNS]
+                for run in runs
                 for kind, (mime_type, text) in resources.KINDS.items()
             ]
         )
@@ -134,7 +134,9 @@ async def serve_stdio(server: Server[Any]) -> None:
 def http_app(server: Server[Any], token: str | None) -> ASGIApp:
     """The server for many clients over streamable HTTP, at /mcp. Who may ask is the guard's to say."""
     unguarded = TransportSecuritySettings(enable_dns_rebinding_protection=False)
-    app = server.streamable_http_app(transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S)
+    app = server.streamable_http_app(
+        transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S, max_sessions=MAX_SESSIONS
+    )
     return Guard(WithSessions(app), token)
 
 

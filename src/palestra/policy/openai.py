@@ -14,6 +14,8 @@ from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, as
 from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Finish, Message, SamplingParams
 
+_OTHER_NAMES = {"timeout": "timeout_s", "num_max_requests_at_once": "max_concurrent"}
+_NO_KEYS = ("", "none", "x", "empty")  # what is written where no key is needed
 _RETRIES = Retries(attempts=3, backoff=2.0)
 
 
@@ -28,6 +30,14 @@ class OpenAISettings(Section):
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> OpenAISettings:
+        """From settings by our names or by those of atroposlib's servers; one that would have no effect is refused."""
+        given = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
+        if given.pop("server_type", "openai") != "openai":
+            raise PalestraError("openai.server_type: an environment of ours asks OpenAI-style endpoints; leave it out")
+        if str(given.pop("health_check", False)).lower() != "false":
+            raise PalestraError("openai.health_check: the endpoint is asked without a check; leave it out")
+        if str(given.get("api_key", "")).lower() in _NO_KEYS:
+            given.pop("api_key", None)
         if "api_key" in given:
             raise PalestraError(
                 "openai.api_key: a key on the command line or in a file is seen by others. Put it into an environment "

@@ -85,7 +85,7 @@ class ForegroundRun:
 
     def _list(self, index: Index, folder: Path) -> None:
         now, me = time.time(), this_process()
-        process = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
+        process: dict[str, Any] = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
         row = _row_of(index, folder)
         if row is None:
             self._run_id = index.new_id()

@@ -57,6 +57,14 @@ CREATE TABLE IF NOT EXISTS ports (port INTEGER PRIMARY KEY, run_id TEXT NOT NULL
 """
 
 
+class UnknownRun(PalestraError):
+    """There is no run with this id."""
+
+
+class TooManyRuns(PalestraError):
+    """As many runs are running or queued as may be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A run in the index. `pid` and `born` identify its supervisor or, for a run in a terminal, the command itself."""
@@ -164,9 +172,14 @@ class Index:
             pass
         return run_id
 
-    def add(self, **values: Any) -> None:
+    def add(self, *, max_active: int | None = None, **values: Any) -> None:
+        """Add a run, unless `max_active` runs are running or queued already: then PalestraError."""
         names = ", ".join(values)
         with self._change() as db:
+            if max_active is not None and (active := len(_active_ids(db))) >= max_active:
+                raise TooManyRuns(
+                    f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
+                )
             db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
 
     def rows(self) -> list[Row]:
@@ -174,12 +187,17 @@ class Index:
         with self._open() as db:
             return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC")]
 
+    def active_ids(self) -> list[str]:
+        """The runs that are running or queued, newest first."""
+        with self._open() as db:
+            return _active_ids(db)
+
     def row(self, run_id: str) -> Row:
         with self._open() as db:
             row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 ids = [found for (found,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
-                raise PalestraError(
+                raise UnknownRun(
                     f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`"
                 )
         return Row(*row)
@@ -274,6 +292,10 @@ class Index:
     def forget_parts(self, run_id: str) -> None:
         with self._change() as db:
             db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+
+
+def _active_ids(db: sqlite3.Connection) -> list[str]:
+    return [run_id for (run_id,) in db.execute(f"SELECT run_id FROM runs WHERE state IN {ACTIVE} ORDER BY number DESC")]
 
 
 @contextmanager

@@ -221,9 +221,28 @@ def _tinker() -> dict[str, Any]:
     }
 
 
+def short_names() -> dict[str, str]:
+    """What other trainers call settings of a run, each with our key."""
+    other = {
+        "group_size": "rollout.group_size",
+        "batch_size": "train.problems_per_step",
+        "wandb_project": "track.project",
+    }
+    return {key.partition(".")[2]: setting for key, setting in _SETTINGS.items()} | other
+
+
+def lifted_locks(site: Site) -> list[Lock]:
+    """The profile's locks that do not hold at this site, with the values that they would have had."""
+    return [_lock(key, value) for key, value in _profile(site).items() if key in site.unlock]
+
+
+def _profile(site: Site) -> dict[str, Any]:
+    return _SANDBOX | (_local() if site.profile == "local" else _tinker())
+
+
 def locks_of(site: Site) -> list[Lock]:
     """All locks: the profile's, then the site's own."""
-    values = _SANDBOX | (_local() if site.profile == "local" else _tinker())
+    values = _profile(site)
     for section in _SECTIONS:
         own = getattr(site, section).model_dump(exclude_none=True)
         values |= {f"{section}.{name}": value for name, value in own.items()}
@@ -247,10 +266,11 @@ def _lock(key: str, value: Any) -> Lock:
 def locked_settings(locks: list[Lock]) -> dict[str, Any]:
     """The settings of RunConfig that are locked, with their values."""
     by_setting = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open}
-    return {key: _as_setting(key, lock.value) for key, lock in by_setting.items()}
+    return {key: as_setting(key, lock.value) for key, lock in by_setting.items()}
 
 
-def _as_setting(key: str, value: Any) -> Any:
+def as_setting(key: str, value: Any) -> Any:
+    """A value as our setting takes it: `use_wandb: true` is a tracker."""
     if key == "track.report_to" and isinstance(value, bool):
         return ["wandb"] if value else []
     return value

@@ -15,7 +15,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, open_private
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
-from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
+from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs
 from palestra.runs.recovery import reconcile
@@ -39,8 +39,9 @@ class RunManager(RunReader):
     def _open_index(self) -> Index:
         return Index(self.home)
 
-    def start(self, request: RunRequest) -> Run:
-        """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError."""
+    def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
+        """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError, and so do more
+        than `max_active` runs that are running or queued."""
         request.check()
         needs_wire = request.needs_wire()
         reconcile(self._index)
@@ -52,11 +53,16 @@ class RunManager(RunReader):
             folder.wire.mkdir()
         demand = limits.demand_of(request.settings, limits.count_gpus(), 3 if needs_wire else 1)
         now, run_id = time.time(), self._index.new_id()
-        self._index.add(
-            run_id=run_id, name=name, environment=request.subject, folder=str(folder.path), kind="managed",
-            state="pending", created=now, launched=now, host=this_host(), gpus=demand.gpus,
-            memory_gib=demand.memory_gib, max_runs=self.max_runs,
-        )  # fmt: skip
+        row: dict[str, Any] = {
+            "run_id": run_id, "name": name, "environment": request.subject, "folder": str(folder.path),
+            "kind": "managed", "state": "pending", "created": now, "launched": now, "host": this_host(),
+            "gpus": demand.gpus, "memory_gib": demand.memory_gib, "max_runs": self.max_runs,
+        }  # fmt: skip
+        try:
+            self._index.add(max_active=max_active, **row)
+        except TooManyRuns:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         self._launch(run_id, folder)
         return self.get(run_id)
 

@@ -84,7 +84,17 @@ class RunReader:
 
     def list(self) -> Runs:
         """All runs, newest first."""
-        return [read_run(self._index, row) for row in self._index.rows()]
+        return self.page(None)[0]
+
+    def page(self, limit: int | None, offset: int = 0) -> tuple[Runs, int]:
+        """`limit` runs from the `offset`-th on, newest first, and how many there are."""
+        rows = self._index.rows()
+        chosen = rows[offset:] if limit is None else rows[offset : offset + limit]
+        return [read_run(self._index, row) for row in chosen], len(rows)
+
+    def active_ids(self) -> Lines:
+        """The runs that are running or queued, newest first."""
+        return self._index.active_ids()
 
     def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> Lines:
         """The last lines of a process's log, with secrets redacted; empty if it has written nothing."""
@@ -210,7 +220,7 @@ def sample(rows: Rows, count: int) -> Rows:
 def tail(path: Path, count: int) -> Lines:
     """The last lines of a log, with secrets redacted."""
     lines = [line for text in last_lines(path, count) for line in text.splitlines() or [""]]
-    return [redact(line) for line in lines[-count:]]
+    return redact("\n".join(lines[-count:])).split("\n") if lines else []
 
 
 def why_it_ended(part: str, exit_code: int, log: Path) -> str:

@@ -22,7 +22,7 @@ from palestra.runs.processes import RUN_VARIABLE
 PALESTRA = [sys.executable, "-P", "-m", "palestra"]
 _SECRET = re.compile(r"(api_?key|secret|passw(or)?d|credentials?|(access|auth|api|hf)_token|^token)$", re.IGNORECASE)
 _PLACEHOLDERS = ("", "none", "x", "empty")  # values of an api_key that are no secret
-_TRAINER_ONLY = ("WANDB_API_KEY", "TINKER_API_KEY")
+_TRAINER_ONLY = {"WANDB_API_KEY", "TINKER_API_KEY"}
 _HTTP_TIMEOUT_S = 2.0
 _READY_S = 3600.0  # a model may have to be downloaded first; a process that dies is noticed at once
 
@@ -38,6 +38,7 @@ class RunRequest:
     """
 
     environment: str | None = None
+    environment_name: str | None = None  # how it is listed, where `environment` is a file
     agent_file: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     env_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class RunRequest:
     def subject(self) -> str:
         """The environment, the name of the agent file, or "demo"."""
         if self.environment is not None:
-            return self.environment
+            return self.environment_name or self.environment
         return Path(self.agent_file).stem if self.agent_file else "demo"
 
     def check(self) -> None:
@@ -187,9 +188,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def process_environment(part: str, run_id: str) -> dict[str, str]:
+def process_environment(part: str, run_id: str, request: RunRequest) -> dict[str, str]:
     """The environment variables of a run's process. Its servers listen on loopback and need no token."""
-    environ = own_environment(hide=_TRAINER_ONLY if part == "env" else ())
+    wanted = {"WANDB_API_KEY"} if request.env_settings.get("use_wandb") else set()
+    environ = own_environment(hide=_TRAINER_ONLY - wanted if part == "env" else ())
     return environ | {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 
 

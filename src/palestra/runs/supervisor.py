@@ -110,7 +110,7 @@ class Supervisor:
     def _spawn(self, step: LaunchStep) -> None:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
-        process, writer = spawn(command, log, process_environment(step.part, self._run_id), self._cwd)
+        process, writer = spawn(command, log, process_environment(step.part, self._run_id, self._request), self._cwd)
         self._parts[step.part], self._log_writers[step.part] = process, writer
         self._index.part_started(self._run_id, step.part, process)
 

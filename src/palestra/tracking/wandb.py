@@ -41,6 +41,8 @@ class WandbService:
             config=dict(settings),
             settings=wandb.Settings(console="off"),  # capturing stdout would break the progress bar
         )
+        if self._run.url:  # not when offline
+            write_text(folder.wandb_url_file, str(self._run.url))
         # Our own step is the x axis: W&B's step only increases, but a resumed run may repeat steps.
         self._run.define_metric("*", step_metric="step")
 

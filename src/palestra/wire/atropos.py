@@ -81,14 +81,19 @@ def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapp
     return command
 
 
+def process_command(python: Path, file: Path, config: Path) -> list[str]:
+    """`FILE process`, with all its settings in a YAML file: a token on a command line is seen by others."""
+    return children.isolated("--path", file.resolve().parent, file, "process", "--config", config, python=python)
+
+
 class EnvProcess:
     """An environment that runs, in a program of others; what it prints goes into a file."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.log = log
         self._ended_at: float | None = None
         with open_private(log) as file:
-            self.process = children.start(command, env=env_process_environment(), stdout=file, stderr=file)
+            self.process = children.start(command, env=env, stdout=file, stderr=file)
 
     def check(self) -> None:
         """Raise if it has ended; called while there is no batch, so its last posts have been taken by then."""
@@ -107,5 +112,7 @@ class EnvProcess:
             children.end(self.process, _STOP_S)
 
 
-def env_process_environment() -> dict[str, str]:
-    return clean_environment() | {"PYTHONUNBUFFERED": "1"}
+def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What the environment sees: no key but that of the tracker that it was told to use."""
+    use_wandb = str(settings.get("use_wandb", False)).lower() == "true"
+    return clean_environment(["WANDB_API_KEY"] if use_wandb else []) | {"PYTHONUNBUFFERED": "1"}

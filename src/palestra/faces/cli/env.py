@@ -70,7 +70,13 @@ def process(
     palestra env process calculator
     palestra env process my_env.py --env.level 2 --model Qwen/Qwen3-0.6B --rollout.group_size 4
     palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
+
+    A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
     """
+    if (source := find_env(name_or_file)).dialect == "atropos":
+        options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+        path = out or Path(f"{slug(source.name)}.jsonl")
+        run_atropos.process(source.file_path, read_settings(config_file, options), groups, path, Console(stderr=True))
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []

@@ -24,11 +24,13 @@ from palestra.faces.cli.display import sigterm_as_ctrl_c
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wire_config
+from palestra.policy.openai import OpenAISettings
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import (
     EnvProcess,
     ensure_python,
     env_process_environment,
+    process_command,
     serve_command,
     venv_folder,
     write_tokenizer,
@@ -71,7 +73,7 @@ def _train(run: RunFolder, file: Path, python: Path, url: str, env_settings: Env
     def start(inference: str, tokenizer: Any) -> None:
         folder = write_tokenizer(tokenizer, run.tokenizer).resolve()
         command = _serve_command(python, file, env_settings, run.config, url, f"{inference}/v1", folder)
-        started.append(EnvProcess(command, run.log_file("env")))
+        started.append(EnvProcess(command, run.log_file("env"), env_process_environment(env_settings.env)))
 
     def check() -> None:
         for process in started:
@@ -87,15 +89,55 @@ def _train(run: RunFolder, file: Path, python: Path, url: str, env_settings: Env
 def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> NoReturn:
     """Replace this process by the environment, which posts to the API; the model's tokenizer is in the cache."""
     config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
-    python = _python((), console)
+    python, folder = _python((), console), _cached_tokenizer(config, console)
+    inference = str(env_settings.openai.get("base_url", "http://127.0.0.1:9001/v1"))
+    command = _serve_command(python, file, env_settings, config, url, inference, folder)
+    os.execve(command[0], command, env_process_environment(env_settings.env))
+
+
+def process(file: Path, env_settings: EnvSettings, groups: int, out: Path, console: Console) -> NoReturn:
+    """Replace this process by the environment, which attempts some problems with the model at --openai.base_url."""
+    import yaml
+
+    if "base_url" not in env_settings.openai:
+        raise PalestraError(
+            f"{file.name} is written for atroposlib, and asks its model over HTTP; say where: --openai.base_url URL "
+            "--openai.model_name NAME, for example of `palestra serve`"
+        )
+    config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
+    python, openai = _python((), console), OpenAISettings.read(env_settings.openai)
+    env = {
+        "tokenizer_name": str(_cached_tokenizer(config, console)),
+        "group_size": config.rollout.group_size,
+        "use_wandb": False,
+        **env_settings.env,
+        "total_steps": groups,
+        "data_path_to_save_groups": str(out.resolve()),
+    }
+    server = {
+        "model_name": openai.model_name,
+        "base_url": openai.base_url,
+        "api_key": os.environ.get(openai.api_key_env, "none"),
+        "timeout": int(openai.timeout_s),
+        "num_max_requests_at_once": openai.max_concurrent,
+        "server_type": "openai",
+        "health_check": False,  # it would ask the model every second
+    }
+    settings = out.with_suffix(".atropos.yaml")
+    settings.unlink(missing_ok=True)
+    with open_private(settings) as written:
+        written.write(yaml.safe_dump({"env": env, "openai": server}).encode())
+    command = process_command(python, file, settings.resolve())
+    os.execve(command[0], command, env_process_environment(env))
+
+
+def _cached_tokenizer(config: RunConfig, console: Console) -> Path:
+    """The model's tokenizer, in a form and at a place that the environment's own Python reads."""
     load_libraries(console, config.model.name)
     from palestra.models.loading import load_tokenizer
 
-    cached = cache_folder() / "tokenizers" / slug(config.model.name)
-    folder = write_tokenizer(load_tokenizer(config.model.name), cached)
-    inference = str(env_settings.openai.get("base_url", "http://127.0.0.1:9001/v1"))
-    command = _serve_command(python, file, env_settings, config, url, inference, folder)
-    os.execve(command[0], command, env_process_environment())
+    folder = cache_folder() / "tokenizers" / slug(config.model.name)
+    return write_tokenizer(load_tokenizer(config.model.name), folder)
 
 
 def _python(packages: Sequence[str], console: Console) -> Path:

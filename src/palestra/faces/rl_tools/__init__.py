@@ -36,7 +36,8 @@ Arguments = ParamSpec("Arguments")
 
 
 @cache
-def _session() -> RlTools:
+def this_session() -> RlTools:
+    """The session of this program's functions."""
     return RlTools()
 
 
@@ -45,7 +46,7 @@ def _function(tool: Callable[Concatenate[Call, Arguments], Any]) -> Callable[Arg
 
     @wraps(tool)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        method: Callable[Arguments, Answer] = getattr(_session(), tool.__name__)
+        method: Callable[Arguments, Answer] = getattr(this_session(), tool.__name__)
         return method(*args, **kwargs)
 
     signature = inspect.signature(tool)

@@ -11,14 +11,14 @@ from palestra.core.calls import call_with_limit
 from palestra.faces.rl_tools.answers import Answer
 from palestra.faces.rl_tools.tools import Progress, RlTools
 
-_MAX_SESSIONS = 1000
+MAX_SESSIONS = 1000
 _LONGEST_CALL_S = 24 * 3600.0
 
 
 class Clients:
     """The sessions by client. When there are too many, the least recently used one is dropped; its runs stay."""
 
-    def __init__(self, make: Callable[[], RlTools], max_sessions: int = _MAX_SESSIONS) -> None:
+    def __init__(self, make: Callable[[], RlTools], max_sessions: int = MAX_SESSIONS) -> None:
         self._make = make
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, RlTools] = OrderedDict()

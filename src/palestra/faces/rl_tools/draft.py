@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,23 @@ from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
 from palestra.faces.rl_tools.answers import Refusal, short
-from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField, env_fields, require_valid, run_fields
-from palestra.runs.locks import THE_MODEL, Lock, Site, locked_settings, locks_of
+from palestra.faces.rl_tools.fields import (
+    TRACKING_NAME,
+    ConfigField,
+    env_fields,
+    require_valid,
+    run_fields,
+    server_fields,
+)
+from palestra.runs.locks import THE_MODEL, Lock, Site, as_setting, locked_settings, locks_of, short_names
 from palestra.runs.manager import RunRequest
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import venv_folder
 
 _MAX_VALUE_CHARS = 10_000
-_ATROPOS_SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
+_SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
+_DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each is a process
+_DESCRIBE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,9 @@ class Draft:
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}
         fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
+        if found.dialect == "atropos":
+            fields |= server_fields(site, _SERVER_SETTINGS)
+        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect))
         edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
         if "use_wandb" in own and found.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
@@ -47,10 +60,11 @@ class Draft:
             largest = site.maximum.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
-        return cls(found, description.run_settings, fields, site, tuple(locks_of(site)), edited)
+        return cls(found, description.run_settings, fields, site, locks, edited)
 
     def edit(self, name: str, value: Any) -> Draft:
         """The same with one setting changed; Refusal says why not."""
+        name, value = self.own_name(name), self._own_value(name, value)
         lock = self.lock_of(name)
         if lock is not None:
             raise Refusal(
@@ -75,6 +89,26 @@ class Draft:
             require_valid(draft.settings(), self.run_settings, own)
         return draft
 
+    def own_name(self, name: str) -> str:
+        """The field that a short name of other trainers stands for, if no field and no lock has that name."""
+        key = short_names().get(name, name)
+        return key if key in self.fields and name not in self.fields and self.lock_of(name) is None else name
+
+    def _own_value(self, name: str, value: Any) -> Any:
+        key = self.own_name(name)
+        if key == name:
+            return value
+        if name != "batch_size":
+            return as_setting(key, value)
+        attempts, group_size = self.fields[key].read(value), self.value("rollout.group_size")
+        if attempts % group_size:
+            raise Refusal(
+                f"batch_size counts attempts: expected a multiple of rollout.group_size = {group_size}; "
+                f"{key} counts problems",
+                field=name,
+            )
+        return attempts // group_size
+
     def lock_of(self, name: str) -> Lock | None:
         """The lock that holds a name: of the environment's own field, by its full name, or of a setting of the run."""
         own = self.fields.get(name)
@@ -90,7 +124,7 @@ class Draft:
 
     def open_fields(self) -> list[ConfigField]:
         """The environment's own first, then the run's, without the locked ones."""
-        ordered = sorted(self.fields.values(), key=lambda f: f.setting is not None)
+        ordered = sorted(self.fields.values(), key=lambda f: f.setting is not None or f.is_server)
         return [f for f in ordered if self.lock_of(f.name) is None]
 
     def value(self, name: str) -> Any:
@@ -109,7 +143,7 @@ class Draft:
 
     def env_settings(self) -> dict[str, Any]:
         """The edited and the locked fields of the environment itself."""
-        own = {name: f for name, f in self.fields.items() if f.setting is None}
+        own = {name: f for name, f in self.fields.items() if f.setting is None and not f.is_server}
         locked = {lock.name: lock.value for lock in self.locks if lock.section == "env" and not lock.is_open}
         shared = {name: self.value(name) for name, f in own.items() if f.also}
         values = {**self.edited, **shared, **locked}
@@ -128,27 +162,42 @@ class Draft:
 
     def request(self) -> RunRequest:
         """The request to the run manager."""
-        server = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
-        passed_on = _ATROPOS_SERVER_SETTINGS if self.found.dialect == "atropos" else ()
+        locked = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
+        lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
         return RunRequest(
             environment=self.environment,
+            environment_name=self.found.name,
             settings=self.settings(),
             env_settings=self.env_settings(),
-            server_settings={name: server[name] for name in passed_on if name in server},
+            server_settings={name: value for name, value in (locked | lifted).items() if name in _SERVER_SETTINGS},
             name=slug(self.found.name),
             backend=self.site.profile,
         )
 
 
+def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str) -> bool:
+    """Whether anything reads the setting. An environment of ours has no server between itself and the model."""
+    if dialect == "palestra" and lock.value == THE_MODEL:
+        return False
+    if lock.section == "server" and lock.setting is None:
+        return dialect == "atropos" and lock.name in (*_SERVER_SETTINGS, "base_url")
+    return lock.setting is not None or lock.name in own
+
+
 def describe(found: DiscoveredEnv, settings: Mapping[str, Any] | None = None) -> EnvDescription:
     """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
-    if found.dialect == "palestra":
-        return describe_env(found, settings)
     python = venv_folder() / "bin" / "python" if found.dialect == "atropos" else None
     if python is not None and not python.is_file():
         raise PalestraError(
             f"{found.name} is written for atroposlib, which is not installed yet; install it once with: "
             f"palestra env run-atropos {found.file_path} --train.max_steps 1"
         )
-    described = describe_env(found, settings, python=python)
+    if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
+        raise PalestraError("this server is reading the settings of too many environments; ask again in a minute")
+    try:
+        described = describe_env(found, settings, python=python)
+    finally:
+        _DESCRIBED_AT_ONCE.release()
+    if found.dialect == "palestra":
+        return described
     return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})

@@ -13,7 +13,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.yaml_config import flatten
 from palestra.faces.rl_tools.answers import Refusal, short
-from palestra.runs.locks import type_name
+from palestra.runs.locks import ServerLocks, Site, lifted_locks, type_name
 from palestra.tools.arguments import find_mismatch
 
 TRACKING_NAME = "wandb_name"
@@ -36,6 +36,7 @@ class ConfigField:
     schema: Mapping[str, Any]
     setting: str | None = None
     also: str | None = None
+    is_server: bool = False  # of the server that an environment in another program samples from
 
     @property
     def key(self) -> str | None:
@@ -106,6 +107,18 @@ def run_fields(run_settings: Mapping[str, Any]) -> dict[str, ConfigField]:
         field.name: replace(field, default=own[field.setting]) if field.setting in own else field
         for field in _run_fields()
     }
+
+
+def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
+    """What the site has unlocked of the server's settings: `server.timeout`."""
+    schemas = ServerLocks.model_json_schema()["properties"]
+    lifted = [lock for lock in lifted_locks(site) if lock.section == "server" and lock.name in names]
+    found = [
+        ConfigField(lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True)
+        for lock in lifted
+        if getattr(site.server, lock.name) is None
+    ]
+    return {field.name: field for field in found}
 
 
 def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:

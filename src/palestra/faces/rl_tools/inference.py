@@ -42,11 +42,19 @@ class InferenceTest:
     def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
         """Test all; one that fails or takes too long does not keep the others' results."""
         self._require_bounds()
+        local = [model.label for model in models if model.base_url is None]
+        if local and self.draft.found.dialect != "palestra":
+            found = self.draft.found
+            raise PalestraError(
+                f"{found.name} is written for {found.dialect}, and asks its model over HTTP: serve it "
+                f"with `palestra serve {local[0].removeprefix('local:')}`, and name it NAME@http://127.0.0.1:PORT/v1"
+            )
         limits = self.draft.site.limits
         # new each time: no older output can be taken for this test's
         remedy = "set PALESTRA_HOME to a folder of yours"
         folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
-        relay = Relay(models, limits.test_minutes * 60)
+        turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
+        relay = Relay(models, limits.test_minutes * 60, limits.test_completions * turns)
         steps = _Steps(self.num_steps, len(models) * self.num_steps, self.progress)
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
@@ -57,7 +65,11 @@ class InferenceTest:
             "num_steps": self.num_steps,
             "group_size": self.group_size,
             "results": rows,
-            "summary": _summary(rows, time.perf_counter() - began),
+            "summary": {
+                **_summary(rows, time.perf_counter() - began),
+                "steps_requested": self.num_steps,
+                "output_directory": folder,
+            },
             "folder": folder,
         }
 
@@ -72,11 +84,6 @@ class InferenceTest:
             raise PalestraError(
                 f"num_steps × group_size = {short(self.num_steps * self.group_size)} attempts a model; "
                 f"this site allows {limit}. Ask for fewer"
-            )
-        if self.draft.found.dialect != "palestra":
-            raise PalestraError(
-                f"{self.draft.found.name} is written for {self.draft.found.dialect}; test it with its own command: "
-                f"python {self.draft.found.file_path} process"
             )
 
 
@@ -120,6 +127,7 @@ class _Attempt:
         self.steps.at(self.model.label, len(records), usage)
         return {
             "model": self.model.label,
+            "scale": self.model.scale,
             "endpoint": self.model.base_url or "local",
             "status": state,
             **({"error": error} if error else {}),
@@ -141,8 +149,8 @@ class _Attempt:
         write_json(settings, self._settings())
         arguments = (draft.environment, "--config", settings, "--groups", self.test.num_steps, "--out", output)
         with self._file("log").open("wb") as log:
-            environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token}
-            command = children.isolated("--end-with-parent", "-m", "palestra", "env", "process", *arguments)
+            environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token, children.END_WITH_PARENT: "1"}
+            command = children.isolated("-m", "palestra", "env", "process", *arguments)
             child = children.start(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
             code = self._watch(child)
@@ -172,7 +180,8 @@ class _Attempt:
         # whole groups are written one after the other: small batches leave more behind when time is up
         together = max(1, limits.test_requests_at_once // self.test.group_size)
         run |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
-        settings = {**run, "env": draft.env_settings()}  # JSON is YAML, too
+        same = {f.name: self.test.group_size for f in draft.fields.values() if f.also == "rollout.group_size"}
+        settings = {**run, "env": {**draft.env_settings(), **same}}  # JSON is YAML, too
         if self.model.base_url is None:
             return {**settings, "model.name": self.model.name}
         openai = {
@@ -197,12 +206,19 @@ class _Attempt:
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Correct is what the environment itself calls passed."""
-    passed = [flag for record in records for flag in record["passed"]]
+    """Correct is what the environment itself calls passed; one for atroposlib has no such word: a score of 1 there."""
+    groups = [record.get("passed") or [score >= 1 for score in record["scores"]] for record in records]
+    passed = [flag for group in groups for flag in group]
     scores = [score for record in records for score in record["scores"]]
-    solved = [any(record["passed"]) for record in records]
+    solved = [any(group) for group in groups]
+    steps = [
+        {"step": i, "completions": len(group), "correct": sum(group), "scores": record["scores"]}
+        for i, (group, record) in enumerate(zip(groups, records, strict=True), start=1)
+    ]
     return {
+        "steps": steps,
         "steps_tested": len(records),
+        "steps_with_correct": sum(solved),
         "completions": len(passed),
         "correct": sum(passed),
         "accuracy": sum(passed) / len(passed) if passed else None,
@@ -214,11 +230,15 @@ def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     tested = [row for row in rows if row["completions"]]
     best = max(tested, key=lambda row: (row["accuracy"], row["mean_score"]), default=None)
+    accuracies = [row["accuracy"] for row in tested]
     costs = [row["cost_usd"] for row in rows if row["cost_usd"] is not None]
     return {
         "best_model": best["model"] if best else None,
         "best_accuracy": best["accuracy"] if best else None,
         "models_tested": len(tested),
+        "models_succeeded": sum(row["status"] == "completed" for row in rows),
+        "avg_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "environment_working": bool(tested),
         "completions": sum(row["completions"] for row in rows),
         "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
         "completion_tokens": sum(row["completion_tokens"] for row in rows),

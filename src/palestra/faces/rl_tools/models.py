@@ -15,6 +15,7 @@ from palestra.runs.locks import Site
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 OPENROUTER_MODELS = ("qwen/qwen3-8b", "z-ai/glm-4.7-flash", "minimax/minimax-m2.7")
+_SCALES = dict(zip(OPENROUTER_MODELS, ("small", "medium", "large"), strict=True))
 _MAX_NAME_CHARS = 300
 
 
@@ -26,6 +27,11 @@ class Candidate:
     name: str
     base_url: str | None = None
     api_key_env: str | None = None
+
+    @property
+    def scale(self) -> str | None:
+        """small, medium or large, of the models that are tested by default."""
+        return _SCALES.get(self.name)
 
     @property
     def more(self) -> dict[str, Any]:

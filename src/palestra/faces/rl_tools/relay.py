@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
+from palestra.core.errors import PalestraError
 from palestra.core.http import HttpError, Request
+from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.models import Candidate
 
 _MAX_BODY_BYTES = 50_000_000
@@ -25,10 +27,19 @@ class Usage:
     """What one model was asked, and what it cost; `cost_usd` is None while no answer has named a cost."""
 
     requests: int = 0
+    completions: int = 0  # asked for
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def reserve(self, completions: int, limit: int) -> bool:
+        """Count what is about to be asked; False, and nothing is counted, where that would be more than `limit`."""
+        with self._lock:
+            if self.completions + completions > limit:
+                return False
+            self.completions += completions
+            return True
 
     def add(self, ok: bool, reply: bytes) -> None:
         usage = _usage(reply) if ok else {}
@@ -49,18 +60,25 @@ def _usage(reply: bytes) -> dict[str, Any]:
     return usage if isinstance(usage, dict) else {}
 
 
+def _error(message: str) -> bytes:
+    return json.dumps({"error": {"message": message}}).encode()
+
+
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 class Relay:
-    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own."""
+    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own.
 
-    def __init__(self, models: Sequence[Candidate], timeout_s: float) -> None:
+    Each is asked for the model that is tested, and for `max_completions` in all.
+    """
+
+    def __init__(self, models: Sequence[Candidate], timeout_s: float, max_completions: int) -> None:
         self.usage = [Usage() for _ in models]
         self._models = models
         self.token = secrets.token_urlsafe(24)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._max_completions = timeout_s, max_completions
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.relay = self  # type: ignore[attr-defined]
@@ -80,19 +98,37 @@ class Relay:
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
         """Pass a request on, and count what comes back."""
-        status, reply = self._post(self._models[index], body)
+        try:
+            request = self._admit(index, body)
+        except PalestraError as error:
+            return 403, _error(str(error))
+        status, reply = self._post(self._models[index], request)
         self.usage[index].add(status == 200, reply)
         return status, reply
 
-    def _post(self, model: Candidate, body: bytes) -> tuple[int, bytes]:
+    def _admit(self, index: int, body: bytes) -> dict[str, Any]:
+        """The request of an environment, which may ask for nothing but what is being tested."""
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):
+            request = None
+        if not isinstance(request, dict):
+            raise PalestraError("the body is not a JSON object")
+        name, count = self._models[index].name, request.get("n") or 1
+        if request.get("model") != name:
+            raise PalestraError(f"this is a test of {name}; another model is not asked")
+        if not isinstance(count, int) or count < 1 or not self.usage[index].reserve(count, self._max_completions):
+            raise PalestraError(f"n={short(count)}: this test may ask for {self._max_completions} completions in all")
+        return request
+
+    def _post(self, model: Candidate, request: dict[str, Any]) -> tuple[int, bytes]:
         key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read anew for each request
         url = f"{(model.base_url or '').rstrip('/')}/chat/completions"
-        if model.more:
-            body = json.dumps({**json.loads(body), **model.more}).encode()
+        body = {**request, **model.more}
         try:
             reply = Request(url, body, token=key, timeout_s=self._timeout_s, max_bytes=_MAX_REPLY_BYTES).send()
         except HttpError as error:
-            return 502, json.dumps({"error": {"message": str(error)}}).encode()
+            return 502, _error(str(error))
         return reply.status, reply.body
 
 
@@ -103,11 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         index = self.path.removesuffix("/v1/chat/completions").removeprefix("/")
         if not hmac.compare_digest(token.encode(), relay.token.encode()):
-            self._answer(401, b'{"error": {"message": "the token is wrong"}}')
+            self._answer(401, _error("the token is wrong"))
         elif not (length.isdecimal() and int(length) <= _MAX_BODY_BYTES):
-            self._answer(413, b'{"error": {"message": "the body is too large"}}')
+            self._answer(413, _error("the body is too large"))
         elif not (index.isdecimal() and int(index) < len(relay.usage)):
-            self._answer(404, b'{"error": {"message": "there is nothing at this path"}}')
+            self._answer(404, _error("there is nothing at this path"))
         else:
             self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
 

@@ -12,6 +12,7 @@ from palestra.core.errors import did_you_mean
 from palestra.envs.discover import discover
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.faces.rl_tools.draft import Draft, describe
+from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State
 
@@ -65,10 +66,13 @@ class Session:
 
     def run(self, run_id: str) -> Run:
         """A run by its id. What cannot be an id never reaches files or SQL."""
-        if not (run_id.isalnum() and run_id.isascii() and len(run_id) <= 64):
-            known = [run.run_id for run in self.manager.list()[:20]]
-            raise Refusal(f"there is no run {short(run_id)!r}; rl_list_runs names them", available=known)
-        return self.manager.get(run_id)
+        text = f"there is no run {short(run_id)!r}; rl_list_runs names them"
+        if run_id.isalnum() and run_id.isascii() and len(run_id) <= 64:
+            try:
+                return self.manager.get(run_id)
+            except UnknownRun as error:
+                text = str(error)
+        raise Refusal(text, active_runs=self.manager.active_ids())
 
     def seconds_to_wait(self, run: Run) -> float:
         """How long until this run may be looked at again; 0 counts as a look. A new state may be looked at at once."""

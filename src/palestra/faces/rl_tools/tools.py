@@ -25,6 +25,7 @@ JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
 Progress = Callable[[float, float, str], None]  # done, total, what is being done
 Effect = Literal["reads", "edits", "starts", "stops"]
 _STOP_WAIT_S = 60.0
+_MAX_LISTED = 200
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,14 @@ def rl_start_training(call: Call) -> views.Data:
     session, draft = call.session, call.session.draft
     if not check_rl_python_version():
         raise PalestraError("Palestra needs Python 3.11 or newer; start this server with one")
-    missing = get_missing_keys(draft.site.profile, draft.value("track.report_to"))
+    trackers = {*draft.value("track.report_to"), *(["wandb"] if draft.env_settings().get("use_wandb") else [])}
+    missing = get_missing_keys(draft.site.profile, trackers)
     if missing:
         hints = "; ".join(f"{key}: {HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
     describe(draft.found, draft.env_settings())  # they must fit together, too
     limit = session.site.limits.active_runs
-    if sum(run.is_active for run in session.manager.list()) >= limit:
-        raise Refusal(f"{limit} runs are going on or waiting already; stop one, or wait until one has ended")
-    return views.started(session.manager.start(draft.request()), draft)
+    return views.started(session.manager.start(draft.request(), max_active=limit), draft)
 
 
 def rl_check_status(call: Call, run_id: str) -> views.Data:
@@ -98,7 +98,8 @@ def rl_stop_training(call: Call, run_id: str) -> views.Data:
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
-    return views.stopped(call.session.manager.stop(call.session.run(run_id).run_id, wait_s=_STOP_WAIT_S))
+    run = call.session.run(run_id)
+    return views.stopped(call.session.manager.stop(run.run_id, wait_s=_STOP_WAIT_S) if run.is_active else run)
 
 
 def rl_get_results(call: Call, run_id: str) -> views.Data:
@@ -111,9 +112,17 @@ def rl_get_results(call: Call, run_id: str) -> views.Data:
     return views.results(run, call.session.manager.results(run.run_id))
 
 
-def rl_list_runs(call: Call) -> views.Data:
-    """List all trainings with their states, also those of earlier sessions and other clients."""
-    return views.runs(call.session.manager.list())
+def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
+    """List all trainings with their states, newest first, also those of earlier sessions and other clients.
+
+    Args:
+        limit: Trainings to list at once, at most 200.
+        offset: How many of the newest to leave out: next_offset of the answer before.
+    """
+    if not (1 <= limit <= _MAX_LISTED and offset >= 0):
+        raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {_MAX_LISTED}, and 0 or more")
+    found, total = call.session.manager.page(limit, offset)
+    return views.runs(found, offset, total)
 
 
 def rl_test_inference(

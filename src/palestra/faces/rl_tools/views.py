@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.fields import TRACKING_NAME
+from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 
 _METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "loss")
@@ -75,7 +77,9 @@ def config(draft: Draft) -> Data:
 
 
 def edited(draft: Draft, field: str) -> Data:
-    return {"message": f"{field} is changed", "field": field, "value": draft.value(field), "config": draft.config()}
+    name = draft.own_name(field)
+    message = f"{name} is changed" + (f" ({field} is its name elsewhere)" if name != field else "")
+    return {"message": message, "field": name, "value": draft.value(name), "config": draft.config()}
 
 
 def started(run: Run, draft: Draft) -> Data:
@@ -84,10 +88,11 @@ def started(run: Run, draft: Draft) -> Data:
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
         "environment": draft.found.name,
         "config": draft.config(),
-        "config_path": RunFolder(run.folder).config_file,
+        "config_path": RunFolder(run.folder).settings_file,
         "logs": _logs(run),
         "wandb_project": draft.value("track.project"),
         "wandb_run_name": draft.value(TRACKING_NAME),
+        "wandb_url": None,
         "tip": f"rl_check_status({run.run_id!r}) tells how it is doing; it goes on when you disconnect",
         **({"note": run.reason} if run.reason else {}),
     }
@@ -96,7 +101,8 @@ def started(run: Run, draft: Draft) -> Data:
 def status(run: Run) -> Data:
     return {
         **_where(run),
-        "processes": {part: run.processes.get(part, "not started") for part in ("api", "trainer", "env")},
+        **_tracking(run),
+        "processes": {part: _process(run, part) for part in PARTS},
         "metrics": {name: run.progress.get(name) for name in _METRICS},
         "logs": _logs(run),
         **({"error": run.reason} if run.state == "failed" else {"note": run.reason} if run.reason else {}),
@@ -110,6 +116,7 @@ def too_soon(run: Run, wait_s: float) -> Data:
         "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
         "A change of state is told at once",
         "minutes_to_wait": round(wait_s / 60, 1),
+        "next_check_in_seconds": math.ceil(wait_s),
     }
 
 
@@ -126,6 +133,7 @@ def results(run: Run, found: Data) -> Data:
     path = found.get("model_path")
     return {
         **_where(run),
+        **_tracking(run),
         "final_metrics": found.get("final_metrics"),
         "history": found.get("history"),
         "report": _rates(found.get("report")),
@@ -141,19 +149,38 @@ def results(run: Run, found: Data) -> Data:
     }
 
 
-def runs(found: Sequence[Run]) -> Data:
-    rows = [{**_where(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder} for run in found]
-    return {"runs": rows, "count": len(rows)}
+def runs(found: Sequence[Run], offset: int, total: int) -> Data:
+    rows = [
+        {**_where(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
+        for run in found
+    ]
+    following = offset + len(rows)
+    return {"runs": rows, "count": total, **({"next_offset": following} if following < total else {})}
 
 
 def _where(run: Run) -> dict[str, Any]:
     until = run.ended or time.time()
     minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
-    return {"run_id": run.run_id, "status": run.state, "environment": run.environment, "minutes_running": minutes}
+    return {
+        "run_id": run.run_id,
+        "status": run.state,
+        "environment": run.environment,
+        "minutes_running": minutes,
+        "running_time_minutes": minutes,  # the same, as other tools call it
+    }
+
+
+def _tracking(run: Run) -> dict[str, Any]:
+    return {f"wandb_{name}": value for name, value in RunFolder(run.folder).tracking().items()}
+
+
+def _process(run: Run, part: str) -> str:
+    """A run is one process, unless its environment has one of its own."""
+    return run.processes.get(part, "in the trainer's process" if "trainer" in run.processes else "not started")
 
 
 def _logs(run: Run) -> dict[str, Any]:
-    return {part: run.logs.get(part) for part in ("api", "trainer", "env")}
+    return {part: run.logs.get(part, run.logs.get("trainer")) for part in PARTS}
 
 
 def _rates(report: Any) -> Any:

@@ -1,0 +1,199 @@
+"""Limits hold, also when many ask at once, and whatever an environment asks for."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.http import Request
+from palestra.core.run_folder import RunFolder
+from palestra.envs.config_fields import EnvDescription
+from palestra.envs.discover import LIBRARY, in_file
+from palestra.envs.env import EnvConfig
+from palestra.faces import mcp_server
+from palestra.faces.rl_tools import RlTools, draft
+from palestra.faces.rl_tools.clients import Clients
+from palestra.faces.rl_tools.models import Candidate
+from palestra.faces.rl_tools.relay import Relay
+from palestra.runs.index import TooManyRuns
+from palestra.runs.locks import Limits, Site
+from palestra.runs.manager import RunManager, RunRequest
+
+
+class NothingStarts(RunManager):
+    """A manager whose runs are listed and never launched."""
+
+    def _launch(self, run_id: str, folder: RunFolder) -> None:
+        pass
+
+
+def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_path):
+    barrier = threading.Barrier(8)
+
+    def start(_: int) -> str | None:
+        manager = NothingStarts(tmp_path / "home")
+        barrier.wait()
+        try:
+            return manager.start(RunRequest(), max_active=2).run_id
+        except TooManyRuns:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        ids = [run_id for run_id in pool.map(start, range(8)) if run_id]
+    assert len(ids) == 2
+    assert len(list((tmp_path / "home" / "runs").iterdir())) == 2  # the others left no folder
+
+
+def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
+    found = in_file(LIBRARY / "calculator.py")[0]
+    monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
+    tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=Limits(active_runs=1)))
+    tools._draft = draft.Draft.of(found, EnvDescription([], {}), tools.site)
+    assert "run_id" in tools.rl_start_training()
+    assert "of at most 1" in tools.rl_start_training()["error"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.epochs", "train.max_steps", "train.problems_per_step", "train.iterations", "train.minibatches",
+        "train.refill_limit", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_tool_rounds",
+        "eval.samples_per_case",
+    ],
+)  # fmt: skip
+def test_a_number_that_multiplies_work_has_a_bound(key):
+    with pytest.raises(PalestraError, match=key):
+        RunConfig.build({key: 10**9})
+
+
+@pytest.mark.parametrize("name", ["train_size", "held_out_size"])
+def test_an_environment_has_a_bounded_number_of_problems(name):
+    with pytest.raises(ValueError, match="less than or equal"):
+        EnvConfig(**{name: 10**9})
+
+
+def test_only_a_few_environments_are_read_at_once(monkeypatch):
+    reading, most = 0, 0
+    lock = threading.Lock()
+
+    def slow(found, settings=None, *, python=None):
+        nonlocal reading, most
+        with lock:
+            reading += 1
+            most = max(most, reading)
+        time.sleep(0.01)
+        with lock:
+            reading -= 1
+        return EnvDescription([], {})
+
+    monkeypatch.setattr(draft, "describe_env", slow)
+    found = in_file(LIBRARY / "calculator.py")[0]
+    with ThreadPoolExecutor(30) as pool:
+        list(pool.map(lambda _: draft.describe(found), range(30)))
+    assert most == 4
+
+
+def test_a_reader_that_waits_too_long_is_told_so(monkeypatch):
+    monkeypatch.setattr(draft, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(draft, "_DESCRIBE_WAIT_S", 0.01)
+    draft._DESCRIBED_AT_ONCE.acquire()
+    with pytest.raises(PalestraError, match="ask again in a minute"):
+        draft.describe(in_file(LIBRARY / "calculator.py")[0])
+
+
+def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
+    from starlette.testclient import TestClient
+
+    monkeypatch.setattr(mcp_server, "MAX_SESSIONS", 2)
+    manager = RunManager(tmp_path / "home")
+    server = mcp_server.make_server(Clients(lambda: RlTools(manager, Site())))
+    about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+    question = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about}
+    headers = {"Accept": "application/json, text/event-stream"}
+    with TestClient(mcp_server.http_app(server, None), base_url="http://127.0.0.1:8002") as client:
+        codes = [client.post("/mcp", json=question, headers=headers).status_code for _ in range(3)]
+    assert codes == [200, 200, 503]
+
+
+@pytest.fixture
+def relay(monkeypatch):
+    """A relay to a model that needs no network; `posted` has what would have been sent."""
+    relay = Relay([Candidate("m", "m", "http://127.0.0.1:9/v1")], 5.0, max_completions=4)
+    posted: list[dict] = []
+
+    def post(model, request):
+        posted.append(request)
+        return 200, b'{"usage": {"completion_tokens": 1}}'
+
+    monkeypatch.setattr(relay, "_post", post)
+    with relay.running():
+        yield relay, posted
+
+
+def ask(relay: Relay, body: object, token: str | None = None) -> int:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"{relay.url(0)}/chat/completions"
+    return Request(url, data, token=relay.token if token is None else token).send().status
+
+
+def test_the_relay_asks_for_the_tested_model_only(relay):
+    server, posted = relay
+    assert ask(server, {"model": "m"}) == 200
+    assert ask(server, {"model": "a/dearer-one"}) == 403
+    assert ask(server, {"model": "m"}, token="another") == 401
+    assert [ask(server, body) for body in ([1], b"{", b"[" * 100_000, {})] == [403] * 4
+    assert posted == [{"model": "m"}]
+
+
+def test_the_relay_asks_for_no_more_completions_than_the_test_may_have(relay):
+    server, posted = relay
+    assert [ask(server, {"model": "m", "n": n}) for n in (3, 2, 10**9, -1, "9", 1, 1)] == [
+        200,
+        403,
+        403,
+        403,
+        403,
+        200,
+        403,
+    ]
+    assert sum(request["n"] for request in posted) == 4
+
+
+def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monkeypatch):
+    from palestra.faces.cli import run_atropos
+    from palestra.faces.cli.settings import EnvSettings
+
+    class Replaced(Exception):
+        pass
+
+    def execve(program, words, environ):
+        raise Replaced(words, environ)
+
+    monkeypatch.setenv("PALESTRA_RELAY_TOKEN", "relay-0123456789")
+    monkeypatch.setattr(run_atropos, "_python", lambda *_: Path("/venv/bin/python"))
+    monkeypatch.setattr(run_atropos, "_cached_tokenizer", lambda *_: Path("/cache/tokenizer"))
+    monkeypatch.setattr(run_atropos.os, "execve", execve)
+    openai = {"model_name": "m", "base_url": "http://127.0.0.1:1/0/v1", "api_key_env": "PALESTRA_RELAY_TOKEN"}
+    settings = EnvSettings({"level": 2, "group_size": 3}, openai, {})
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(Replaced) as replaced:
+        run_atropos.process(Path("gsm.py"), settings, 5, out, None)
+    words, environ = replaced.value.args
+    assert "relay-0123456789" not in "".join([*words, *environ.values()])
+    import yaml
+
+    file = Path(words[-1])
+    assert file.stat().st_mode & 0o777 == 0o600
+    written = yaml.safe_load(file.read_text())
+    assert written["openai"]["api_key"] == "relay-0123456789"
+    assert written["env"] | {"total_steps": 5, "group_size": 3, "level": 2, "use_wandb": False} == written["env"]
+    assert written["env"]["data_path_to_save_groups"] == str(out)
+    with pytest.raises(PalestraError, match="say where: --openai"):
+        run_atropos.process(Path("gsm.py"), EnvSettings(), 5, out, None)
