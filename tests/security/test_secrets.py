@@ -89,6 +89,14 @@ def test_an_isolated_child_reads_no_environment_and_keeps_its_user(uid):
     assert said.stdout == f"refused {uid}\n", said.stderr
 
 
+def test_code_of_others_imports_nothing_from_the_folder_of_the_server(tmp_path):
+    (tmp_path / "planted.py").write_text("")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "main.py").write_text("import planted")
+    said = subprocess.run(children.isolated("code/main.py"), cwd=tmp_path, capture_output=True, text=True)
+    assert "No module named 'planted'" in said.stderr
+
+
 @LINUX
 @pytest.mark.parametrize(("keys", "is_open"), [({"MY_API_KEY": "sk-0123456789"}, False), ({}, True)])
 def test_a_process_with_keys_cannot_be_looked_into_by_others_of_its_user(keys, is_open):

@@ -14,7 +14,7 @@ from typing import Any
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder, write_json
+from palestra.core.files import new_folder, open_private, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
@@ -53,6 +53,7 @@ class InferenceTest:
         # new each time: no older output can be taken for this test's
         remedy = "set PALESTRA_HOME to a folder of yours"
         folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
+        folder.chmod(0o700)
         turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
         relay = Relay(models, limits.test_minutes * 60, limits.test_completions * turns)
         steps = _Steps(self.num_steps, len(models) * self.num_steps, self.progress)
@@ -148,7 +149,7 @@ class _Attempt:
         draft, settings, output = self.test.draft, self._file("settings.json"), self._file("jsonl")
         write_json(settings, self._settings())
         arguments = (draft.environment, "--config", settings, "--groups", self.test.num_steps, "--out", output)
-        with self._file("log").open("wb") as log:
+        with open_private(self._file("log")) as log:
             environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token, children.END_WITH_PARENT: "1"}
             command = children.isolated("-m", "palestra", "env", "process", *arguments)
             child = children.start(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
