@@ -84,11 +84,12 @@ def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True) ->
 
 
 def plain(model: torch.nn.Module, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the scored tokens, one row at a time, from whole logits."""
+    """Log-probabilities and entropies of the scored tokens, one row at a time, from whole logits; tool results at 1."""
     logprobs, entropies = [], []
     for sample in samples:
         ids = torch.tensor([sample.token_ids.tolist()])
-        logp = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float() / temperature, -1)
+        scale = torch.where(torch.tensor(sample.echo_mask.tolist())[1:, None], 1.0, temperature)
+        logp = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float() / scale, -1)
         scored = torch.tensor((sample.policy_mask | sample.echo_mask).tolist())[1:]
         logprobs.append(logp.gather(-1, ids[0, 1:, None]).squeeze(-1)[scored])
         entropies.append(-(logp.exp() * logp).sum(-1)[scored])

@@ -25,7 +25,7 @@ class StepLoss:
     """policy loss + echo_coefficient · cross-entropy on tool results − entropy_coefficient · mean entropy."""
 
     objective: Objective
-    rows: int  # of the whole step, also those without trained tokens
+    rows: int  # of the whole step, also those without trained tokens, but not those that only ECHO learns from
     policy_tokens: int
     tokens_total: float  # what token-mean losses divide by
     max_completion_length: int
@@ -53,7 +53,7 @@ class StepLoss:
         echo = [int(s.echo_mask[1:].sum()) for s in samples] if echo_coefficient else []
         return cls(
             objective=objective,
-            rows=len(samples),
+            rows=sum(bool(s.policy_mask.any() or not s.echo_mask.any()) for s in samples),
             policy_tokens=policy_tokens,
             tokens_total=policy_tokens if tokens_total is None else tokens_total,
             max_completion_length=max_completion_length,

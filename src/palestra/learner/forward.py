@@ -71,11 +71,23 @@ class Scorer(nn.Module):
                     layer._compiled_call_impl = None
 
     def forward(self, micro: PackedMicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens."""
+        """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens.
+
+        Sampled tokens are scored at the temperature that they were sampled with, tool results at 1.
+        """
         if self.mode == "reference":
             return self.from_logits(micro.batch)
         hidden = self._packed_hidden(micro).index_select(0, micro.batch.source)
-        return self.head(hidden, micro.batch.target, entropy_gradient=entropy_gradient)
+        target = micro.batch.target
+        if not len(micro.echo) or self.head.rule.temperature == 1.0:
+            return self.head(hidden, target, entropy_gradient=entropy_gradient)
+        parts = [
+            self.head(hidden[chosen], target[chosen], temperature=temperature, entropy_gradient=entropy_gradient)
+            for chosen, temperature in ((micro.policy, None), (micro.echo, 1.0))
+        ]
+        order = torch.cat([micro.policy, micro.echo]).argsort()
+        logprobs, entropies = (torch.cat(both)[order] for both in zip(*parts, strict=True))
+        return logprobs, entropies
 
     def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[T, H] in packed order; right at the places that the batch reads."""
@@ -96,7 +108,8 @@ class Scorer(nn.Module):
         """The same from the model's own whole logits."""
         ids, mask = self._pad(batch)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
-        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / self.head.rule.temperature, dim=-1)
+        temperature = torch.where(batch.echo_mask, 1.0, self.head.rule.temperature)[:, None]
+        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / temperature, dim=-1)
         return logp.gather(-1, batch.target[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
     def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

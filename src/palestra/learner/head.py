@@ -7,6 +7,7 @@ computed again in the backward pass instead of being kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -47,10 +48,13 @@ class ScoringHead(nn.Module):
         self.output = output  # the model's own layer: its weights are trained
         self.rule = rule
 
-    def forward(self, hidden: Tensor, target: Tensor, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies)."""
+    def forward(
+        self, hidden: Tensor, target: Tensor, *, temperature: float | None = None, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature."""
         bias = getattr(self.output, "bias", None)
-        return score_tokens(hidden, self.output.weight, bias, target, self.rule, entropy_gradient=entropy_gradient)
+        rule = self.rule if temperature is None else replace(self.rule, temperature=temperature)
+        return score_tokens(hidden, self.output.weight, bias, target, rule, entropy_gradient=entropy_gradient)
 
 
 class _Score(torch.autograd.Function):

@@ -118,10 +118,10 @@ class Training:
             metrics["stale_groups_dropped"] = float(rollouts.dropped)
         if hung := hung_calls():
             metrics["hung_calls"] = float(hung)
-        samples = trainable_samples(groups, advantages, config.train)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
+        samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
         version = state.policy_version
-        if any(s.policy_mask.any() for s in samples):
+        if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
             with self._policy_asleep():
                 metrics |= update(self.learner, samples, config, coefficients, version)
             if config.train.target_entropy is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -63,11 +64,20 @@ def _require_finite(groups: Sequence[Group]) -> None:
 
 
 def trainable_samples(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection, *, echo: bool = False
 ) -> list[Sample]:
-    """The samples of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
-    kept = [i for i, g in enumerate(groups) if has_signal(g, advantages[i]) or not train.filter_equal_groups]
-    return to_samples([groups[i] for i in kept], [advantages[i] for i in kept], train.mask_truncated)
+    """The samples of the groups that are trained on: those with signal, unless `filter_equal_groups` is off.
+
+    With `echo`, the tool results of the other groups are learned, too: to predict them no reward is needed.
+    """
+    pairs = zip(groups, advantages, strict=True)
+    trained = [has_signal(group, row) or not train.filter_equal_groups for group, row in pairs]
+    samples = to_samples(groups, advantages, train.mask_truncated)
+    return [
+        sample if trained[sample.group] else replace(sample, policy_mask=np.zeros_like(sample.policy_mask))
+        for sample in samples
+        if trained[sample.group] or (echo and sample.echo_mask.any())
+    ]
 
 
 def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], mask_truncated: bool) -> list[Sample]:

@@ -152,9 +152,20 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert same(one, two)
 
 
-def test_the_echo_term_is_the_cross_entropy_on_tool_results() -> None:
+@pytest.mark.parametrize("mode", ["trees", "reference"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_echo_term_is_the_cross_entropy_on_tool_results(temperature: float, mode: str) -> None:
+    """Of the model's own distribution, whatever the temperature that its answers are sampled with."""
     samples = make_samples()
-    metrics, _ = first_step(settings(echo={"coefficient": 0.05}), samples)
+    config = settings(
+        echo={"coefficient": 0.05}, rollout={"temperature": temperature}, train={"share_prefix": mode == "trees"}
+    )
+    learner = Steps(build(), config=config)
+    learner.learner._scorer.mode = mode
+    metrics = learner.step(samples)
+    assert metrics["policy_loss"] == pytest.approx(
+        first_step(settings(rollout={"temperature": temperature}))[0]["loss"]
+    )
     model, total, count = build(), 0.0, 0
     for sample in samples:
         ids = torch.tensor([sample.token_ids.tolist()])
@@ -164,6 +175,20 @@ def test_the_echo_term_is_the_cross_entropy_on_tool_results() -> None:
         count += int(observed.sum())
     assert metrics["echo_loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.05 * metrics["echo_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo"])
+def test_rows_that_only_echo_learns_from_leave_the_policy_term_alone(loss: str) -> None:
+    config = settings(train={"loss": loss}, echo={"coefficient": 0.05})
+    samples = make_samples()
+    others = [replace(s, policy_mask=s.policy_mask & False, group=s.group + 2) for s in make_samples(seed=1)]
+    alone, _ = first_step(config, samples)
+    both, _ = first_step(config, samples + others)
+    assert both["policy_loss"] == pytest.approx(alone["policy_loss"], rel=1e-5)
+    assert both["echo_loss"] != pytest.approx(alone["echo_loss"], rel=1e-3)
+    nothing_else, changed = first_step(config, others)
+    assert nothing_else["policy_loss"] == 0.0
+    assert not same(changed, weights(build()))
 
 
 def test_a_vanishing_echo_leaves_the_policy_term_alone() -> None:

@@ -17,7 +17,7 @@ from loop_fakes import PROBLEMS, attempt, make_loop
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Rollout, Score
+from palestra.core.types import Group, Rollout, Score, Turn
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import draw
 from palestra.train.loop import Interrupted, total_steps
@@ -71,6 +71,18 @@ def test_a_step_without_signal_moves_the_schedules_on_and_publishes_nothing() ->
     assert "loss" not in loop.tracker.rows[1][1]
     assert loop.tracker.rows[1][1]["equal_reward_groups"] == 1.0
     assert (loop.training.state.step, loop.training.state.policy_version) == (4, 3)
+
+
+@pytest.mark.parametrize(("coefficient", "steps_learned"), [(0.0, 0), (0.5, 2)])
+def test_echo_learns_from_tool_results_where_all_rewards_are_equal(coefficient: float, steps_learned: int) -> None:
+    def play(number: int, problem: str) -> list[Rollout]:
+        one, other = equal(number, problem)
+        return [replace(r, turns=(*r.turns, Turn("environment", (6, 7)))) for r in (one, other)]  # type: ignore[arg-type]
+
+    loop = make_loop({"echo.coefficient": coefficient, "train.refill_limit": 0}, steps=2, play=play)
+    loop.training.run()
+    assert [(loss.policy_tokens, loss.echo_tokens) for loss in loop.learner.losses] == [(0, 8)] * steps_learned
+    assert loop.training.state.policy_version == steps_learned
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Rollout, Score, Turn
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples
+from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples, trainable_samples
 
 TURNS = (
     Turn("template", (1, 2, 3)),
@@ -54,6 +54,19 @@ def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:
     advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
     assert advantages == [[0.5, -0.5, 0.0]]
     assert len(to_samples([group], advantages, mask_truncated=True)) == 2
+
+
+def test_equal_rewards_train_no_policy_but_echo_learns_their_tool_results() -> None:
+    groups = [Group("equal", (rollout(1.0), rollout(1.0))), Group("mixed", (rollout(1.0), rollout(0.0)))]
+    advantages = group_advantages(groups, TrainSection(), {})
+    assert [s.group for s in trainable_samples(groups, advantages, TrainSection())] == [1, 1]
+    both = trainable_samples(groups, advantages, TrainSection(), echo=True)
+    assert [(s.group, bool(s.policy_mask.any()), int(s.echo_mask.sum())) for s in both] == [
+        (0, False, 2),
+        (0, False, 2),
+        (1, True, 2),
+        (1, True, 2),
+    ]
 
 
 def signal(*rollouts: Rollout, **train: object) -> bool:
