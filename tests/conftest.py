@@ -1,7 +1,10 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
+import asyncio
 import os
 import tempfile
+import threading
+import time
 
 import pytest
 
@@ -24,3 +27,27 @@ def tiny():
     from palestra.models.loading import load_model
 
     return load_model("palestra/tiny")
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """Call it with an application to get its URL on a free loopback port; it ends with the module."""
+    from palestra.serve.web import Server, open_port, url_of
+
+    running = []
+
+    def start(app, **options):
+        server, sock = Server(app, **options), open_port("127.0.0.1", 0, None)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+        thread.start()
+        running.append((server, thread))
+        while not server.started:
+            time.sleep(0.01)
+        return url_of(sock)
+
+    yield start
+    for server, _ in running:
+        server.should_exit = True
+    for _, thread in running:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -109,9 +110,19 @@ class LaunchStep:
     ready_within_s: float = _READY_S
 
 
-def launch_steps(request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int]) -> list[LaunchStep]:
+def launch_token(request: RunRequest, folder: RunFolder) -> str | None:
+    """What a run's own processes prove themselves with. Environments written for Atropos cannot send it to the API."""
+    needs_none = request.environment is None or not folder.wire.is_dir() or _dialect(request.environment) != "palestra"
+    return None if needs_none else secrets.token_urlsafe(24)
+
+
+def launch_steps(
+    request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int], token: str | None = None
+) -> list[LaunchStep]:
     """One command for runs in one process; over the wire: trajectory API, trainer with its server, environment."""
-    return _over_the_wire(request, folder, claim_port) if folder.wire.is_dir() else [_in_one_process(request, folder)]
+    if folder.wire.is_dir():
+        return _over_the_wire(request, folder, claim_port, token)
+    return [_in_one_process(request, folder)]
 
 
 def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
@@ -125,7 +136,9 @@ def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
     return LaunchStep("trainer", command, lambda: folder.has_begun)
 
 
-def _over_the_wire(request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int]) -> list[LaunchStep]:
+def _over_the_wire(
+    request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int], token: str | None
+) -> list[LaunchStep]:
     assert request.environment is not None
     name, ports = request.environment, {part: claim_port(part) for part in ("api", "trainer")}
     urls = {part: f"http://127.0.0.1:{port}" for part, port in ports.items()}
@@ -141,13 +154,13 @@ def _over_the_wire(request: RunRequest, folder: RunFolder, claim_port: Callable[
         return [*PALESTRA, "env", "serve", name, *where, "--config", str(write_env_settings(request, folder))]
 
     def model_is_served() -> bool:
-        return answers(f"{urls['trainer']}/health")
+        return answers(f"{urls['trainer']}/health", token)
 
     api = [*PALESTRA, "trajectory", "--port", str(ports["api"]), "--folder", str(folder.wire)]
     # our environments wait for the model by themselves, so both may load their libraries at once; others may not wait
     waits = _dialect(name) == "palestra"
     return [
-        LaunchStep("api", lambda: api, lambda: answers(f"{urls['api']}/")),
+        LaunchStep("api", lambda: api, lambda: answers(f"{urls['api']}/", token)),
         LaunchStep("trainer", trainer, (lambda: folder.has_begun) if waits else model_is_served),
         LaunchStep("env", env, model_is_served),
     ]
@@ -171,28 +184,29 @@ def write_env_settings(request: RunRequest, folder: RunFolder) -> Path:
     return folder.env_settings_file
 
 
-def has_all_batches(folder: RunFolder, api_port: int) -> bool:
+def has_all_batches(folder: RunFolder, api_port: int, token: str | None = None) -> bool:
     """Whether the trainer has taken its last batch: from then on it needs no environment."""
     try:
         steps = folder.config.train.max_steps
-        request = Request(f"http://127.0.0.1:{api_port}/status", timeout_s=_HTTP_TIMEOUT_S)
+        request = Request(f"http://127.0.0.1:{api_port}/status", token=token, timeout_s=_HTTP_TIMEOUT_S)
         return steps is not None and int(request.parse(request.send())["current_step"]) >= steps
     except (OSError, ValueError, HttpError):
         return False
 
 
-def answers(url: str) -> bool:
+def answers(url: str, token: str | None = None) -> bool:
     try:
-        return Request(url, timeout_s=_HTTP_TIMEOUT_S).send().status == 200
+        return Request(url, token=token, timeout_s=_HTTP_TIMEOUT_S).send().status == 200
     except HttpError:
         return False
 
 
-def process_environment(part: str, run_id: str, request: RunRequest) -> dict[str, str]:
-    """The environment variables of a run's process. Its servers listen on loopback and need no token."""
+def process_environment(part: str, run_id: str, request: RunRequest, token: str | None = None) -> dict[str, str]:
+    """The environment variables of a run's process. `token` is that of the run's own servers."""
     wanted = {"WANDB_API_KEY"} if request.env_settings.get("use_wandb") else set()
     environ = own_environment(hide=_TRAINER_ONLY - wanted if part == "env" else ())
-    return environ | {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+    environ |= {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+    return environ | ({"PALESTRA_TOKEN": token} if token else {})
 
 
 def _dialect(environment: str) -> str:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +24,14 @@ from palestra.runs.index import ACTIVE, PARTS, Index, State
 from palestra.runs.processes import Process, become_subreaper, descendants, end_all, reap, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
 from palestra.runs.recovery import reconcile, recover
-from palestra.runs.request import LaunchStep, RunRequest, has_all_batches, launch_steps, process_environment
+from palestra.runs.request import (
+    LaunchStep,
+    RunRequest,
+    has_all_batches,
+    launch_steps,
+    launch_token,
+    process_environment,
+)
 
 _TICK_S = 0.1
 _HEARTBEAT_S = 1.0
@@ -51,6 +59,7 @@ class Supervisor:
         row = index.row(run_id)
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
         self._request, self._cwd = RunRequest.load(self._folder)
+        self._token: str | None = None
         self._guard = os.getppid()
         self._parts: dict[str, Process] = {}
         self._log_writers: dict[str, Process] = {}
@@ -97,7 +106,9 @@ class Supervisor:
                 last_reconcile = time.monotonic()
 
     def _start(self) -> None:
-        for step in launch_steps(self._request, self._folder, lambda part: self._index.claim_port(self._run_id, part)):
+        self._token = launch_token(self._request, self._folder)
+        ports = partial(self._index.claim_port, self._run_id)
+        for step in launch_steps(self._request, self._folder, ports, self._token):
             self._tick()  # raises if the run was stopped: then nothing more is started
             self._spawn(step)
             until = time.monotonic() + step.ready_within_s
@@ -110,7 +121,8 @@ class Supervisor:
     def _spawn(self, step: LaunchStep) -> None:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
-        process, writer = spawn(command, log, process_environment(step.part, self._run_id, self._request), self._cwd)
+        environ = process_environment(step.part, self._run_id, self._request, self._token)
+        process, writer = spawn(command, log, environ, self._cwd)
         self._parts[step.part], self._log_writers[step.part] = process, writer
         self._index.part_started(self._run_id, step.part, process)
 
@@ -151,7 +163,7 @@ class Supervisor:
         """What the end of a process means for the run."""
         if part == "trainer" and code == 0:
             raise Completed
-        if part == "env" and has_all_batches(self._folder, self._index.ports(self._run_id)["api"]):
+        if part == "env" and has_all_batches(self._folder, self._index.ports(self._run_id)["api"], self._token):
             return
         if part == "env" and code == 0:
             self._env_ended = self._env_ended or time.monotonic()

@@ -6,27 +6,34 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import logging
 import socket
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
+from palestra.serve.connections import BoundedProtocol, Connections, limit_log_lines
 
 MIB = 1 << 20
+request_log = logging.getLogger("palestra.requests")  # one line each, where somebody asks for INFO
+_SILENCE_S = 30  # between two pieces of a body
+_BODY_S = 600.0
 _DRAIN_S = 30.0
-_MAX_CONNECTIONS = 4096
+_MAX_MESSAGE = 2000  # characters: it may quote what was sent
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -52,7 +59,7 @@ def make_app(
     }
     return Starlette(
         routes=list(routes),
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(RequestLog), Middleware(Guard, token=token)],
         exception_handlers=handlers,
         lifespan=lifespan,
     )
@@ -60,6 +67,8 @@ def make_app(
 
 def error_body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]} …"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
@@ -75,11 +84,37 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(500, f"{type(error).__name__}: {error}"), 500)
 
 
+class RequestLog:
+    """A line for each answered request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not request_log.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
+            request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
+
+
 class Guard:
     """Checks the token; without one, refuses requests of web pages.
 
     A server on the loopback address can be reached by every page that a local browser shows. Such requests
-    carry an Origin of their own, or a host name that was made to point here.
+    carry an Origin of their own, or are marked by the browser as another site's (`<img>`, links and forms have
+    no Origin), or have a host name that was made to point here.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -98,21 +133,28 @@ class Guard:
             await JSONResponse(error_body(status, message), status)(scope, receive, send)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
-        if self._token is not None:
+        if self._token:
             token = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not hmac.compare_digest(token, self._token.encode()):
                 return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             return None
-        origin = request.headers.get("origin")
-        if not is_loopback(request.url.hostname or "") or (origin and not is_loopback(_host_of(origin))):
+        host = request.headers.get("host", "localhost")
+        if not (is_loopback(_host(f"//{host}")) and _from_no_other_site(request)):
             return 403, "without a token, only requests to a loopback address and from no other site are answered"
         return None
 
 
-def _host_of(origin: str) -> str:
-    from urllib.parse import urlsplit
+def _from_no_other_site(request: Request) -> bool:
+    if origin := request.headers.get("origin"):
+        return is_loopback(_host(origin))
+    return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
-    return urlsplit(origin).hostname or ""
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -133,11 +175,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = bytearray()
     stream = request.stream()
     try:
-        async for chunk in stream:
+        async for chunk in _in_time(stream):
             body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
             if len(body) > limit:
                 await _drain(stream)
                 raise refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
+    except ClientDisconnect:
+        raise refuse(499, "the client disconnected") from None
     except zlib.error as error:
         raise refuse(400, f"the body is not valid gzip: {error}") from None
     if unpack is not None and body and not unpack.eof:
@@ -145,12 +189,34 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces of a body; 408 for a sender that pauses or takes too long.
+
+    Seconds are counted one by one: the event loop may stand still for a training step, which is not the sender's doing.
+    """
+    until = time.monotonic() + _BODY_S
+    while time.monotonic() < until:
+        piece = asyncio.ensure_future(anext(stream, None))
+        try:
+            for _ in range(_SILENCE_S):
+                if (await asyncio.wait({piece}, timeout=1.0))[0]:
+                    break
+            else:
+                break
+            if (chunk := piece.result()) is None:
+                return
+        finally:
+            piece.cancel()
+        yield chunk
+    raise refuse(408, f"the body did not come within {_BODY_S:g} s, or there was none of it for {_SILENCE_S} s")
+
+
 async def _drain(stream: Any) -> None:
     """Let the sender finish, keeping nothing, so that it hears the answer instead of a broken connection."""
-    until = time.monotonic() + _DRAIN_S
-    async for _ in stream:
-        if time.monotonic() > until:
-            return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in stream:
+                pass
 
 
 async def read_model(request: Request, model: type[Model], limit: int = MIB) -> Model:
@@ -158,18 +224,18 @@ async def read_model(request: Request, model: type[Model], limit: int = MIB) -> 
     return parse(model.model_validate_json, await read_body(request, limit))
 
 
-def parse(validate: Callable[[Any], T], data: Any) -> T:
-    """What `validate` makes of it; 422 with what is wrong when it cannot."""
+def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
+    """What `validate` makes of it; `status` with what is wrong when it cannot."""
     try:
         return validate(data)
     except ValidationError as error:
-        raise refuse(422, _explain(error)) from None
+        raise refuse(status, _explain(error)) from None
 
 
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False, include_input=False)[:5]:
-        where = ".".join(str(part) for part in item["loc"]) or "the body"
+        where = ".".join(str(part)[:100] for part in item["loc"]) or "the body"
         lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
     more = error.error_count() - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
@@ -197,6 +263,11 @@ async def _disconnect(request: Request) -> None:
 
 def open_port(host: str, port: int, token: str | None) -> socket.socket:
     """A bound socket (port 0: any free one). Other than loopback addresses need a token."""
+    if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
+        got = "an empty text" if not token else "one with outer blanks or characters beyond ASCII"
+        raise PalestraError(
+            f"the token is {got}, which a header cannot carry; use letters and digits, or leave --token out"
+        )
     if not is_loopback(host) and not token:
         raise PalestraError(
             f"host={host!r} can be reached from other machines; set a token (--token or PALESTRA_TOKEN), "
@@ -223,13 +294,16 @@ def url_of(sock: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`."""
 
-    def __init__(self, app: ASGIApp, *, handle_signals: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, handle_signals: bool = False, limits: Connections | None = None) -> None:
+        limits = limits or Connections.within_file_limit()
+        limit_log_lines()
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
                 log_level="warning",
                 access_log=False,
-                limit_concurrency=_MAX_CONNECTIONS,
+                backlog=limits.backlog,
                 timeout_graceful_shutdown=5,
                 lifespan="on",
                 ws="none",

@@ -3,12 +3,15 @@
     GET  /                                          POST /register          a trainer
     POST /register-env, /disconnect-env             GET  /status-env        an environment
     POST /scored_data, /scored_data_list            groups in
-    GET  /batch                                     a batch out: exactly batch_size sequences, or null
-    GET  /status, /info, /wandb_info, /latest_example, /reset_data
+    POST /batch                                     a batch out: exactly batch_size sequences, or null
+    POST /reset_data                                forget everything
+    GET  /status, /info, /wandb_info, /latest_example
 
+The protocol's own clients ask for /batch and /reset_data by GET, which stays; the guard refuses it from web pages.
 Beyond the protocol, for delivery exactly once: a post may carry an `Idempotency-Key`, and is then accepted once
-however often it is repeated; `GET /batch?after=N&saved=M` names the last batch that the trainer has and the last
-one in a checkpoint, so that a lost response can be repeated and a killed trainer gets its batches again.
+however often it is repeated; `/batch?after=N&saved=M&step=S` names the last batch that the trainer has, the last one
+in a checkpoint and the trainer's step, so that a lost response can be repeated and a killed trainer gets its batches
+again.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def trajectory_app(
         yield
         exchange.close()
 
-    post, get = ["POST"], ["GET"]
+    post, get, both = ["POST"], ["GET"], ["GET", "POST"]
     routes: list[tuple[str, Handler, list[str]]] = [
         ("/", api.root, get),
         ("/register", api.register, post),
@@ -59,11 +62,11 @@ def trajectory_app(
         ("/info", api.info, get),
         ("/scored_data", api.scored_data, post),
         ("/scored_data_list", api.scored_data_list, post),
-        ("/batch", api.batch, get),
+        ("/batch", api.batch, both),
         ("/status", api.status, get),
         ("/status-env", api.status_env, get),
         ("/latest_example", api.latest_example, get),
-        ("/reset_data", api.reset_data, get),
+        ("/reset_data", api.reset_data, both),
     ]
     app = make_app(
         [Route(path, _answered(handler), methods=methods) for path, handler, methods in routes],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,7 @@ def command(
 
     completer = load_completer(model, dtype=dtype, device=device, engine=engine)
     app = inference_app(completer, token=token, weights_folder=weights_from)
+    _show_requests()
     run_server(app, socket, f"{model} is served at", "/v1")
 
 
@@ -115,6 +117,17 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
 
     click.echo(f"{message} {url_of(socket)}{path}")
     asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+
+
+def _show_requests() -> None:
+    """A line on stderr for each request."""
+    from palestra.serve.web import request_log
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    request_log.propagate = False
 
 
 def require_serve_extra() -> None:

@@ -61,7 +61,7 @@ def run_on_wire(
     check: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Train in the run's folder; Ctrl-C prints the command that continues it."""
-    token = os.environ.get("PALESTRA_TOKEN")
+    token = os.environ.get("PALESTRA_TOKEN") or None
     with training_display(console, run.config, f"palestra train --env-url {url}") as display:
         from palestra.wire.task import Address
 

@@ -1,0 +1,114 @@
+"""Connections of a server: how many at once, how long they may stay silent, and how much is logged of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_MAX_CONNECTIONS = 4096
+_BACKLOG = 512  # asyncio accepts as many at once before it looks at any of them
+_OTHER_FILES = 128  # that the process needs beside its connections
+_HEADERS_S = 30.0
+_SECOND_LOOK_S = 1.0
+_LINES_A_MINUTE = 20
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The limits of one server, and its silent connections (no whole request under way), oldest first."""
+
+    limit: int
+    backlog: int
+    headers_s: float = _HEADERS_S
+    silent: dict[BoundedProtocol, asyncio.TimerHandle] = field(default_factory=dict)
+
+    @classmethod
+    def within_file_limit(cls) -> Connections:
+        """As many as the file limit leaves room for; a low soft limit is raised as far as it may be."""
+        wanted = _MAX_CONNECTIONS + _BACKLOG + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+        backlog = min(_BACKLOG, files // 4)
+        return cls(max(16, files - backlog - _OTHER_FILES), backlog)
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 over one connection. When the server is full, the connection that was silent longest makes room."""
+
+    def __init__(self, limits: Connections, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._limits = limits
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.limit:
+            oldest = next(iter(self._limits.silent), self)
+            oldest.transport.write(_FULL)
+            oldest.transport.close()
+            oldest._is_heard()
+            if oldest is self:
+                return
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._is_heard()
+
+    def _look(self) -> None:
+        """Time the connection as long as it has no request under way, however many bytes of one it sends."""
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            self._is_heard()
+        elif self not in self._limits.silent:
+            timer = self.loop.call_later(self._limits.headers_s, self._second_look)
+            self._limits.silent[self] = timer
+
+    def _second_look(self) -> None:
+        """The event loop may have stood still for a training step, with the request waiting to be read."""
+        self._limits.silent[self] = self.loop.call_later(_SECOND_LOOK_S, self.transport.close)
+
+    def _is_heard(self) -> None:
+        if timer := self._limits.silent.pop(self, None):
+            timer.cancel()
+
+
+class LimitLines(logging.Filter):
+    """At most so many lines a minute of what clients can cause without end; the rest is counted."""
+
+    def __init__(self, lines: int = _LINES_A_MINUTE) -> None:
+        super().__init__()
+        self._lines = lines
+        self._began, self._seen = -60.0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if time.monotonic() - self._began >= 60.0:
+            left_out = self._seen - self._lines
+            self._began, self._seen = time.monotonic(), 0
+            if left_out > 0:
+                record.msg, record.args = f"{record.getMessage()} ({left_out} lines were left out before)", ()
+        self._seen += 1
+        return self._seen <= self._lines
+
+
+def limit_log_lines() -> None:
+    for name in ("asyncio", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, LimitLines) for each in logger.filters):
+            logger.addFilter(LimitLines())

@@ -1,0 +1,173 @@
+"""Servers under attack: pages of other sites, silent and slow clients, too many of them, and what is logged of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from palestra.core.errors import PalestraError
+from palestra.serve import web
+from palestra.serve.connections import Connections, LimitLines
+from palestra.serve.web import make_app, open_port, read_body, request_log
+
+
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await read_body(request, 1 << 20))))
+
+
+def app(token: str | None = None):
+    return make_app([Route("/", echo, methods=["GET", "POST"])], token=token)
+
+
+def ask(headers: dict[str, str], method: str = "GET", token: str | None = None) -> int:
+    async def main() -> int:
+        transport = httpx.ASGITransport(app(token))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.request(method, "/", headers=headers)).status_code
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://[broken"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+    ],
+)
+def test_a_page_of_another_site_is_refused_whatever_it_sends(method, headers):
+    assert ask(headers, method) == 403
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Host": "localhost:8000"}, {"Host": "[::1]:1"}, {"Origin": "http://localhost:3000"},
+                {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}]
+)  # fmt: skip
+def test_programs_and_local_pages_are_answered(headers):
+    assert ask(headers) == 200
+
+
+def test_a_token_that_is_empty_or_cannot_be_sent_is_refused_at_the_start():
+    for token in ("", "schlüssel", " padded", "line\n"):
+        with pytest.raises(PalestraError, match="the token is"):
+            open_port("127.0.0.1", 0, token)
+    open_port("127.0.0.1", 0, "s3cret-!").close()
+    assert ask({"Host": "evil.example"}, token="") == 403, "no token is no permission"
+    assert ask({}, token="right") == 401
+    assert ask({"Authorization": "Bearer right"}, token="right") == 200
+
+
+def connect(url: str, text: bytes = b"") -> socket.socket:
+    parts = urlsplit(url)
+    client = socket.create_connection((parts.hostname, parts.port), timeout=10)
+    client.sendall(text)
+    return client
+
+
+def is_closed_within(client: socket.socket, seconds: float) -> bool:
+    client.settimeout(seconds)
+    try:
+        while client.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_half_sent_headers_are_timed_out_however_slowly_they_come(serve, monkeypatch):
+    monkeypatch.setattr("palestra.serve.connections._SECOND_LOOK_S", 0.05)
+    url = serve(app(), limits=Connections(64, 64, headers_s=0.3))
+    silent, slow = connect(url), connect(url, b"GET / HTTP/1.1\r\n")
+    until = time.monotonic() + 0.4
+    while time.monotonic() < until:
+        try:
+            slow.sendall(b"X-A: b\r\n")
+        except ConnectionError:
+            break
+        time.sleep(0.05)
+    assert is_closed_within(silent, 5)
+    assert is_closed_within(slow, 5)
+
+
+def test_silent_connections_make_room_for_clients_that_ask(serve):
+    url = serve(app(), limits=Connections(8, 64))
+    silent = [connect(url) for _ in range(40)]
+    assert [httpx.get(url).status_code for _ in range(5)] == [200] * 5
+    assert is_closed_within(silent[0], 5)
+
+
+def test_the_connection_limit_leaves_files_for_the_rest_of_the_process():
+    import resource
+
+    limits = Connections.within_file_limit()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert limits.limit + limits.backlog < soft
+
+
+def test_a_body_that_stops_in_the_middle_is_refused(serve, monkeypatch):
+    monkeypatch.setattr(web, "_SILENCE_S", 1)
+    client = connect(serve(app()), b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
+    assert b" 408 " in client.recv(4096)
+
+
+def test_a_client_that_dies_in_mid_post_leaves_no_traceback(serve, caplog):
+    url = serve(app())
+    for _ in range(5):
+        connect(url, b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc").close()
+    assert httpx.post(url, content=b"abc").text == "3"
+    time.sleep(0.1)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_what_clients_can_cause_without_end_is_logged_so_many_times_a_minute(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("palestra.serve.connections.time.monotonic", lambda: now[0])
+    limit, passed = LimitLines(3), []
+
+    def log(text: str) -> None:
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, (), None)
+        if limit.filter(record):
+            passed.append(record.getMessage())
+
+    for _ in range(1000):
+        log("too many open files")
+    now[0] = 61.0
+    log("too many open files")
+    assert passed == ["too many open files"] * 3 + ["too many open files (997 lines were left out before)"]
+
+
+def test_a_request_is_one_line_without_control_characters(caplog):
+    with caplog.at_level(logging.INFO, logger=request_log.name):
+        ask({})
+        asyncio.run(_get("/%1b[31m" + "x" * 5000))
+    first, second = (record.getMessage() for record in caplog.records if record.name == request_log.name)
+    assert first.startswith("GET / 200 ")
+    assert second.startswith("GET /\\x1b[31mxxx")
+    assert len(second) < 300
+
+
+async def _get(path: str) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app()), base_url="http://127.0.0.1") as client:
+        await client.get(path)
+
+
+def test_an_error_does_not_repeat_all_that_was_sent():
+    assert len(web.error_body(400, "x" * 10**6)["error"]["message"]) < 3000
