@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from palestra.core.types import Group
+import numpy as np
+
+from palestra.core.types import Group, Rollout
 from palestra.train.samples import has_signal
 
 
@@ -24,7 +26,7 @@ def rollout_metrics(
         return out
     rewards = [r.reward for r in good]
     flat = [
-        a
+        a if r.advantages is None else _mean_advantage(r)
         for row, g in zip(advantages, groups, strict=True)
         for a, r in zip(row, g.rollouts, strict=True)
         if r.error is None
@@ -59,3 +61,10 @@ def rollout_metrics(
     for name in dict.fromkeys(name for g in groups for name in g.metrics):
         out[name] = statistics.fmean(g.metrics[name] for g in groups if name in g.metrics)
     return out
+
+
+def _mean_advantage(rollout: Rollout) -> float:
+    """Of advantages that came along with the rollout, token by token: their mean over the model's own tokens."""
+    by_model = np.concatenate([np.full(len(t.token_ids), t.maker == "model") for t in rollout.turns])
+    assert rollout.advantages is not None
+    return float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0

@@ -15,6 +15,13 @@ _GIVE_UP_S = 600.0
 _MAX_BATCH_BYTES = 4 * 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class NoBatch:
+    """There is none now; `reason` where the API knows what keeps it from making one."""
+
+    reason: str = ""
+
+
 class ApiUnreachable(PalestraError):
     """The trajectory API could not be reached for as long as the client waits."""
 
@@ -41,14 +48,26 @@ class WireClient:
         }
         await self.call("/register", body)
 
-    async def batch(self, after: int, saved: int | None = None) -> tuple[int, list[dict[str, Any]]] | None:
-        """The number and the groups of the batch that follows number `after`; None while there is none.
+    async def batch(
+        self, after: int, saved: int | None = None, step: int | None = None
+    ) -> tuple[int, list[dict[str, Any]]] | NoBatch:
+        """The number and the groups of the batch that follows number `after`.
 
         The API keeps the batches that follow `saved` (default: `after`), so that a killed trainer gets them again.
+        `step` is the trainer's, which environments end by.
         """
-        answer = await self.call(f"/batch?after={after}" + ("" if saved is None else f"&saved={saved}"))
+        asked = {"after": after, "saved": saved, "step": step}
+        path = "/batch?" + "&".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+        try:
+            answer = await self.call(path, method="POST")
+        except HttpError as error:
+            if error.status != 405:
+                raise
+            answer = await self.call(path)  # Atropos's own server knows GET alone
+        if answer.get("status") == "error":
+            raise PalestraError(f"{self.url}/batch: {answer.get('message')}. Was it reset during the run?")
         groups = answer.get("batch")
-        return (int(answer.get("number", after + 1)), groups) if groups else None
+        return (int(answer.get("number", after + 1)), groups) if groups else NoBatch(answer.get("message") or "")
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None

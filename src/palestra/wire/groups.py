@@ -9,6 +9,9 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.group_codec import group_from_dict, group_to_dict
 from palestra.core.types import Group
+from palestra.wire.types import MAX_VALUE
+
+_UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images", "generation_params", "group_overrides")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,15 @@ class ModelLimits:
 def read_group(columns: Mapping[str, Any], name: str, limits: ModelLimits, policy_version: int) -> Group:
     """The group of columns that were posted; PalestraError where the model cannot take them."""
     _check(columns["tokens"], limits)
+    _check_values("scores", columns["scores"])
+    for row in columns.get("advantages") or ():
+        _check_values("advantages", row)
     return group_from_dict(columns, name, version=policy_version)
+
+
+def unused_columns(columns: Mapping[str, Any]) -> set[str]:
+    """Columns of the protocol that the environment filled in, and that our trainer does not read."""
+    return {name for name in _UNUSED if columns.get(name)}
 
 
 def write_group(group: Group, env_id: int, mask_truncated: bool) -> dict[str, Any]:
@@ -44,3 +55,9 @@ def _check(tokens: Sequence[Sequence[int]], limits: ModelLimits) -> None:
         raise PalestraError(f"a sequence has {longest} tokens; the model holds {limits.context_tokens}")
     if largest >= limits.vocabulary:
         raise PalestraError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
+
+
+def _check_values(name: str, values: Sequence[float]) -> None:
+    wrong = next((value for value in values if not abs(value) <= MAX_VALUE), None)  # also for NaN
+    if wrong is not None:
+        raise PalestraError(f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, which float32 can compute with")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
 from palestra.wire.packing import Queued
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ CREATE TABLE IF NOT EXISTS groups (
     body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_batch ON groups (batch);
+CREATE TABLE IF NOT EXISTS envs (id INTEGER PRIMARY KEY, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL);
 """
 
@@ -109,6 +111,20 @@ def set_facts(**values: Any) -> Change:
     return lambda db: db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows).rowcount
 
 
+def envs(db: sqlite3.Connection) -> list[dict[str, Any]]:
+    """The registered environments by id; those of older journals lie in one fact."""
+    old = facts(db).get("envs", [])
+    for env in old:
+        save_env(env)(db)
+    db.execute("DELETE FROM facts WHERE name = 'envs'")
+    return [json.loads(settings) for (settings,) in db.execute("SELECT settings FROM envs ORDER BY id")]
+
+
+def save_env(env: dict[str, Any]) -> Change:
+    row = env["id"], json.dumps(env)
+    return lambda db: db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?)", row).rowcount
+
+
 def add_groups(rows: Sequence[tuple[int | None, int, bytes]], key: str | None) -> Callable[[Any], list[int] | None]:
     """Queue (env_id, sequences, body) rows and give their ids; None when this key was seen before."""
 
@@ -129,7 +145,7 @@ def make_batch(number: int, ids: Sequence[int], step: int) -> Callable[[Any], li
 
     def change(db: sqlite3.Connection) -> list[bytes]:
         db.executemany("UPDATE groups SET batch = ? WHERE id = ?", [(number, i) for i in ids])
-        set_facts(step=step, last_batch=number, counted=number)(db)
+        set_facts(step=step, last_batch=number, counted=number, held=number)(db)
         return batch_bodies(number)(db)
 
     return change
@@ -144,8 +160,18 @@ def delete_batches(up_to: int) -> Change:
     return lambda db: db.execute("DELETE FROM groups WHERE batch <= ?", (up_to,)).rowcount
 
 
+def set_aside(number: int, path: Path) -> Change:
+    """Move a batch out of the journal, into a file of one group a line."""
+
+    def change(db: sqlite3.Connection) -> None:
+        write_text(path, b"".join(body + b"\n" for body in batch_bodies(number)(db)).decode())
+        db.execute("DELETE FROM groups WHERE batch = ?", (number,))
+
+    return change
+
+
 def waiting_groups(db: sqlite3.Connection) -> list[Queued]:
-    rows = db.execute("SELECT id, env_id, sequences FROM groups WHERE batch IS NULL ORDER BY id")
+    rows = db.execute("SELECT id, env_id, sequences, length(body) FROM groups WHERE batch IS NULL ORDER BY id")
     return [Queued(*row) for row in rows]
 
 
@@ -160,5 +186,5 @@ def latest_body(db: sqlite3.Connection) -> bytes | None:
 
 
 def clear(db: sqlite3.Connection) -> None:
-    for table in ("facts", "groups", "posts"):
+    for table in ("facts", "groups", "envs", "posts"):
         db.execute(f"DELETE FROM {table}")

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A queued group: its number, its environment, and how many sequences it has."""
+    """A queued group: its number, its environment, how many sequences it has, and the bytes of its body."""
 
     id: int
     env_id: int | None
     sequences: int
+    size: int = 0
 
 
 def next_batch(

@@ -23,17 +23,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from palestra.serve.web import MIB, make_app, parse, read_body, read_model, refuse
+from palestra.serve.web import MIB, make_app, read_model, refuse
 from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
-from palestra.wire.types import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
+from palestra.wire.posts import PostedGroup, PostReader
+from palestra.wire.types import EnvIdentifier, EnvRegistration, Registration
 
-_GROUPS = TypeAdapter(list[ScoredGroup])
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip
 
@@ -41,10 +40,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def trajectory_app(
-    folder: Path, *, token: str | None = None, max_waiting: int = 65_536, max_body_mib: int = 128
+    folder: Path,
+    *,
+    token: str | None = None,
+    max_waiting: int = 65_536,
+    max_waiting_mib: int = 4096,
+    max_body_mib: int = 128,
 ) -> Starlette:
     """The API over the journal in `folder`; at most `max_waiting` sequences wait for the trainer."""
-    exchange = Exchange(folder, max_waiting)
+    exchange = Exchange(folder, max_waiting, max_waiting_mib)
     api = _Api(exchange, max_body_mib * MIB)
 
     @contextlib.asynccontextmanager
@@ -97,8 +101,8 @@ def _answered(handler: Handler) -> Handler:
 
 def _batch_number(request: Request, name: str) -> int | None:
     text = request.query_params.get(name)
-    if text is not None and not (text.isascii() and text.isdigit()):
-        raise refuse(422, f"{name}={text!r}; expected the number of a batch, 0 for none")
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise refuse(422, f"{name}={text[:20]!r}; expected the number of a batch, 0 for none")
     return None if text is None else int(text)
 
 
@@ -107,7 +111,7 @@ class _Api:
 
     def __init__(self, exchange: Exchange, max_body: int) -> None:
         self._exchange = exchange
-        self._max_body = max_body
+        self._posts = PostReader(max_body)
 
     async def root(self, request: Request) -> Response:
         return JSONResponse({"message": "Palestra trajectory API"})
@@ -148,26 +152,25 @@ class _Api:
         return JSONResponse({"batch_size": batch_size, "max_token_len": max_token_len})
 
     async def scored_data(self, request: Request) -> Response:
-        group = await read_model(request, ScoredGroup, self._max_body)
-        return JSONResponse({"status": await self._accept(request, [group])})
+        return JSONResponse({"status": await self._accept(request, await self._posts.read(request))})
 
     async def scored_data_list(self, request: Request) -> Response:
-        groups = parse(_GROUPS.validate_json, await read_body(request, self._max_body))
-        status = await self._accept(request, groups)
-        return JSONResponse({"status": status, "groups_processed": len(groups)})
+        groups = await self._posts.read(request, is_list=True)
+        return JSONResponse({"status": await self._accept(request, groups), "groups_processed": len(groups)})
 
-    async def _accept(self, request: Request, groups: list[ScoredGroup]) -> str:
+    async def _accept(self, request: Request, groups: list[PostedGroup]) -> str:
         new = await self._exchange.add(groups, request.headers.get("idempotency-key"))
         return "received" if new else "received before"
 
     async def batch(self, request: Request) -> Response:
-        after, saved = (_batch_number(request, name) for name in ("after", "saved"))
+        after, saved, step = (_batch_number(request, name) for name in ("after", "saved", "step"))
         if self._exchange.registration is None:
             message = "no trainer is registered; call POST /register first"
             return JSONResponse({"batch": None, "status": "error", "message": message})
-        delivery = await self._exchange.take(after, saved)
+        delivery = await self._exchange.take(after, saved, step)
         if delivery is None:
-            return JSONResponse({"batch": None})
+            reason = self._exchange.why_no_batch()
+            return JSONResponse({"batch": None} | ({"message": reason} if reason else {}))
         body = b'{"number": %d, "batch": [%s]}' % (delivery.number, b", ".join(delivery.groups))
         return Response(body, media_type="application/json")
 

@@ -18,8 +18,8 @@ from palestra.serve.loading import completer_of, context_of
 from palestra.serve.web import Server, open_port, url_of
 from palestra.train.evaluation import Evaluator
 from palestra.train.tasks import EnvironmentTask, Parts
-from palestra.wire.client import WireClient
-from palestra.wire.groups import ModelLimits, read_group
+from palestra.wire.client import NoBatch, WireClient
+from palestra.wire.groups import ModelLimits, read_group, unused_columns
 
 _POLL_S = 0.2
 _SHUTDOWN_S = 20.0
@@ -76,6 +76,7 @@ class WireTask:
             parts.watcher.note,
             self.check,
             keeps_batches=parts.config.checkpoint.every > 0,
+            step=step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
         )
@@ -100,25 +101,40 @@ class WireSource:
     keeps_batches: bool  # at the API, until they are in a checkpoint
     batch: int = 0  # the number of the last one
     saved: int = 0
+    step: int = 0  # how many batches had something to train: environments end by it
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     echo: bool = False  # tool results are learned, too
     refills: bool = False  # environments choose what they post
     max_staleness: int | None = None
+    _noted: set[str] = field(default_factory=set)
 
     async def next(self, count: int, version: int) -> list[Group]:
         while True:
-            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None)
-            if delivery is None:
+            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
+            if isinstance(delivery, NoBatch):
+                self._note_once("no batch", delivery.reason)
                 self.check()
                 await asyncio.sleep(_POLL_S)
                 continue
-            self.batch, rows = delivery
+            number, rows = delivery
+            if self.step and number > self.batch + 1:
+                missing = f"{self.batch + 1}" if number == self.batch + 2 else f"{self.batch + 1} to {number - 1}"
+                self.note(f"batch {missing} was set aside by the trajectory API: this run ended on it again and again")
+            self.batch = number
             if groups := self._read(rows, version):
+                self.step += 1
                 return groups
+
+    def _note_once(self, subject: str, text: str) -> None:
+        if text and subject not in self._noted:
+            self._noted.add(subject)
+            self.note(text)
 
     def _read(self, rows: Sequence[Mapping[str, Any]], version: int) -> list[Group]:
         """The groups that can be trained; a bad one is left out, with a note."""
         groups: list[Group] = []
+        for name in sorted({name for columns in rows for name in unused_columns(columns)}):
+            self._note_once(name, f"environments post {name}, which this trainer does not use (docs/wire.md)")
         if self.echo and not any(columns.get("turns") for columns in rows):
             self.echo = False
             self.note("echo.coefficient has no effect: these environments do not say which tokens are tool results")
@@ -127,7 +143,7 @@ class WireSource:
             try:
                 # groups without `versions` count as one version old, so that their logprobs are used
                 groups.append(read_group(columns, name, self.limits, version - 1))
-            except (PalestraError, KeyError, TypeError, ValueError, IndexError) as error:
+            except (PalestraError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
                 self.note(f"{name} from environment {columns.get('env_id')} cannot be trained: {error}")
         return groups
 

@@ -9,8 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from palestra.core.types import Maker, StopReason
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_BATCH_SIZE = 65_536
+MAX_VALUE = 1e18  # of scores, advantages and logprobs: their squares still fit float32
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Value = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
+Name = Annotated[str, Field(max_length=4096)]
 
 
 class Body(BaseModel):
@@ -22,34 +27,34 @@ class Body(BaseModel):
 class Registration(Body):
     """A trainer and its settings."""
 
-    wandb_group: str = ""
-    wandb_project: str = ""
+    wandb_group: Name = ""
+    wandb_project: Name = ""
     batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
-    max_token_len: int
-    checkpoint_dir: str = ""
-    save_checkpoint_interval: int = -1
-    starting_step: int = Field(0, ge=0)
-    num_steps: int
+    max_token_len: Int32
+    checkpoint_dir: Name = ""
+    save_checkpoint_interval: Int32 = -1
+    starting_step: int = Field(0, ge=0, lt=2**31)
+    num_steps: Int32
 
 
 class EnvRegistration(Body):
     """An environment that will send groups."""
 
-    max_token_length: int = Field(ge=1)
-    desired_name: str | None = None
-    weight: float | None = 1.0
-    group_size: int = Field(ge=1)
+    max_token_length: int = Field(ge=1, lt=2**31)
+    desired_name: str | None = Field(None, max_length=256)
+    weight: float | None = Field(1.0, ge=0, le=1e6)
+    group_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
 
 
 class EnvIdentifier(Body):
-    env_id: int
+    env_id: Int32
 
 
 class Verdict(Body):
     """One measure's score of one rollout."""
 
-    value: float
+    value: Value
     passed: bool
     reason: str = ""
     error: bool = False
@@ -61,35 +66,35 @@ class ToolCallResult(Body):
     id: str
     name: str
     ok: bool
-    seconds: float = 0.0
+    seconds: Value = 0.0
 
 
 class ScoredGroup(Body):
     """The scored sequences of one problem. Masks are -100 where a token is not trained."""
 
     tokens: list[list[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
-    masks: list[list[int]]
-    scores: list[float]
-    advantages: list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
+    masks: list[list[Int32]]
+    scores: list[Value]
+    advantages: list[list[Value]] | None = None
+    ref_logprobs: list[list[Value]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
+    inference_logprobs: list[list[Value]] | None = None
     overrides: list[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: int | None = None
+    env_id: Int32 | None = None
     # what Palestra's own environments add, so that a trainer knows as much as of rollouts in its own process
     turns: list[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] | None = None
-    versions: list[list[int]] | None = None
+    versions: list[list[Int32]] | None = None
     stops: list[StopReason] | None = None
     errors: list[str | None] | None = None
     verdicts: list[dict[str, Verdict]] | None = None
     tool_results: list[list[ToolCallResult]] | None = None
-    seconds: list[float] | None = None
-    tool_seconds: list[float] | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
+    seconds: list[Value] | None = None
+    tool_seconds: list[Value] | None = None
+    distill_token_ids: list[list[list[Int32]]] | None = None
+    distill_logprobs: list[list[list[Value]]] | None = None
 
     @field_validator(
         "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "distill_token_ids",

@@ -11,7 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.yaml_config import load_yaml
-from palestra.runs.request import RunRequest, write_env_settings
+from palestra.runs.request import RunRequest, launch_token, process_environment, write_env_settings
 
 
 def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
@@ -62,3 +62,18 @@ def test_an_environment_that_counts_steps_counts_those_of_a_run_that_was_made_lo
     assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 100, "level": 2}
     Resume(run.path, max_steps=200).config(run.config, done=100).save(run.config_file)
     assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 200, "level": 2}
+
+
+def test_the_processes_of_a_run_over_the_wire_share_a_token_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PALESTRA_TOKEN", "the token of the server that starts runs")
+    folder, request = RunFolder(tmp_path), RunRequest(environment="calculator", wire=True)
+    assert launch_token(request, folder) is None, "in one process"
+    folder.wire.mkdir()
+    tokens = {launch_token(request, folder) for _ in range(2)}
+    assert len(tokens) == 2
+    token = tokens.pop()
+    assert all(process_environment(part, "r", token)["PALESTRA_TOKEN"] == token for part in ("api", "trainer", "env"))
+    assert "PALESTRA_TOKEN" not in process_environment("trainer", "r")
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("from atroposlib.envs.base import BaseEnv\nclass Theirs(BaseEnv):\n    pass\n")
+    assert launch_token(RunRequest(environment=str(theirs)), folder) is None, "their clients send none to the API"

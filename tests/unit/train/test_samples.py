@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from palestra.core.config import TrainSection
@@ -126,3 +127,10 @@ def test_scores_and_logged_numbers_are_in_the_metrics_of_the_step() -> None:
     assert metrics["score/brief"] == 0.5
     assert "pass_rate/brief" not in metrics
     assert (metrics["score/right"], metrics["pass_rate/right"], metrics["words"]) == (0.5, 0.5, 3.0)
+
+
+def test_metrics_of_advantages_are_of_those_that_came_along() -> None:
+    posted = np.array([0, 0, 0, 2, 4, 0, 0, 0, 0, -3], np.float32)  # the mean of the model's three tokens is 1
+    group = Group("p", (rollout(1.0, advantages=posted), rollout(0.0)))
+    metrics = rollout_metrics([group], [[0.5, -0.5]], policy_version=8)
+    assert (metrics["advantage_max"], metrics["advantage_min"]) == (1.0, -0.5)

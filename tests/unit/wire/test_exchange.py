@@ -8,13 +8,15 @@ import json
 import pytest
 
 from palestra.core.errors import PalestraError
+from palestra.wire import journal
 from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
+from palestra.wire.posts import PostedGroup
 from palestra.wire.types import EnvRegistration, Registration, ScoredGroup
 
 
-def group(size: int = 2, first: int = 0, env_id: int | None = None) -> ScoredGroup:
+def group(size: int = 2, first: int = 0, env_id: int | None = None) -> PostedGroup:
     rows = [[first, 1, 2]] * size
-    return ScoredGroup(tokens=rows, masks=[[-100, 1, 2]] * size, scores=[0.0] * size, env_id=env_id)
+    return PostedGroup.of(ScoredGroup(tokens=rows, masks=[[-100, 1, 2]] * size, scores=[0.0] * size, env_id=env_id))
 
 
 def firsts(delivery) -> list[int]:
@@ -222,6 +224,167 @@ def test_two_servers_on_one_folder_are_refused(tmp_path):
         exchange = await started(tmp_path)
         with pytest.raises(PalestraError, match="another --folder"):
             Exchange(tmp_path)
+        exchange.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_is_bounded_in_bytes_and_counts_what_is_taken(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        exchange.max_bytes = 3 * len(group().body)
+        await exchange.add([group(), group(), group()])
+        with pytest.raises(QueueFull, match="MiB wait already"):
+            await exchange.add([group()])
+        await exchange.take()
+        await exchange.add([group()])
+        assert exchange.waiting_bytes == 3 * len(group().body)
+        exchange.close()
+        again = Exchange(tmp_path)
+        assert again.waiting_bytes == exchange.waiting_bytes
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_groups_that_never_make_a_batch_are_told(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=6)
+        await exchange.add([group(4)])
+        assert exchange.why_no_batch() is None, "more may come"
+        await exchange.add([group(4)])
+        assert await exchange.take() is None
+        assert "8 sequences wait in groups of 4, which never add up to a batch of 6" in exchange.why_no_batch()
+        env = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
+        await exchange.register_env(env)
+        assert exchange.why_no_batch() is None, "an environment with groups of 2 may fill it"
+        exchange.max_waiting = 9
+        assert "the queue is full" in exchange.why_no_batch()
+        exchange.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_sequence_longer_than_the_trainer_takes_is_refused(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path)
+        exchange.registration = exchange.registration.model_copy(update={"max_token_len": 2})
+        with pytest.raises(PalestraError, match="a sequence has 3 tokens; the trainer takes 2"):
+            await exchange.add([group()])
+        exchange.close()
+
+    asyncio.run(scenario())
+
+
+def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.wire.exchange._MAX_ENVS", 3)
+    request = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
+
+    async def scenario():
+        exchange = await started(tmp_path)
+        envs = [await exchange.register_env(request) for _ in range(3)]
+        assert [env.name for env in envs] == ["e_0", "e_1", "e_2"]
+        with pytest.raises(QueueFull, match="3 environments have registered"):
+            await exchange.register_env(request)
+        await exchange.disconnect_env(1)
+        assert "envs" not in exchange.journal.read(journal.facts), "not all of them anew each time"
+        exchange.close()
+        again = Exchange(tmp_path)
+        assert [(env.name, env.connected) for env in again.envs] == [("e_0", True), ("e_1", False), ("e_2", True)]
+        again.close()
+
+    asyncio.run(scenario())
+
+
+def test_environments_in_the_journal_of_an_older_version_are_kept(tmp_path):
+    old = {"id": 0, "name": "e_0", "desired_name": "e", "weight": 1.0, "max_token_length": 8, "group_size": 2}
+
+    async def scenario():
+        exchange = Exchange(tmp_path)
+        await exchange.journal.do(journal.set_facts(envs=[old | {"min_batch_allocation": None}]))
+        exchange.close()
+        for _ in range(2):
+            exchange = Exchange(tmp_path)
+            assert [env.name for env in exchange.envs] == ["e_0"]
+            exchange.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_on_which_the_trainer_died_three_times_is_set_aside_in_a_file(tmp_path):
+    """Its checkpoint holds batch 1; it always dies on batch 3. The API is started anew with each life."""
+
+    async def life() -> list[int]:
+        exchange = Exchange(tmp_path)
+        await exchange.register(trainer(2, step=1))
+        numbers, after = [], 1
+        while after != 3 and (delivery := await exchange.take(after=after, saved=1)) is not None:
+            after = delivery.number
+            numbers.append(after)
+        exchange.close()
+        return numbers
+
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(5)])
+        assert (await exchange.take(after=0)).number == 1
+        exchange.close()
+        assert [await life() for _ in range(3)] == [[2, 3]] * 3
+        assert await life() == [2, 4, 5], "without 3"
+
+    asyncio.run(scenario())
+    (aside,) = tmp_path.glob("set-aside*")
+    assert aside.name == "set-aside-batch-3.jsonl"
+    assert json.loads(aside.read_text())["tokens"][0][0] == 2
+
+
+def test_a_trainer_that_was_killed_at_different_places_or_while_it_waits_loses_nothing(tmp_path):
+    async def life(until: int) -> list[int]:
+        exchange = Exchange(tmp_path)
+        await exchange.register(trainer(2))
+        numbers = []
+        for after in range(until):
+            delivery = await exchange.take(after=after, saved=0)
+            numbers.append(delivery and delivery.number)
+        exchange.close()
+        return numbers
+
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(3)])
+        exchange.close()
+        for until in (1, 2, 1, 2, 1, 2):
+            assert await life(until) == list(range(1, until + 1))
+        for _ in range(5):
+            assert await life(4) == [1, 2, 3, None], "the third was trained when it asked for the fourth"
+
+    asyncio.run(scenario())
+
+
+def test_the_step_is_the_trainers_own_where_it_tells_it(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(first=i) for i in range(3)])
+        await exchange.take(after=0, saved=0, step=0)
+        await exchange.take(after=1, saved=0, step=0)  # nothing in batch 1 could be trained
+        assert exchange.step == 1
+        await exchange.take(after=1, saved=0, step=0)
+        assert exchange.step == 1
+        await exchange.take(after=2, saved=0, step=1)
+        assert exchange.step == 2
+        exchange.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
+    async def scenario():
+        exchange = await started(tmp_path, batch_size=2)
+        await exchange.add([group(), group()])
+        first = await exchange.take(after=0)
+        with pytest.raises(PalestraError, match="the last batch that was made here is 1"):
+            await exchange.take(after=10**9)
+        assert await exchange.take(after=0) == first, "and nothing is forgotten"
         exchange.close()
 
     asyncio.run(scenario())

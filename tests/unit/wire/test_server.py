@@ -128,6 +128,12 @@ BAD = {
     "a turn by nobody": ({"turns": [[["judge", 3]]] * 2}, "turns.0.0.0"),
     "a stop for no reason": ({"stops": ["answered", "bored"]}, "stops.1"),
     "versions too short": ({"versions": [[1], [1]]}, "versions: sequence 0 has 1"),
+    "a score beyond float32": ({"scores": [0.0, 1e39]}, "scores.1"),
+    "scores whose squares do not fit": ({"scores": [1e20, -1e20]}, "scores.0"),
+    "an advantage beyond float32": ({"advantages": [[0.0, 1e308, 0.0]] * 2}, "advantages.0.1"),
+    "a logprob beyond float32": ({"inference_logprobs": [[0.0, -1e308, 0.0]] * 2}, "inference_logprobs.0.1"),
+    "a mask beyond int32": ({"masks": [[-100, 2, 10**30], [-100, 2, 4]]}, "masks.0.2"),
+    "a version beyond int32": ({"versions": [[0, 0, 2**40]] * 2}, "versions.0.2"),
     "a verdict without a value": ({"verdicts": [{"right": {"passed": True}}, {}]}, "verdicts.0.right.value"),
     "a tool result without a name": ({"tool_results": [[{"id": "c", "ok": True}], []]}, "tool_results.0.0.name"),
 }
@@ -153,6 +159,48 @@ def test_scores_that_are_no_numbers_are_refused(trained, score):
 def test_body_that_is_no_group_is_refused(trained, body):
     for path in ("/scored_data", "/scored_data_list", "/register", "/register-env"):
         assert 400 <= trained.post(path, content=body).status_code < 500
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/register-env", ENV | {"max_token_length": 10**400}),
+        ("/register-env", ENV | {"group_size": 10**9}),
+        ("/register-env", ENV | {"weight": 1e300}),
+        ("/register-env", ENV | {"desired_name": "x" * 10_000}),
+        ("/register", REGISTRATION | {"num_steps": 10**400}),
+        ("/register", REGISTRATION | {"max_token_len": 10**400}),
+        ("/disconnect-env", {"env_id": 10**400}),
+    ],
+)
+def test_numbers_and_names_without_bound_are_refused(trained, path, body):
+    assert trained.post(path, json=body).status_code == 422
+    assert trained.request("GET", "/status-env", json={"env_id": 0}).status_code == 200
+
+
+def test_changing_requests_are_posts_and_the_protocols_own_gets_stay(trained):
+    for _ in range(4):
+        trained.post("/scored_data", json=group())
+    assert trained.post("/batch?after=0").json()["number"] == 1
+    assert trained.get("/batch").json()["number"] == 2
+    page = {"Sec-Fetch-Site": "cross-site"}
+    for method, path in (("GET", "/batch"), ("GET", "/reset_data"), ("POST", "/reset_data")):
+        assert trained.request(method, path, headers=page).status_code == 403
+    assert trained.get("/info").json()["batch_size"] == 4
+    assert trained.post("/reset_data").text == "Reset successful"
+
+
+def test_a_large_post_is_parsed_in_a_process_of_its_own_with_the_same_result(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.wire.posts._LARGE", 100)
+    with httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30) as api:
+        api.post("/register", json=REGISTRATION)
+        large = group(messages=[[{"role": "user", "content": "x" * 200}]] * 2)
+        assert api.post("/scored_data_list", json=[large, group(scores=[0.5, 1.0])]).json()["groups_processed"] == 2
+        answer = api.post("/scored_data", json=large | {"scores": [1.0]})
+        assert (answer.status_code, "scores has 1 entries" in answer.text) == (422, True)
+        batch = api.get("/batch").json()["batch"]
+        assert [g["scores"] for g in batch] == [[1.0, 0.0], [0.5, 1.0]]
+        assert batch[0]["messages"] == large["messages"]
 
 
 def test_unknown_environment_and_a_group_that_no_batch_can_hold_are_refused(trained):

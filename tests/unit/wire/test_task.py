@@ -19,7 +19,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
+from palestra.wire.client import NoBatch, WireClient
 from palestra.wire.groups import ModelLimits
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address, WireSource, WireTask
@@ -31,13 +31,17 @@ class Batches:
 
     batches: list[list[dict[str, Any]] | None]
     asked: list[tuple[int, int | None]] = field(default_factory=list)
+    steps: list[int | None] = field(default_factory=list)
     number: int = 0
 
-    async def batch(self, after: int, saved: int | None = None) -> tuple[int, list[dict[str, Any]]] | None:
+    async def batch(
+        self, after: int, saved: int | None = None, step: int | None = None
+    ) -> tuple[int, list[dict[str, Any]]] | NoBatch:
         self.asked.append((after, saved))
+        self.steps.append(step)
         groups = self.batches.pop(0)
-        if groups is None:
-            return None
+        if groups is None or isinstance(groups, NoBatch):
+            return groups or NoBatch()
         self.number = max(self.number, after) + 1
         return self.number, groups
 
@@ -98,6 +102,47 @@ def test_what_cannot_be_trained_is_left_out_with_a_note():
     )
     assert notes[1].startswith("batch-1/2 from environment 4 cannot be trained")
     assert notes[2].startswith("batch-2/0")
+
+
+@pytest.mark.parametrize(
+    "more", [{"scores": [1e39]}, {"scores": [float("nan")]}, {"advantages": [[0.0, 0.0, 1e308]]},
+             {"versions": [[0, 0, 2**40]]}]
+)  # fmt: skip
+def test_values_that_do_not_fit_float32_are_dropped_by_name(more):
+    source, _, notes = source_of([group(8, **more), group(9)])
+    assert take(source) == [[9]]
+    assert notes[0].startswith("batch-1/0 from environment 4 cannot be trained")
+
+
+def test_a_batch_without_a_trainable_group_is_no_step_for_the_environments():
+    source, client, _ = source_of([group(1000)], [group(7)], [group(8)], step=3)
+    take(source)
+    take(source)
+    assert client.steps == [3, 3, 4]
+
+
+def test_a_batch_that_was_set_aside_is_told():
+    source, client, notes = source_of([group(7)], [group(8)])
+    take(source)
+    client.number = 2
+    take(source)
+    assert notes == ["batch 2 was set aside by the trajectory API: this run ended on it again and again"]
+
+
+def test_why_there_is_no_batch_is_told_once(monkeypatch):
+    monkeypatch.setattr("palestra.wire.task._POLL_S", 0.0)
+    stuck = NoBatch("groups of 4 never add up to a batch of 6")
+    source, _, notes = source_of(stuck, stuck, None, [group()])
+    take(source)
+    assert notes == [stuck.reason]
+
+
+def test_columns_that_this_trainer_does_not_use_are_told_once():
+    posted = group(ref_logprobs=[[0.0] * 3], images=[["x"]], generation_params={}, group_overrides=None)
+    source, _, notes = source_of([posted], [posted])
+    take(source)
+    take(source)
+    assert [note.split()[2] for note in notes] == ["images,", "ref_logprobs,"]
 
 
 def test_while_there_is_no_batch_a_dead_environment_ends_the_wait(monkeypatch):

@@ -91,9 +91,12 @@ def command(
     "--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="For groups."
 )
 @click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
+@click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
 @debug_option
-def trajectory(host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_body_mib: int) -> None:
+def trajectory(
+    host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_waiting_mib: int, max_body_mib: int
+) -> None:
     """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
     \b
@@ -107,7 +110,9 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, max_waitin
     from palestra.wire.server import trajectory_app
 
     socket = open_port(host, port, token)
-    app = trajectory_app(folder, token=token, max_waiting=max_waiting, max_body_mib=max_body_mib)
+    app = trajectory_app(
+        folder, token=token, max_waiting=max_waiting, max_waiting_mib=max_waiting_mib, max_body_mib=max_body_mib
+    )
     run_server(app, socket, "the trajectory API is at")
 
 
