@@ -139,7 +139,7 @@ def test_a_client_that_dies_in_mid_post_leaves_no_traceback(serve, caplog):
 
 def test_what_clients_can_cause_without_end_is_logged_so_many_times_a_minute(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("palestra.serve.connections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("palestra.serve.connections.monotonic", lambda: now[0])
     limit, passed = LimitLines(3), []
 
     def log(text: str) -> None:

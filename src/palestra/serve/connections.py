@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import time
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -98,9 +98,9 @@ class LimitLines(logging.Filter):
         self._began, self._seen = -60.0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if time.monotonic() - self._began >= 60.0:
+        if monotonic() - self._began >= 60.0:
             left_out = self._seen - self._lines
-            self._began, self._seen = time.monotonic(), 0
+            self._began, self._seen = monotonic(), 0
             if left_out > 0:
                 record.msg, record.args = f"{record.getMessage()} ({left_out} lines were left out before)", ()
         self._seen += 1

@@ -76,7 +76,7 @@ class WireTask:
             parts.watcher.note,
             self.check,
             keeps_batches=parts.config.checkpoint.every > 0,
-            step=step,
+            step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
         )
