@@ -72,8 +72,10 @@ def test_the_processes_of_a_run_over_the_wire_share_a_token_of_their_own(tmp_pat
     tokens = {launch_token(request, folder) for _ in range(2)}
     assert len(tokens) == 2
     token = tokens.pop()
-    assert all(process_environment(part, "r", token)["PALESTRA_TOKEN"] == token for part in ("api", "trainer", "env"))
-    assert "PALESTRA_TOKEN" not in process_environment("trainer", "r")
+    assert all(
+        process_environment(part, "r", request, token)["PALESTRA_TOKEN"] == token for part in ("api", "trainer", "env")
+    )
+    assert "PALESTRA_TOKEN" not in process_environment("trainer", "r", request)
     theirs = tmp_path / "theirs.py"
     theirs.write_text("from atroposlib.envs.base import BaseEnv\nclass Theirs(BaseEnv):\n    pass\n")
     assert launch_token(RunRequest(environment=str(theirs)), folder) is None, "their clients send none to the API"
