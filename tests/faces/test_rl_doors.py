@@ -66,6 +66,12 @@ def test_http_lets_in_loopback_without_a_token_and_nobody_from_another_site(clie
     assert [answer.status_code for answer in answers] == [200, 403, 403, 200]
 
 
+def test_http_changes_something_by_post_only(clients):
+    names = [f"/tools/{name}" for name in TOOL_NAMES]
+    answers = ask(lambda: web(clients), *((method, name, {}) for name in names for method in ("GET", "PUT", "DELETE")))
+    assert {answer.status_code for answer in answers} == {405}
+
+
 def test_http_asks_for_the_token_where_one_is_set(clients):
     post = ("POST", "http://box.example:8003/tools/rl_list_runs")
     answers = ask(

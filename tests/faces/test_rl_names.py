@@ -182,6 +182,12 @@ def test_every_lock_that_is_shown_locks_something():
     assert "env.max_num_workers" in {lock.full_name for lock in draft_of(name="max_num_workers").locks}
 
 
+@pytest.mark.parametrize("profile", ["local", "tinker"])
+def test_what_a_profile_locks_is_valid_for_a_run(profile):
+    """A lock that no run accepts would refuse every edit of any other setting."""
+    assert draft_of(Site(profile=profile)).edit("train.weight_decay", 0.1).value("train.weight_decay") == 0.1
+
+
 def test_an_environment_without_a_docstring_is_described_by_its_file(tmp_path):
     (tmp_path / "mine.py").write_text("from palestra import Env\n\n\nclass Mine(Env):\n    pass\n")
     (found,) = in_file(tmp_path / "mine.py")

@@ -33,7 +33,7 @@ class EnvLocks(Section):
     total_steps: int | None = Field(None, ge=1, description="optimizer steps of a run")
     steps_per_eval: int | None = Field(None, ge=0, description="steps between evaluations; 0 only before and after")
     max_batches_offpolicy: int | None = Field(
-        None, ge=0, description="staleness: policy versions that a rollout may lag behind"
+        None, ge=0, description="batches that an Atropos environment may be ahead of the trainer"
     )
     inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
     eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")

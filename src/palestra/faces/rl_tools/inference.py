@@ -19,10 +19,8 @@ from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
 from palestra.faces.rl_tools.draft import Draft
-from palestra.faces.rl_tools.models import Candidate, choose_models
+from palestra.faces.rl_tools.models import Candidate
 from palestra.faces.rl_tools.relay import Relay, Usage
-
-__all__ = ["InferenceTest", "choose_models"]
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2

@@ -15,7 +15,8 @@ from palestra.envs.discover import discover
 from palestra.faces.rl_tools import views
 from palestra.faces.rl_tools.answers import Answer, Refusal, answer, require_json, short
 from palestra.faces.rl_tools.draft import describe
-from palestra.faces.rl_tools.inference import InferenceTest, choose_models
+from palestra.faces.rl_tools.inference import InferenceTest
+from palestra.faces.rl_tools.models import choose_models
 from palestra.faces.rl_tools.requirements import HINTS, check_rl_python_version, get_missing_keys
 from palestra.faces.rl_tools.session import Session
 from palestra.tools.arguments import ArgumentError, read_arguments
