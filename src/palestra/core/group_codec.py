@@ -3,8 +3,8 @@
 A group is written in columns with one entry for each rollout, by the names of the Atropos wire: `tokens`, `masks`
 (the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
 and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
-`versions`, `stops`, `errors`, `verdicts`, `tool_results`, `seconds`, `tool_seconds`. What a foreign environment
-leaves out is read as far as its masks tell.
+`versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`. What a foreign
+environment leaves out is read as far as its masks tell.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)
@@ -40,6 +40,7 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "scores": _verdicts(rollout),
         "messages": [_message_fields(message) for message in rollout.messages],
         "turns": [_turn_to_dict(turn) for turn in rollout.turns],
+        "tool_names": list(rollout.tool_names),
         "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
@@ -61,13 +62,14 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
         seconds=record["seconds"],
         tool_seconds=record["tool_seconds"],
         error=record["error"],
+        tool_names=tuple(record.get("tool_names", ())),
     )
 
 
 def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, Any]:
     """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
     rollouts = group.rollouts
-    masked = [r.error is not None or (mask_truncated and r.stop == "truncated") for r in rollouts]
+    masked = [r.error is not None or (mask_truncated and r.cut_off) for r in rollouts]
     columns = {
         "problem_id": group.problem_id,
         "scores": [r.reward for r in rollouts],
@@ -79,6 +81,7 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
         "inference_logprobs": [_flat(r, _known_logprobs) for r in rollouts],
         "versions": [_flat(r, lambda turn: _or_fill(turn.versions, turn, 0)) for r in rollouts],
         "turns": [[[turn.maker, len(turn.token_ids)] for turn in r.turns] for r in rollouts],
+        "tool_names": [list(r.tool_names) for r in rollouts],
         "tool_results": [[_result_to_dict(result) for result in r.tool_results] for r in rollouts],
         "stops": [r.stop for r in rollouts],
         "errors": [r.error for r in rollouts],
@@ -119,6 +122,7 @@ def _rollout_from_dict(
         tool_seconds=_entry(columns, "tool_seconds", i) or 0.0,
         error=error,
         advantages=_advantages(columns, i, trained),
+        tool_names=tuple(_entry(columns, "tool_names", i) or ()),
     )
 
 

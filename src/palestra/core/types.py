@@ -23,7 +23,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
-StopReason = Literal["answered", "truncated", "tool_limit", "failed"]
+StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,7 @@ class Rollout:
     tool_seconds: float = 0.0
     error: str | None = None
     advantages: Array | None = None  # [T] float32, where the source of the group gave them
+    tool_names: tuple[str, ...] = ()  # the tools that it could call
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"
@@ -177,6 +178,11 @@ class Rollout:
         """Every measure passed."""
         verdicts = [s.passed for s in self.scores.values() if s.passed is not None]
         return bool(verdicts) and all(verdicts)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether it ended in the middle: `truncated` by max_new_tokens, or by a context that was full."""
+        return self.stop in ("truncated", "context_full")
 
     @property
     def sampled_tokens(self) -> int:

@@ -91,6 +91,7 @@ async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limi
         seconds=time.perf_counter() - began,
         tool_seconds=attempt.tool_seconds,
         error=error,
+        tool_names=tuple(tool.name for tool in episode.tools),
     )
 
 
@@ -112,7 +113,8 @@ async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: Att
         turn += 1
         attempt.add(message)
         if finish != "stop":
-            return "truncated"
+            full = finish == "length" and bool(speaker.turns) and speaker.sampled_tokens < sampling.max_new_tokens
+            return "context_full" if full else "truncated"
         if message.tool_calls:
             if rounds == limits.max_tool_rounds:
                 return "tool_limit"

@@ -81,7 +81,10 @@ class ChatSession:
         finally:
             self._speaker = None
         self.messages = attempt.messages
-        if stop == "truncated":  # in the middle of a message: the next question begins with a fresh rendering
+        if stop in (
+            "truncated",
+            "context_full",
+        ):  # in the middle of a message: the next question begins with a fresh rendering
             self._close()
         return stop
 

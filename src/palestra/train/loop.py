@@ -15,6 +15,7 @@ from typing import Any
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner
 from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
@@ -57,6 +58,9 @@ class Training:
     write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
     earlier_s: float = 0.0  # how long the run took before it was resumed
     began: float = field(default_factory=time.perf_counter)
+    history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
+    told: set[str] = field(default_factory=set)  # the kinds of findings that the watcher has heard of
+    ended_early: str | None = None  # why it did not go on to the last step
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
@@ -69,9 +73,10 @@ class Training:
             if evaluate and lacks_evaluation:
                 self._save_if_best(evaluate(self.state.step))
             self.watcher.phase("training", total)
-            while self.state.step < total:
+            while self.state.step < total and self.ended_early is None:
                 metrics = self.step()
                 self.watcher.advance(self.state.step, metrics)
+                self._judge(metrics, total)
                 self._log(metrics, total)
                 by_evaluation = evaluate is not None and self.config.eval.every > 0
                 self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
@@ -84,7 +89,7 @@ class Training:
             with deferred_interrupts():
                 raise Interrupted(self.checkpoint()) from None
         except Exception as error:
-            raise PalestraError(f"step {self.state.step + 1}: {_told(error)}. {self._last_good()}") from error
+            raise self.failure(f"step {self.state.step + 1}", error) from error
         if self.checkpoints and step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
             self.checkpoint()
 
@@ -100,6 +105,22 @@ class Training:
             names = ("loss", "reward_mean", "pass_rate")
             shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
             log.info("step %d of %d: %s", step, total, shown)
+
+    def _judge(self, metrics: dict[str, float], total: int) -> None:
+        """Tell what keeps the run from learning, each thing once, and end it where nothing is left to learn."""
+        self.history.append(metrics)
+        for finding in run_findings(self.history):
+            if finding.kind not in self.told:
+                self.told.add(finding.kind)
+                self.watcher.warn(finding.sentence)
+        count = self.config.train.stop_when_solved
+        recent = self.history[-count:] if count else []
+        if count and len(recent) == count and all(row.get("pass_rate") == 1.0 for row in recent):
+            self.ended_early = (
+                f"every rollout of the last {count} steps passed, so the training ended after step {self.state.step} "
+                f"of {total} (train.stop_when_solved={count})"
+            )
+            self.watcher.note(self.ended_early)
 
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
@@ -205,9 +226,12 @@ class Training:
         self.policy.update(self.learner.weights(state.policy_version))
         self.state = state
 
-    def _last_good(self) -> str:
+    def failure(self, doing: str, error: Exception) -> PalestraError:
+        """What failed, doing what, how to get by with less memory if that was it, and what is left."""
+        text = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
-        return f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
+        left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
+        return PalestraError(f"{doing}: {text.rstrip('.')}. {memory_remedy(error, self.config)}{left}")
 
 
 def total_steps(config: RunConfig, problems: int | None) -> int:
@@ -219,5 +243,17 @@ def total_steps(config: RunConfig, problems: int | None) -> int:
     return config.train.epochs * math.ceil(problems / config.train.problems_per_step)
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+def memory_remedy(error: Exception, config: RunConfig) -> str:
+    """The settings to change when memory ran out; nothing for other errors."""
+    if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
+        return ""
+    model, tokens = config.model, config.train.tokens_per_micro_batch
+    remedies = {
+        f"a lower train.tokens_per_micro_batch (now {tokens})": True,
+        "model.gradient_checkpointing=true": not model.gradient_checkpointing,
+        "model.sleep_mode=true": not model.sleep_mode,
+        "a lower model.kv_memory_gib": True,
+        "lora.r=16": not config.lora.r,
+        f"a lower rollout.max_new_tokens (now {config.rollout.max_new_tokens})": True,
+    }
+    return f"To need less memory, in this order: {', '.join(text for text, helps in remedies.items() if helps)}. "

@@ -87,7 +87,7 @@ def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], m
     loss averages over rows.
     """
     return [
-        to_sample(rollout, advantage, group=g, masked=mask_truncated and rollout.stop == "truncated")
+        to_sample(rollout, advantage, group=g, masked=mask_truncated and rollout.cut_off)
         for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
         if rollout.error is None

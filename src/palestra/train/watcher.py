@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+
+log = logging.getLogger("palestra")
 
 
 class Watcher:
-    """This one is silent; a face overrides what it shows."""
+    """This one is silent but for warnings; a face overrides what it shows."""
 
     def started(self, folder: Path) -> None:
         """The run has its folder; whatever happens now, it can be resumed from there."""
@@ -18,3 +21,7 @@ class Watcher:
         """`done` of the phase's total are finished."""
 
     def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None:
+        """Something that keeps the run from learning. Never silent: without a face it goes to the log."""
+        log.warning("%s", text)

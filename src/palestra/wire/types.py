@@ -90,6 +90,7 @@ class ScoredGroup(Body):
     stops: list[StopReason] | None = None
     errors: list[str | None] | None = None
     verdicts: list[dict[str, Verdict]] | None = None
+    tool_names: list[list[str]] | None = None
     tool_results: list[list[ToolCallResult]] | None = None
     seconds: list[Value] | None = None
     tool_seconds: list[Value] | None = None
@@ -131,8 +132,8 @@ class ScoredGroup(Body):
 
 
 _PER_SEQUENCE = (
-    "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_results", "seconds",
-    "tool_seconds",
+    "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_names", "tool_results",
+    "seconds", "tool_seconds",
 )  # fmt: skip
 _PER_TOKEN = (
     "masks", "advantages", "ref_logprobs", "inference_logprobs", "versions", "distill_token_ids", "distill_logprobs",

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_the_token_budget_counts_all_turns(tiny_tokenizer) -> None:
     rollout = play(tiny_tokenizer, [CALL, ANSWER], ScriptedEpisode(tools=[add]), budget=used + 2)
     assert rollout.stop == "truncated"
     assert rollout.sampled_tokens == used + 2
+
+
+def test_a_full_context_is_told_from_a_budget_that_is_used_up(tiny_tokenizer, monkeypatch) -> None:
+    sample = ScriptedPolicy.sample
+
+    async def ends_for_want_of_room(policy, session, params) -> Turn:
+        return replace(await sample(policy, session, params), finish="length")
+
+    monkeypatch.setattr(ScriptedPolicy, "sample", ends_for_want_of_room)
+    rollout = play(tiny_tokenizer, [CALL], ScriptedEpisode(tools=[add]))
+    assert (rollout.stop, rollout.cut_off, rollout.tool_names) == ("context_full", True, ("add",))
 
 
 def test_tool_rounds_are_limited(tiny_tokenizer) -> None:

@@ -410,7 +410,7 @@ def failing_at(step: int, error: Exception) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (RuntimeError("cuBLAS failed"), "RuntimeError: cuBLAS failed"),
         (PalestraError("group 3: the loss is nan"), "group 3: the loss is nan"),
         (KeyError("sampled_tokens"), "KeyError: 'sampled_tokens'"),
     ],
@@ -426,6 +426,64 @@ def test_any_other_error_names_the_step_and_the_last_good_checkpoint(
     assert raised.value.__cause__ is error
     assert loop.training.state.step == 3  # what failed does not count
     assert names(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), MemoryError()])
+def test_without_memory_the_settings_to_change_are_named(error: Exception, tmp_path: Path) -> None:
+    loop = make_loop({"checkpoint.every": 2, "model.sleep_mode": True}, checkpoints=tmp_path)
+    loop.learner.on_step = failing_at(4, error)
+    with pytest.raises(PalestraError) as raised:
+        loop.training.run()
+    text = str(raised.value)
+    assert text.startswith(
+        f"step 4: {type(error).__name__}: {str(error).rstrip('.')}. To need less memory, in this order: "
+    )
+    assert (
+        "a lower train.tokens_per_micro_batch (now 16384), model.gradient_checkpointing=true, a lower model.kv" in text
+    )
+    assert text.endswith(f"(now 8). The last good checkpoint is {step_folder(tmp_path, 2)}")
+
+
+class Hears(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def test_what_keeps_a_run_from_learning_is_told_while_it_happens_and_once(tmp_path: Path) -> None:
+    loop = make_loop({"train.refill_limit": 0}, steps=8, play=lambda n, problem: [attempt(problem, 0.0)] * 2)
+    heard = loop.training.watcher = Hears()
+    told_after: list[int] = []
+    heard.advance = lambda done, metrics: told_after.append(len(heard.warnings))  # type: ignore[method-assign]
+    loop.training.run()
+    assert told_after == [0, 0, 0, 1, 1, 1, 1, 1]  # `advance` comes before the judgement of its step
+    assert "in the last 3 steps every rollout earned a reward of 0, so nothing was learned" in heard.warnings[0]
+
+
+def test_without_a_face_warnings_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    make_loop({"train.refill_limit": 0}, play=lambda n, problem: [attempt(problem, 0.0)] * 2).training.run()
+    assert "every rollout earned a reward of 0" in caplog.text
+
+
+@pytest.mark.parametrize(("count", "last"), [(0, 9), (2, 5), (3, 6), (20, 9)])
+def test_a_run_ends_early_when_every_rollout_of_so_many_steps_passed(count: int, last: int, tmp_path: Path) -> None:
+    layer = {"train.stop_when_solved": count, "train.refill_limit": 0}
+    loop = make_loop(layer, steps=9, checkpoints=tmp_path, play=only(0, 4, 5))  # all pass in steps 2 and 4 to 9
+    heard = loop.training.watcher = Hears()
+    loop.training.run()
+    assert loop.training.state.step == last
+    assert names(tmp_path) == [last]
+    early = f"every rollout of the last {count} steps passed, so the training ended after step {last} of 9 "
+    assert [note.startswith(early) for note in heard.notes] == [True] * (last < 9)
+    assert (loop.training.ended_early is not None) == (last < 9)
 
 
 def test_an_error_in_the_first_step_says_that_there_is_no_checkpoint_yet(tmp_path: Path) -> None:

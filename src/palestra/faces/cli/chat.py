@@ -216,6 +216,8 @@ def _shown_to_people(console: Console) -> Show:
         if message is None:
             if stop == "truncated":
                 console.print("(cut off: --max-new-tokens)", style="yellow", highlight=False)
+            elif stop == "context_full":
+                console.print("(cut off: the model's context is full; /reset)", style="yellow", highlight=False)
             elif stop == "tool_limit":
                 console.print("(ended: too many rounds of tool calls)", style="yellow", highlight=False)
             return

@@ -82,6 +82,9 @@ class Display(Watcher):
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="dim"))
 
+    def warn(self, text: str) -> None:
+        self.console.print(Text(f"! {text}", style="yellow"))
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,0 +1,214 @@
+"""Why nothing is learned: what the metrics of a run say about it, each in one sentence with the setting to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from palestra.core.types import Rollout
+
+Row = Mapping[str, float]
+
+WINDOW = 5  # the newest steps, which say how it goes now
+MIN_STEPS = 3  # before a run that goes on is judged
+_CUT_OFF_RATE = 0.3
+_FAILURE_RATE = 0.1
+_WRONG_CALLS = 0.9
+_COLLAPSE = 0.2  # of the first steps' value
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that keeps a run from learning. `settings` are the config's keys that may help."""
+
+    kind: str
+    sentence: str
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_findings(rows: Sequence[Row], *, ended: bool = False) -> list[Finding]:
+    """What the metrics of a run, one row a step, say; of one that goes on, how it goes at the moment."""
+    steps = [row for row in rows if "rollouts" in row]
+    if len(steps) < (1 if ended else MIN_STEPS):
+        return []
+    recent = steps[-WINDOW:]
+    when = f"in the last {len(recent)} steps" if len(recent) > 1 else "in the only step"
+    found = [*_without_signal(steps if ended else recent, ended), *_of_rollouts(recent, when), *_collapse(steps)]
+    if hung := recent[-1].get("hung_calls"):
+        found.append(
+            Finding(
+                "hung_calls",
+                f"{hung:.0f} calls of tools or measures ran past their time limit and still hold a thread each; give "
+                "what they wait for a time limit of its own, or make them async.",
+                ("rollout.tool_timeout_s",),
+            )
+        )
+    return found
+
+
+def evaluation_findings(row: Row) -> list[Finding]:
+    """The same for the stats of an evaluation's rollouts (`rollout_stats`)."""
+    return list(_of_rollouts([row], "in the evaluation")) if row.get("rollouts") else []
+
+
+def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
+    """Why no rollout can use a tool: all call it, and it fails each time with the same words. None if there is none.
+
+    A call that the model got wrong fails in ways of its own, and is what a training is for.
+    """
+    calls = [{result.call.name: result for result in r.tool_results} for r in rollouts]
+    if len(calls) < MIN_STEPS:
+        return None
+    for name in rollouts[0].tool_names:
+        results = [result for r in rollouts for result in r.tool_results if result.call.name == name]
+        words = {result.content for result in results}
+        if all(name in called for called in calls) and not any(r.ok for r in results) and len(words) == 1:
+            return f"the tool {name} failed in all of its {len(results)} calls, each time with: {words.pop()}"
+    return None
+
+
+def _without_signal(steps: Sequence[Row], ended: bool) -> Iterator[Finding]:
+    """Steps that changed nothing: no group had siblings that were told apart."""
+    idle = [row for row in steps if row.get("equal_reward_groups") == 1.0]
+    if len(idle) < (max(1, len(steps) / 2) if ended else len(steps)):
+        return
+    lowest, highest = min(row["reward_min"] for row in idle), max(row["reward_max"] for row in idle)
+    count = f"{len(idle)} of {len(steps)} steps" if ended else f"the last {len(idle)} steps"
+    if all(row.get("pass_rate") == 1.0 for row in idle):
+        yield Finding(
+            "solved",
+            f"in {count} every rollout passed, so there was nothing left to learn: use harder cases, or "
+            "stop there with train.stop_when_solved.",
+            ("train.stop_when_solved",),
+        )
+    elif lowest == highest == 0.0:
+        yield Finding(
+            "zero_reward",
+            f"in {count} every rollout earned a reward of 0, so nothing was learned: begin with easier cases, give "
+            "part of the score for part of the way (a measure with values between 0 and 1), or raise "
+            "rollout.group_size and rollout.temperature so that some rollouts succeed.",
+            ("rollout.group_size", "rollout.temperature"),
+        )
+    else:
+        yield Finding(
+            "equal_rewards",
+            f"in {count} all rollouts of a problem earned the same reward, so nothing was learned: raise "
+            "rollout.temperature or rollout.group_size, or use a measure with values between 0 and 1.",
+            ("rollout.temperature", "rollout.group_size"),
+        )
+
+
+def _of_rollouts(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    yield from _failures(rows, when)
+    yield from _tools(rows, when)
+    yield from _cut_off(rows, when)
+
+
+def _failures(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    count, failed = (sum(row[name] for row in rows) for name in ("rollouts", "rollout_failures"))
+    for name in dict.fromkeys(key for row in rows for key in row if key.startswith("measure_errors/")):
+        errors = sum(row.get(name, 0.0) for row in rows)
+        yield Finding(
+            "measure_errors",
+            f"the measure {name.partition('/')[2]} failed by itself in {errors:.0f} of {count:.0f} rollouts {when}; "
+            "they are left out. rollouts.jsonl and evals/ have the reasons.",
+        )
+    if failed > _FAILURE_RATE * count:
+        yield Finding(
+            "rollout_failures",
+            f"{failed:.0f} of {count:.0f} rollouts {when} failed with an error and trained nothing; rollouts.jsonl and "
+            "evals/ have the reasons.",
+        )
+
+
+def _tools(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    if not _mean(rows, "tools_offered"):
+        return
+    calls = sum(row.get("tool_calls_mean", 0.0) for row in rows)
+    called = [row for row in rows if row.get("tool_calls_mean")]
+    if not calls:
+        yield Finding(
+            "no_tool_calls",
+            f"no rollout called a tool {when}: say in the instructions when to call which, show it in an example, or "
+            "take a model that was trained to call tools.",
+            ("model.name",),
+        )
+    elif _mean(called, "unknown_tool_rate") >= _WRONG_CALLS:
+        yield Finding(
+            "unknown_tools",
+            f"{_mean(called, 'unknown_tool_rate'):.0%} of the tool calls {when} named a tool that does not exist; with "
+            "rollout.constrain_tool_calls=true only existing ones can be named.",
+            ("rollout.constrain_tool_calls",),
+        )
+    elif _mean(called, "tool_error_rate") >= _WRONG_CALLS:
+        yield Finding(
+            "tool_errors",
+            f"{_mean(called, 'tool_error_rate'):.0%} of the tool calls {when} failed; the tools' answers are in "
+            "rollouts.jsonl and evals/. If arguments are wrong, rollout.constrain_tool_calls=true helps.",
+            ("rollout.constrain_tool_calls",),
+        )
+
+
+def _cut_off(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    rate = _mean(rows, "truncation_rate")
+    if rate <= _CUT_OFF_RATE:
+        return
+    share = f"{rate:.0%} of the rollouts {when} were cut off"
+    if _mean(rows, "context_full_rate") > rate / 2:
+        yield Finding(
+            "context_full",
+            f"{share} because the model's context (or its KV cache) was full: shorten prompts and tool results "
+            "(rollout.max_tool_result_chars), allow fewer rounds (rollout.max_tool_rounds), or raise "
+            "model.kv_memory_gib if the log says that it is too small.",
+            ("rollout.max_tool_result_chars", "rollout.max_tool_rounds", "model.kv_memory_gib"),
+        )
+    elif _mean(rows, "looping_rate") > rate / 2:
+        yield Finding(
+            "looping",
+            f"{share} while they repeated themselves: more tokens would not help. A higher rollout.temperature or a "
+            "larger model may; a lower rollout.max_new_tokens loses less time.",
+            ("rollout.temperature", "model.name", "rollout.max_new_tokens"),
+        )
+    else:
+        yield Finding(
+            "truncated",
+            f"{share} by rollout.max_new_tokens; raise it, or ask for shorter answers.",
+            ("rollout.max_new_tokens",),
+        )
+
+
+def _collapse(steps: Sequence[Row]) -> Iterator[Finding]:
+    """Length or entropy that went away without the pass rate having gained by it."""
+    if len(steps) < 2 * MIN_STEPS:
+        return
+    first, last = steps[:MIN_STEPS], steps[-MIN_STEPS:]
+    if _mean(last, "pass_rate") >= _mean(first, "pass_rate") + 0.05 or _mean(last, "pass_rate") > 0.9:
+        return
+    lengths = [_mean(rows, "completion_length_mean") for rows in (first, last)]
+    if lengths[1] < _COLLAPSE * lengths[0]:
+        yield Finding(
+            "short_answers",
+            f"answers shrank from {lengths[0]:.0f} to {lengths[1]:.0f} tokens without passing more often: something "
+            "rewards saying little. Look at the measures, or lower train.learning_rate.",
+            ("train.learning_rate",),
+        )
+    entropies = [_mean(rows, "entropy") for rows in (first, last)]
+    if 0.0 < entropies[1] < _COLLAPSE * entropies[0]:
+        yield Finding(
+            "entropy_collapse",
+            f"the entropy fell from {entropies[0]:.2f} to {entropies[1]:.2f} nats a token, so hardly anything new is "
+            "tried: lower train.learning_rate, or raise train.entropy_coefficient or rollout.temperature.",
+            ("train.learning_rate", "train.entropy_coefficient", "rollout.temperature"),
+        )
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if name in row]
+    return sum(values) / len(values) if values else 0.0
