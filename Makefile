@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: demo check test test-slow lint clean
+.PHONY: demo check test test-slow fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -18,6 +18,9 @@ test: lint  ## everything that CI runs
 
 test-slow: lint  ## everything, and what CI samples in full: every dataset of reasoning-gym
 	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
+
+fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
+	$(BIN)/python scripts/fuzz.py
 
 lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
+
+from palestra.chat.render import TemplateRefusal, render
 
 # family -> special tokens that only its tokenizers have
 _MARKS = {
@@ -45,13 +48,10 @@ def _read(name: str) -> str:
     return resources.files("palestra.chat").joinpath("templates", f"{name}.jinja").read_text("utf-8").rstrip("\n")
 
 
-def _shows(tokenizer: Any, message: dict[str, str], tools: list[dict[str, Any]] | None = None) -> bool:
+def _shows(tokenizer: Any, message: dict[str, str], tools: Sequence[dict[str, Any]] = ()) -> bool:
     """Whether the probe's name, in a message or in a tool, comes out of the template."""
-    import jinja2
-
     messages = [message] if message["role"] == "user" else [message, {"role": "user", "content": "?"}]
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    except (jinja2.TemplateError, TypeError):
+        return "palestra_probe" in render(tokenizer, messages, tools)
+    except TemplateRefusal:
         return False
-    return "palestra_probe" in text

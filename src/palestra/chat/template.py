@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
+from palestra.chat.render import render
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -181,21 +182,9 @@ class ChatFormat:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = False
     ) -> str:
-        import jinja2
-
         if self.call_form is MISTRAL:
             messages = [_with_short_ids(message) for message in messages]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [to_dict(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            roles = ", ".join(message.role for message in messages)
-            raise PalestraError(f"the chat template refuses messages with the roles {roles}: {error}") from None
-        return text
+        return render(self._tokenizer, [to_dict(message) for message in messages], tools, add_generation_prompt)
 
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)

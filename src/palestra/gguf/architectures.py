@@ -20,6 +20,10 @@ class ConfigField(NamedTuple):
     type: type[int] | type[float]
     default: float | None = None  # llama.cpp's, for files without the key
 
+    @property
+    def least(self) -> int:
+        return 1 if self.type is int else 0
+
 
 REQUIRED_FIELDS = (
     ConfigField("num_hidden_layers", "block_count", int),

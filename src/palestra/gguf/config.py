@@ -24,12 +24,15 @@ def config_from_gguf(file: GgufFile) -> Any:
     from transformers import AutoConfig
 
     architecture = architecture_of_file(file)
-    settings: dict[str, Any] = {field.name: field.type(file.required(field.key)) for field in REQUIRED_FIELDS}
+    settings: dict[str, Any] = {
+        field.name: file.required_number(field.key, field.type, field.least) for field in REQUIRED_FIELDS
+    }
+    _check_sizes(file, settings)
     heads = settings["num_attention_heads"]
     settings |= {"num_key_value_heads": heads, "head_dim": settings["hidden_size"] // heads}
     for field in (*OPTIONAL_FIELDS, *architecture.fields):
-        if (value := file.field(field.key, field.default)) is not None:
-            settings[field.name] = field.type(value)
+        if (value := file.number(field.key, field.type, field.default, field.least)) is not None:
+            settings[field.name] = value
     if architecture.optional_bias:
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config = AutoConfig.for_model(
@@ -46,6 +49,19 @@ def config_from_gguf(file: GgufFile) -> Any:
     if architecture.layers_scaled_by_width:
         config.query_pre_attn_scalar = _attention_scale(architecture, config)
     return config
+
+
+def _check_sizes(file: GgufFile, settings: dict[str, Any]) -> None:
+    """Sizes that do not fit the tensors are told before a model of that size is made."""
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    for key, value, found in (
+        ("block_count", settings["num_hidden_layers"], len(blocks)),
+        ("embedding_length", settings["hidden_size"], file.shape("token_embd.weight")[-1]),
+    ):
+        if value != found:
+            raise file.corrupt(f"{file.architecture}.{key} is {value}, but its tensors have {found}")
+    if settings["num_attention_heads"] > settings["hidden_size"]:
+        raise file.corrupt(f"it has {settings['num_attention_heads']} heads in {settings['hidden_size']} dimensions")
 
 
 def config_to_gguf(config: Any) -> dict[str, str | int | float]:
@@ -83,14 +99,15 @@ def _check_attention_scale(architecture: Architecture, config: Any) -> None:
 
 def _window_from_gguf(architecture: Architecture, file: GgufFile) -> dict[str, Any]:
     """The sliding window and which layers have it."""
-    window = int(file.field("attention.sliding_window", architecture.window))
+    window = file.number("attention.sliding_window", int, architecture.window)
     if architecture.name == "phi3":
-        original = file.field("rope.scaling.original_context_length", file.required("context_length"))
-        return {"sliding_window": window or None, "original_max_position_embeddings": int(original)}
+        context = file.required_number("context_length", int)
+        original = file.number("rope.scaling.original_context_length", int, context, least=1)
+        return {"sliding_window": window or None, "original_max_position_embeddings": original}
     if not architecture.window:
         return {}
-    period = int(file.field("attention.sliding_window_pattern", architecture.full_attention_period))
-    layers = range(1, int(file.required("block_count")) + 1)
+    period = file.number("attention.sliding_window_pattern", int, architecture.full_attention_period, least=1) or 1
+    layers = range(1, file.required_number("block_count", int) + 1)
     return {
         "sliding_window": window,
         "layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers],

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,8 +20,14 @@ from palestra.core.errors import PalestraError
 
 COPY_AGAIN = "download or copy it again, or give the model's Hugging Face folder"
 _STRING, _ARRAY = 8, 9
+_MAX_AXES = 4
+_MAX_ALIGNMENT = 1 << 20
+_MAX_INT, _MAX_FLOAT = 1 << 31, 1e15  # no number of a model is larger
 # number of a value type -> numpy's name of it
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,35 @@ class GgufFile:
         if value is None:
             raise PalestraError(f"{self.path} is incomplete: it has no {self.architecture}.{key}; {COPY_AGAIN}")
         return value
+
+    def number(self, key: str, kind: type[Number], default: float | None = None, least: float = 0) -> Number | None:
+        """A number of the architecture's own section, within what a model can have."""
+        value = self.field(key, default)
+        most = _MAX_INT if kind is int else _MAX_FLOAT
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or not least <= value <= most:
+            raise self.corrupt(f"{self.architecture}.{key} is {str(value)[:40]}, expected a number of at least {least}")
+        return kind(value)
+
+    def required_number(self, key: str, kind: type[Number], least: float = 0) -> Number:
+        return self.number(key, kind, self.required(key), least)  # type: ignore[return-value]
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, empty where the file has none."""
+        value = self.metadata.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.corrupt(f"{key} is no list of texts")
+        return value
+
+    def numbers(self, key: str) -> list[float]:
+        value = self.metadata.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
+            raise self.corrupt(f"{key} is no list of numbers")
+        return value
+
+    def corrupt(self, reason: str) -> PalestraError:
+        return PalestraError(f"{self.path} is corrupt: {reason}; {COPY_AGAIN}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.tensors:
@@ -95,7 +130,7 @@ def open_gguf(path: Path) -> GgufFile:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         metadata, tensors = _Header(mapped).read()
-    except (ValueError, KeyError, OverflowError, MemoryError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, MemoryError, struct.error) as error:
         raise PalestraError(
             f"{path} cannot be read as GGUF: it is truncated or corrupt ({error}); {COPY_AGAIN}"
         ) from None
@@ -118,7 +153,9 @@ class _Header:
             key = self._string()
             metadata[key] = self._value(self._unpack("<I")[0])
         table = [self._tensor_entry() for _ in range(tensor_count)]
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
+            raise ValueError(f"general.alignment is {str(alignment)[:40]}, expected a number such as 32")
         start = -(-self._offset // alignment) * alignment
         return metadata, {name: self._tensor(shape, type, start + offset) for name, shape, type, offset in table}
 
@@ -143,11 +180,15 @@ class _Header:
         if type != _ARRAY:
             return self._numbers(type, 1)[0]
         item_type, count = self._unpack("<IQ")
-        if item_type not in (_STRING, _ARRAY):
+        if item_type == _ARRAY:
+            raise ValueError("an array of arrays, which no model has")
+        if item_type != _STRING:
             return self._numbers(item_type, count)
-        return [self._value(item_type) for _ in range(count)]
+        return [self._string() for _ in range(count)]
 
     def _numbers(self, type: int, count: int) -> list[Any]:
+        if type not in _NUMBERS:
+            raise ValueError(f"an unknown type of value, {type}")
         number = np.dtype(_NUMBERS[type])
         values: list[Any] = np.frombuffer(self._bytes(count * number.itemsize), number).tolist()
         return values
@@ -155,6 +196,8 @@ class _Header:
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (axes,) = self._unpack("<I")
+        if axes > _MAX_AXES:
+            raise ValueError(f"the tensor {name[:40]} has {axes} axes, expected at most {_MAX_AXES}")
         fastest_first = self._unpack(f"<{axes}Q")
         type, offset = self._unpack("<IQ")
         return name, tuple(reversed(fastest_first)), type, offset

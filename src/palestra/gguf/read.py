@@ -62,16 +62,16 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
 
     The dtype defaults to float32, which is lossless, and to bfloat16 for models with over a billion parameters.
     """
-    from transformers import AutoModelForCausalLM
-
     file = open_gguf(path)
-    config, tokenizer = config_from_gguf(file), tokenizer_from_gguf(file)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if dtype is None:
-        dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
-    load_weights(model, file, dtype)
-    model.config.dtype = dtype
+    try:
+        model, tokenizer = _model_of(file, dtype), tokenizer_from_gguf(file)
+    except PalestraError:
+        raise
+    except Exception as error:  # metadata that transformers or tokenizers refuse, each in a way of its own
+        reason = (str(error).strip().splitlines() or [""])[-1][:200]
+        raise PalestraError(
+            f"{path} does not describe a model that can be loaded ({type(error).__name__}: {reason}); {COPY_AGAIN}"
+        ) from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
@@ -84,6 +84,18 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
             f"the model in {path} could not be written to {folder} ({error.strerror or error}); free some space there, "
             "or set PALESTRA_CACHE to another folder"
         ) from error
+
+
+def _model_of(file: GgufFile, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_from_gguf(file))
+    if dtype is None:
+        dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
+    load_weights(model, file, dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:

@@ -35,18 +35,24 @@ _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fac
 ROPE_TENSORS = {_DIVISORS, *_FACTORS.values()}
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # the same for every Llama 3
+_MAX_HEAD_DIM = 1 << 16
 _LLAMA3_CONTEXT = 8192  # the usual original context
 
 
 def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> dict[str, Any]:
     """`config.rope_parameters`; two sets of them where layers with a sliding window have a RoPE base of their own."""
-    size = int(file.field("rope.dimension_count", head_dim))
-    rope: dict[str, Any] = {"rope_type": _rope_type(file), "rope_theta": float(file.field("rope.freq_base", 10_000.0))}
+    size = file.number("rope.dimension_count", int, head_dim, least=2) or head_dim
+    if size > head_dim or head_dim > _MAX_HEAD_DIM:
+        raise file.corrupt(f"it rotates {size} dimensions of heads with {head_dim}")
+    theta = file.number("rope.freq_base", float, 10_000.0, least=1)
+    rope: dict[str, Any] = {"rope_type": _rope_type(file), "rope_theta": theta}
     if size != head_dim:
         rope["partial_rotary_factor"] = size / head_dim
     for name, key in _KEYS[rope["rope_type"]].items():
         key_in_file = f"rope.scaling.{key}"
-        value = file.field(key_in_file) if key in _OPTIONAL_KEYS else file.required(key_in_file)
+        if key not in _OPTIONAL_KEYS:
+            file.required(key_in_file)
+        value = file.number(key_in_file, float)
         if value is not None:
             rope[name] = _number(name, value)
     match rope["rope_type"]:
@@ -56,7 +62,7 @@ def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> d
             rope |= {name: file.tensor(tensor).tolist() for name, tensor in _FACTORS.items()}
     if not local_theta:
         return rope
-    local = {"rope_type": "default", "rope_theta": float(file.field("rope.freq_base_swa", local_theta))}
+    local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", float, local_theta, least=1)}
     return {"full_attention": rope, "sliding_attention": local}
 
 

@@ -21,6 +21,7 @@ _SPECIAL_IDS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+_MAX_TOKEN_CHARS = 2048
 _TOKENIZER_JSON = "tokenizer.huggingface.json"  # written where the other keys do not give the same tokenizer back
 _SPACE = "▁"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -37,9 +38,11 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
     """The file's tokenizer, with its special tokens and chat template."""
     from transformers import PreTrainedTokenizerFast
 
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    tokens = file.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise PalestraError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
+        raise file.corrupt(f"a token has {longest} characters, expected at most {_MAX_TOKEN_CHARS}")
     special = _special_tokens(file, tokens)
     backend = _exact_backend(file)
     if backend is None:
@@ -48,11 +51,14 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
         _add_bos_and_eos(backend, file, special)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        model_max_length=int(file.field("context_length", 1 << 30)),
+        model_max_length=file.number("context_length", int, 1 << 30),
         clean_up_tokenization_spaces=False,
         **special,
     )
-    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise file.corrupt("tokenizer.chat_template is no text")
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -118,7 +124,7 @@ def model_name(name: str, tokenizer: Any) -> str:
 
 def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     ids = {name: file.metadata.get(key) for name, key in _SPECIAL_IDS.items()}
-    return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
 
 
 def _special_ids(tokenizer: Any) -> dict[str, int]:
@@ -168,7 +174,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
             f"{', '.join(names)}. Give the model's Hugging Face folder instead."
         )
     index = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges") or ()]
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts("tokenizer.ggml.merges"))]
     backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
     if pre.nfc:
@@ -180,7 +186,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = list(file.metadata.get("tokenizer.ggml.scores") or ())
+    scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise PalestraError(f"{file.path} is corrupt: it has {len(tokens)} tokens and {len(scores)} scores")
     unknown = _special_tokens(file, tokens).get("unk_token", tokens[0])
@@ -214,7 +220,7 @@ def _add_tokens(backend: Any, file: GgufFile, tokens: list[str]) -> None:
     from gguf import TokenType
     from tokenizers import AddedToken
 
-    types = file.metadata.get("tokenizer.ggml.token_type") or ()
+    types = file.numbers("tokenizer.ggml.token_type")
     strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
     control, user_defined = list[Any](), list[Any]()
     for token, kind in zip(tokens, types, strict=False):

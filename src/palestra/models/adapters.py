@@ -22,10 +22,26 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> str:
     """The name of the model that the adapter was trained on."""
-    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    if not base:
+    base = _named_base(folder)
+    seen = [folder.resolve()]
+    while is_adapter(below := Path(_named_base(seen[-1])).expanduser().resolve()):
+        if below in seen:
+            raise PalestraError(
+                f"{folder}/adapter_config.json leads back to itself as its base model; set its "
+                "base_model_name_or_path to the model that it was trained on"
+            )
+        seen.append(below)
+    return base
+
+
+def _named_base(folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not base or not isinstance(base, str):
         raise PalestraError(f"{folder}/adapter_config.json names no base model; set its base_model_name_or_path")
-    return str(base)
+    return base
 
 
 def base_record(model: Any) -> dict[str, Any]:

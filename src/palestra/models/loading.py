@@ -26,6 +26,7 @@ from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 TINY = "palestra/tiny"
 _SMALL_MODEL_PARAMETERS = 20_000_000
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
 _REMEDY = (
     "Give a local folder with config.json and weights, or a .gguf file, or use palestra/tiny, which needs no download."
@@ -67,8 +68,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
         if quantization is not None:
             raise PalestraError(f"{name} is an adapter, which cannot be loaded in 4 bits; save it merged first")
         base = load_model(adapters.base_of(folder), dtype="float32", device=device)
-        model = adapters.merge(base.model, folder).to(torch_dtype)
-        tokenizer = _read(name, folder, source, _tokenizer) if _has_tokenizer(folder) else base.tokenizer
+        with _explain_errors(name):
+            model = adapters.merge(base.model, folder).to(torch_dtype)
+        tokenizer = _read_tokenizer(name, folder, source) if _has_tokenizer(folder) else base.tokenizer
     else:
         tokenizer = _read_tokenizer(name, folder, source)
         model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
@@ -119,6 +121,15 @@ def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, *
     )
 
 
+def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
+    if folder is not None and not _has_tokenizer(folder):
+        raise PalestraError(
+            f"the folder {folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. Copy them from the model "
+            "that it was made from"
+        )
+    return _read(name, folder, source, _tokenizer)
+
+
 def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:
     """Load from a folder; a hub id from the local cache, or else from the hub if that can be reached."""
     where = {"pretrained_model_name_or_path": str(folder or source)}
@@ -141,7 +152,7 @@ def _portable_name(source: str) -> str:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _folder_of(source: str) -> Path | None:
@@ -190,6 +201,9 @@ def _explain_errors(name: str) -> Iterator[None]:
     """Turn transformers' errors about a missing or broken model into one sentence with a remedy."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PalestraError(f"the model {name!r} could not be loaded: {first_line} {_REMEDY}") from error
+    except PalestraError:
+        raise
+    except Exception as error:  # a damaged file is refused by its own library, each in a way of its own
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
+        raise PalestraError(f"the model {name!r} could not be loaded: {reason} {_REMEDY}") from error

@@ -1,0 +1,29 @@
+"""Fuzz what takes data from elsewhere: python scripts/fuzz.py [NAME…] [--count N] [--seed N], or `make fuzz` for all.
+
+An input may be refused in one sentence or be accepted. A traceback, or more than 5 s for one input, is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from fuzzing.check import run
+
+COUNTS = {"gguf_files": 5000}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*COUNTS, []], help="default: all")
+    parser.add_argument("--count", type=int, help="inputs for each")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    names = options.names or list(COUNTS)
+    fuzzers = {name: importlib.import_module(f"fuzzing.{name}").fuzz for name in names}
+    return run(fuzzers, {name: options.count or COUNTS[name] for name in names}, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
