@@ -100,9 +100,15 @@ def choose_threads(model: Any) -> None:
 
 
 def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
-    """Checkpoints of 0.1 have no tokenizer of their own: it is that of the model which their run began with."""
-    run = RunFolder.around(folder) if folder is not None and not _has_tokenizer(folder) else None
-    return load_tokenizer(run.config.model.name) if run is not None else _read(name, folder, source, _tokenizer)
+    if folder is None or _has_tokenizer(folder):
+        return _read(name, folder, source, _tokenizer)
+    run = RunFolder.around(folder)
+    if run is None:
+        raise PalestraError(
+            f"the folder {folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. Copy them from the model "
+            "that it was made from"
+        )
+    return load_tokenizer(run.config.model.name)  # of 0.1, whose checkpoints have none: the run began with this one
 
 
 def _tokenizer(**where: Any) -> Any:
@@ -119,15 +125,6 @@ def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, *
     return AutoModelForCausalLM.from_pretrained(
         dtype=dtype, quantization_config=quantization, device_map={"": device}, **where
     )
-
-
-def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
-    if folder is not None and not _has_tokenizer(folder):
-        raise PalestraError(
-            f"the folder {folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. Copy them from the model "
-            "that it was made from"
-        )
-    return _read(name, folder, source, _tokenizer)
 
 
 def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:
