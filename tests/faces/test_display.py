@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -74,3 +75,42 @@ def test_seconds_read_well(seconds, text):
 def test_sparkline_averages_down_to_its_width():
     assert sparkline([0.0] * 50 + [1.0] * 50, width=10) == "▁▁▁▁▁█████"
     assert len(sparkline([0.3] * 7, width=60)) == 7
+
+
+def test_the_time_left_falls_within_a_step():
+    phase = Phase("training", total=3)
+    phase.began -= 60.0
+    phase.advance(1, {})
+    assert phase.seconds_left == pytest.approx(120.0, rel=0.01)
+    assert phase.ends is not None
+    phase.ends -= 50.0  # so much later
+    assert phase.seconds_left == pytest.approx(70.0, rel=0.01)
+    phase.ends -= 500.0
+    assert phase.seconds_left == 0.0
+
+
+def test_rollouts_of_the_step_in_progress_are_counted():
+    out = console(terminal=True)
+    with LiveDisplay(out, log_every=1) as display:
+        display.phase("training", 3)
+        for _ in range(9):
+            display.rollout()
+        display._live.refresh()
+    assert "step 0/3, 9 rollouts of the next" in out.file.getvalue()
+
+
+def test_a_log_says_something_although_nothing_ends():
+    out = console(terminal=False)
+    with LineDisplay(out, log_every=1, silence_s=0.01) as display:
+        display.phase("scoring before", 72)
+        display.advance(12, {})
+        until = time.monotonic() + 5
+        while "12/72 after" not in out.file.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+    assert "scoring before: 12/72 after 0 s" in out.file.getvalue()
+
+
+def test_escape_sequences_in_a_note_are_shown_and_not_obeyed():
+    out = console(terminal=False)
+    LineDisplay(out, log_every=1).note("\x1b]0;title\x07 für \u202egnp.exe")
+    assert out.file.getvalue() == "\\x1b]0;title\\x07 für \\u202egnp.exe\n"

@@ -53,10 +53,11 @@ def test_summary_shows_the_table_the_talk_and_where_things_are(cli, agent_file):
 def test_trained_model_can_be_scored(cli, agent_file):
     path = str(agent_file())
     run = json.loads(cli("train", path, "--json").out)["run_dir"]
-    answer = cli("eval", path, "--model.name", f"{run}/model", "--json")
+    answer = cli("eval", path, "--model.name", f"{run}/model", "--json", "--split", "all")
     assert answer.code == 0, answer.err
+    assert "all 5 cases of the suite" in answer.err
     scores = json.loads(answer.out.splitlines()[-1])
-    assert scores["cases"] == 5
+    assert (scores["split"], scores["cases"]) == ("all", 5)
     assert 0 <= scores["interval"][0] <= scores["pass_rate"] <= scores["interval"][1] <= 1
     assert scores["measures"]["right_price"] == scores["pass_rate"]
 

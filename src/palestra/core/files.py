@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -91,6 +91,11 @@ def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[st
     return lines[-count:] if text and count > 0 else []
 
 
+def last_rows(path: Path, count: int = 40) -> list[dict[str, Any]]:
+    """The last objects of a JSON-lines file, without what was cut."""
+    return [row for line in last_lines(path, count) if (row := _parse(line.encode())) is not None]
+
+
 def new_folder(parent: Path, name: str, remedy: str = "choose another --output_dir") -> Path:
     """Make an empty folder NAME-TIME in `parent`; a number is added where it exists."""
     name, stamp = slug(name), time.strftime("%Y%m%d-%H%M%S")
@@ -113,6 +118,16 @@ def slug(name: str) -> str:
     'my-env-v2'
     """
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in it; what vanishes meanwhile is not counted."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
 
 
 def cache_folder() -> Path:

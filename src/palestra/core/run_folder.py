@@ -29,7 +29,7 @@ class RunFolder:
     """The files of one run.
 
     runs/demo-20260131-101500/
-      run.json            format, name, source (the agent's file), when it was made
+      run.json            format, name, source (the agent's file), when it was made, steps in total
       config.yaml         the resolved config
       metrics.jsonl       one object a step
       rollouts.jsonl      one object a rollout of training: messages, scores, token ids
@@ -199,6 +199,11 @@ class RunFolder:
             return dict(json.loads(self.record_file.read_text(encoding="utf-8")))
         except ValueError as error:
             raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
+
+    def add_to_record(self, **values: Any) -> None:
+        """Write more into run.json, if it is new."""
+        if (record := self.record) != (more := record | values):
+            write_json(self.record_file, more)
 
     @property
     def format(self) -> int:

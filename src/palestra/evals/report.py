@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from palestra.core.types import Rollout
+from palestra.core.types import Message, Rollout
 
 _Z95 = 1.959963984540054
 
@@ -109,7 +109,7 @@ def compare(before: EvalReport, after: EvalReport) -> list[Change]:
 
 def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int = 3) -> list[tuple[Rollout, Rollout]]:
     """Up to n pairs (before, after) of the same problem: first one that failed and passes now, then one of
-    each other kind (fails still, passed already, got worse), then more in the order of the problems."""
+    each other kind (fails still, passed already, got worse), then those whose questions are least like these."""
     later: dict[str, Rollout] = {}
     for rollout in after:
         later.setdefault(rollout.problem_id, rollout)
@@ -119,9 +119,30 @@ def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int
             pairs.setdefault(rollout.problem_id, (rollout, later[rollout.problem_id]))
     kinds = [(False, True), (False, False), (True, True), (True, False)]
     of_kind = [[p for p in pairs.values() if (p[0].passed, p[1].passed) == kind] for kind in kinds]
-    firsts = [group[0] for group in of_kind if group]
+    firsts = [group[0] for group in of_kind if group][:n]
     rest = [pair for group in of_kind for pair in group[1:]]
-    return [*firsts, *rest][:n]
+    while rest and len(firsts) < n:
+        firsts.append(rest.pop(_least_alike([p[1] for p in rest], [p[1] for p in firsts])))
+    return firsts
+
+
+def opening(messages: Sequence[Message], *, with_system: bool = False) -> list[Message]:
+    """What was said before the model's first word: the question."""
+    first_answer = next((i for i, m in enumerate(messages) if m.role not in ("system", "user")), len(messages))
+    return [message for message in messages[:first_answer] if with_system or message.role != "system"]
+
+
+def _least_alike(rollouts: Sequence[Rollout], chosen: Sequence[Rollout]) -> int:
+    """Which rollout's question shares the fewest words with those of the chosen: other cases show more."""
+    seen = [_words(rollout) for rollout in chosen]
+    return min(
+        range(len(rollouts)),
+        key=lambda i: max((len(w & s) / max(1, len(w | s)) for w in [_words(rollouts[i])] for s in seen), default=0),
+    )
+
+
+def _words(rollout: Rollout) -> set[str]:
+    return {word for message in opening(rollout.messages) for word in message.text.lower().split()}
 
 
 def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:

@@ -70,7 +70,7 @@ class ForegroundRun:
 
     def refuse_busy(self, folder: Path) -> None:
         index = self._open_index()
-        row = None if index is None else _row_of(index, folder.resolve())
+        row = None if index is None else index.row_of(str(folder.resolve()))
         if row is not None and row.state in ACTIVE:
             raise _busy(row)
 
@@ -86,7 +86,7 @@ class ForegroundRun:
     def _list(self, index: Index, folder: Path) -> None:
         now, me = time.time(), this_process()
         process: dict[str, Any] = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
-        row = _row_of(index, folder)
+        row = index.row_of(str(folder))
         if row is None:
             self._run_id = index.new_id()
             record = RunFolder.open(folder).record
@@ -105,10 +105,6 @@ class ForegroundRun:
             text = None if reason is None else redact(reason)
             with contextlib.suppress(sqlite3.Error, OSError):
                 self._index.move(self._run_id, ACTIVE, state, reason=text, ended=time.time())
-
-
-def _row_of(index: Index, folder: Path) -> Row | None:
-    return next((row for row in index.rows() if row.folder == str(folder)), None)
 
 
 def _busy(row: Row) -> PalestraError:

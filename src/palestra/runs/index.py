@@ -167,7 +167,8 @@ class Index:
 
     def new_id(self) -> str:
         """Eight letters and digits that no run has."""
-        taken = {row.run_id for row in self.rows()}
+        with self._open() as db:
+            taken = {run_id for (run_id,) in db.execute("SELECT run_id FROM runs")}
         while (run_id := "".join(secrets.choice(_ID_LETTERS) for _ in range(8))) in taken:
             pass
         return run_id
@@ -182,10 +183,25 @@ class Index:
                 )
             db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
 
-    def rows(self) -> list[Row]:
-        """All runs, newest first."""
+    def rows(self, limit: int | None = None, offset: int = 0) -> list[Row]:
+        """The newest runs first; all without a limit."""
+        query = f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC LIMIT ? OFFSET ?"
         with self._open() as db:
-            return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC")]
+            return [Row(*row) for row in db.execute(query, (-1 if limit is None else limit, offset))]
+
+    def active_rows(self) -> list[Row]:
+        with self._open() as db:
+            return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE state IN {ACTIVE}")]
+
+    def row_of(self, folder: str) -> Row | None:
+        """The run in this folder."""
+        with self._open() as db:
+            row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE folder = ?", (folder,)).fetchone()
+        return None if row is None else Row(*row)
+
+    def count(self) -> int:
+        with self._open() as db:
+            return int(db.execute("SELECT count(*) FROM runs").fetchone()[0])
 
     def active_ids(self) -> list[str]:
         """The runs that are running or queued, newest first."""

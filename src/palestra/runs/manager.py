@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,20 @@ class RunManager(RunReader):
         self._launch(run_id, folder)
         return self.get(run_id)
 
-    def stop(self, run_id: str, wait_s: float = 60.0) -> Run:
-        """Stop a run with a checkpoint, and wait until it has ended (at most `wait_s`)."""
+    def stop(self, run_id: str, wait_s: float = 60.0, on_wait: Callable[[float], None] = lambda waited_s: None) -> Run:
+        """Stop a run with a checkpoint, and wait until it has ended (at most `wait_s`): it finishes its step first.
+
+        `on_wait` is called again and again meanwhile.
+        """
         row = self._reconciled(run_id)
         if row.state in ENDED:
             raise PalestraError(f"the run {run_id} has ended already; it is {row.state}")
         self._index.move(run_id, ["pending", "starting", "running"], "stopping")
         if row.kind == "foreground" and row.supervisor is not None and row.host == this_host():
             send(row.supervisor, signal.SIGTERM)
-        until = time.monotonic() + wait_s
-        while self._reconciled(run_id).state not in ENDED and time.monotonic() < until:
+        began = time.monotonic()
+        while self._reconciled(run_id).state not in ENDED and (waited_s := time.monotonic() - began) < wait_s:
+            on_wait(waited_s)
             time.sleep(_POLL_S)
         return self.get(run_id)
 

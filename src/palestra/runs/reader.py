@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import last_lines
+from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
@@ -55,11 +54,19 @@ class Run:
     processes: Mapping[str, str]  # api, trainer, env -> "running", "exited (code)" or "not started"
     logs: Mapping[str, Path]  # the same parts, and supervisor
     ports: Mapping[str, int]  # api, trainer
-    progress: Mapping[str, float]  # those of step, reward_mean, percent_correct, eval_percent_correct, loss it has
+    progress: Mapping[
+        str, float
+    ]  # of step, total_steps, reward_mean, percent_correct, loss, seconds_left, …: those it has
 
     @property
     def is_active(self) -> bool:
         return self.state in ACTIVE
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run, all its lives together."""
+        this_life = 0.0 if self.started is None else max(0.0, (self.ended or time.time()) - self.started)
+        return max(this_life, self.progress.get("elapsed_seconds", 0.0))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,9 +95,8 @@ class RunReader:
 
     def page(self, limit: int | None, offset: int = 0) -> tuple[Runs, int]:
         """`limit` runs from the `offset`-th on, newest first, and how many there are."""
-        rows = self._index.rows()
-        chosen = rows[offset:] if limit is None else rows[offset : offset + limit]
-        return [read_run(self._index, row) for row in chosen], len(rows)
+        rows = self._index.rows(limit, offset)
+        return [read_run(self._index, row) for row in rows], self._index.count()
 
     def active_ids(self) -> Lines:
         """The runs that are running or queued, newest first."""
@@ -175,14 +181,31 @@ def _process_state(part: PartRow | None, row: Row) -> str:
 def progress(folder: RunFolder) -> dict[str, float]:
     """The newest value of the main metrics, from the end of metrics.jsonl and the report."""
     values: dict[str, float] = {}
-    for line in last_lines(folder.metrics_file, _RECENT_ROWS):
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut at its start, or being written
-            continue
+    rows = last_rows(folder.metrics_file, _RECENT_ROWS)
+    for row in rows:
         values |= {name: row[key] for key, name in _PROGRESS.items() if key in row}
+    values |= _time_left(folder, rows)
     after = ((folder.report() or {}).get("after") or {}).get("pass_rate", {}).get("rate")
     return values | ({} if after is None else {"eval_percent_correct": after})
+
+
+def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
+    """The steps in total, how long the run has taken in all its lives, and how long its last steps say that it will."""
+    try:
+        total = float(folder.record.get("steps") or 0)
+    except (OSError, PalestraError):
+        total = 0.0
+    known = {"total_steps": total} if total else {}
+    timed = [row for row in rows if "elapsed_seconds" in row]
+    if not timed:
+        return known
+    first, last = timed[0], timed[-1]
+    known["elapsed_seconds"] = last["elapsed_seconds"]
+    steps = last["step"] - first["step"]
+    if total and steps > 0:
+        per_step = (last["elapsed_seconds"] - first["elapsed_seconds"]) / steps
+        known["seconds_left"] = max(0.0, per_step * (total - last["step"]))
+    return known
 
 
 def results(run: Run) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def outcome_of(row: Row, reason: str) -> tuple[State, str]:
 def reconcile(index: Index) -> list[str]:
     """Find the runs that have died or hang, end what is left of them, and mark them. Returns their ids."""
     ended: list[str] = []
-    for row in index.rows():
+    for row in index.active_rows():
         if reason := death_of(row) or _hang_of(index, row):
             recover(index, row, reason)
             ended.append(row.run_id)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
 from palestra.runs import limits
@@ -37,8 +38,12 @@ _TICK_S = 0.1
 _HEARTBEAT_S = 1.0
 _RECONCILE_S = 3.0
 _LAST_POSTS_S = 10.0  # what an environment posted before it ended may still be on its way to the trainer
-_TERMINATE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}  # the trainer finishes its step and saves a checkpoint
-_CHECKPOINT_S = 600.0  # … and is not killed while it writes a large one
+_TERMINATE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}
+_FIRST_STEP_S = (
+    120.0  # the trainer finishes its step and saves a checkpoint; so long while no step says how long one takes
+)
+_STEPS = 3  # … and as long as so many steps take
+_MAX_TERMINATE_S = 600.0
 _TERMINATE_ORPHANS_S = 0.5
 _LOG_S = 2.0
 
@@ -184,10 +189,19 @@ class Supervisor:
                 self._index.update(self._run_id, heartbeat=time.time())
                 self._reap()
                 waited_s = time.monotonic() - began
-                if waited_s > _TERMINATE_S[part] and not (self._is_saving() and waited_s < _CHECKPOINT_S):
+                if waited_s > self._patience_s(part) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):
                     send(process, signal.SIGKILL)
                 time.sleep(_TICK_S)
         self._end_orphans()
+
+    def _patience_s(self, part: str) -> float:
+        """How long a process may take to end: a trainer is in the middle of a step, which may be a long one."""
+        if part != "trainer" or not self._folder.has_begun:
+            return _TERMINATE_S[part]
+        rows = [row for row in last_rows(self._folder.metrics_file) if "train_seconds" in row]
+        if not rows:
+            return _FIRST_STEP_S
+        return min(_MAX_TERMINATE_S, _TERMINATE_S[part] + _STEPS * max(row["train_seconds"] for row in rows))
 
     def _is_saving(self) -> bool:
         """Whether a checkpoint is being written; one that a killed trainer left unfinished does not grow."""

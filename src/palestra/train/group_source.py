@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
-from palestra.rollout.collect import any_good, require_one_good
+from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.train.samples import group_advantages, has_signal
 
@@ -64,12 +64,13 @@ class ProblemSource:
     drawn: int = 0  # problems so far; with the seed it fixes what comes next
     refills: bool = True
     max_staleness: int | None = 0
+    on_rollout: OnRollout = lambda rollout: None
 
     async def next(self, count: int, version: int) -> list[Group]:
         problems = draw(self.problems, self.drawn, count, self.seed)
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
         self.drawn += count
-        return await self.collector.collect(problems, self.group_size, keys)
+        return await self.collector.collect(problems, self.group_size, keys, self.on_rollout)
 
     def state(self) -> dict[str, Any]:
         return {"cursor": self.drawn}

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when nothing is half done."""
+"""Ctrl-C at a moment when nothing is half done, and SIGTERM as another Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,3 +28,28 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
+    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling.
+
+    Also where SIGINT is ignored, as in the background jobs of a script.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        on_ctrl_c = signal.getsignal(signal.SIGINT)
+        if not callable(on_ctrl_c):
+            raise KeyboardInterrupt
+        on_ctrl_c(signal.SIGINT, frame)
+
+    numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

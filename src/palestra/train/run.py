@@ -25,7 +25,9 @@ from palestra.runs.foreground import listed, refuse_busy
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
+from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
+from palestra.train.overview import Overview
 from palestra.train.setup import load_for_run, policy_for, with_adapter
 from palestra.train.tasks import Parts, Task
 from palestra.train.watcher import Watcher
@@ -55,6 +57,7 @@ class Run:
     training: Training
     evaluator: Evaluator | None
     resume_from: tuple[Path, TrainState] | None = None
+    train_cases: int | None = None  # None where there is no last one
 
     @classmethod
     def build(
@@ -96,6 +99,7 @@ class Run:
         source.restore(state.source)
         if resume is not None:
             config.save(folder.config_file)
+        folder.add_to_record(steps=steps)
         tracker = open_trackers(config, folder, folder.record, resume_after=done if resume or done else None)
         training = Training(
             config,
@@ -111,12 +115,15 @@ class Run:
             lambda path: write_beside(model, tokenizer, path, folder.record),
             folder.elapsed_s() if resume else 0.0,
         )
-        return cls(folder, model, tokenizer, training, evaluator, resume_from)
+        return cls(folder, model, tokenizer, training, evaluator, resume_from, task.problem_count)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
         training = self.training
+        overview = self._overview()
+        training.watcher.note(overview.text(self.folder.path))
         with ExitStack() as stack:
+            stack.enter_context(sigterm_as_ctrl_c())
             training.watcher.started(self.folder.path)
             stack.enter_context(listed(self.folder.path))
             stack.callback(training.tracker.close)
@@ -124,6 +131,8 @@ class Run:
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
+            if before is not None and self.resume_from is None:
+                training.watcher.note(overview.time_text(before.seconds / max(1, len(before.rollouts))))
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
                 training.resume(*self.resume_from)
@@ -134,6 +143,11 @@ class Run:
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             page = write_report(self.folder, before, after, metrics, seconds, device=gpu_name(self.model))
         return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page)
+
+    def _overview(self) -> Overview:
+        training, scored = self.training, self.evaluator
+        eval_cases = None if scored is None else len(scored.problems[: training.config.eval.cases])
+        return Overview.of(self.model, training.config, training.total_steps or 0, self.train_cases, eval_cases)
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier life of this run found."""

@@ -80,6 +80,7 @@ class EnvironmentTask:
             self.environment.reward_weights,
             config.rollout.group_size,
             config.seed,
+            on_rollout=lambda rollout: parts.watcher.rollout(),
         )
 
     def evaluator(self, parts: Parts) -> Evaluator:

@@ -20,6 +20,9 @@ class Watcher:
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         """`done` of the phase's total are finished."""
 
+    def rollout(self) -> None:
+        """One more attempt of the step in progress has ended."""
+
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,10 +21,12 @@ from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.types import Problem
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
 from palestra.train import run as run_module
 from palestra.train.group_source import ProblemSource
+from palestra.train.loop import Interrupted
 from palestra.train.run import Run
 from palestra.train.tasks import Parts
 from palestra.train.watcher import Watcher
@@ -39,6 +43,7 @@ class FakeTokenizer:
 @dataclass
 class FakeEvaluator:
     phases: list[str] = field(default_factory=list)
+    problems: Sequence[Problem] = tuple(PROBLEMS[:3])
 
     def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
         self.phases.append(phase)
@@ -80,7 +85,7 @@ class Lab:
 
     def build(self, resume: Resume | None = None, **task: Any) -> Run:
         policy = FakePolicy([])
-        loaded = LoadedModel(object(), FakeTokenizer(), "fake", "")
+        loaded = LoadedModel(torch.nn.Linear(1, 1), FakeTokenizer(), "fake", "")
         parts: dict[str, Any] = {"learner": FakeLearner([]), "policy": policy, "loaded": loaded, "resume": resume}
         given = FakeTask(policy, self.evaluator, **task)
         return Run.build(self.folder.config, given, self.folder, runner=self.runner, watcher=self.notes, **parts)  # type: ignore[arg-type]
@@ -181,3 +186,36 @@ def test_the_time_of_a_resumed_run_counts_all_of_it(lab: Lab) -> None:
     assert report is not None
     assert 1006 < report["seconds"] < 1060
     assert lab.folder.metrics()[-1]["elapsed_seconds"] > 1006
+
+
+def test_a_run_says_what_it_is_and_what_it_needs_before_it_starts(lab: Lab) -> None:
+    lab.train()
+    header = lab.notes.lines[0].splitlines()
+    assert header[0] == "palestra/tiny: 2e-06 M weights, all trained, float32 on cpu"
+    assert header[1] == (
+        "10 cases to train on, 3 to score before and after; 6 steps of 2 × 2 rollouts, up to 32 new tokens a step"
+    )
+    assert header[2].startswith("needs about 1 MiB of memory besides cache and activations, and 1 MiB of disk")
+    assert lab.notes.lines[1].startswith("the training may take about")
+    assert lab.folder.record["steps"] == 6
+
+
+class Stop(Watcher):
+    """Sends SIGTERM, as `palestra runs stop` does, once the run scores or samples."""
+
+    def phase(self, name: str, total: int) -> None:
+        if name == "training":
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background job"])
+def test_a_run_from_python_saves_and_stops_at_sigterm(lab: Lab, on_ctrl_c: Any) -> None:
+    before = signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        lab.notes = Stop()  # type: ignore[assignment]
+        with pytest.raises(Interrupted):
+            lab.build().train()
+        assert lab.folder.last_checkpoint() == lab.folder.step_folder(0)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)

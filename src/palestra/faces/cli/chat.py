@@ -20,7 +20,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
 from palestra.faces.cli.agent_file import DEMO, load_agent_file
-from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries, visible
 from palestra.faces.cli.find_run import find_run, model_of
 from palestra.faces.cli.summary import shorten, show_call
 from palestra.rollout.agent_loop import AttemptLimits
@@ -58,7 +58,7 @@ def command(
 ) -> None:
     """Chat with a run's trained model, or any other; its tools are called, and each call is shown.
 
-    RUN is a run's id, name or folder.
+    RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
 
     \b
     palestra chat runs/shop-assistant-20260131-101500
@@ -207,7 +207,7 @@ async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) ->
 
 def _tail(text: str, width: int) -> Text:
     """The end of an answer that is still being written, as one line."""
-    line = " ".join(text.split())
+    line = " ".join(visible(text).split())
     return Text(line if len(line) < width else "…" + line[len(line) - width + 1 :], style="dim") if line else Text("…")
 
 
@@ -222,11 +222,11 @@ def _shown_to_people(console: Console) -> Show:
                 console.print("(ended: too many rounds of tool calls)", style="yellow", highlight=False)
             return
         if message.role == "tool":
-            console.print(Text.assemble(("  → ", "dim"), (shorten(message.text), "magenta")), soft_wrap=True)
+            console.print(Text.assemble(("  → ", "dim"), (visible(shorten(message.text)), "magenta")), soft_wrap=True)
         elif message.text or not message.tool_calls:
-            console.print(Text(message.text), soft_wrap=True)
+            console.print(Text(visible(message.text)), soft_wrap=True)
         for call in message.tool_calls:
-            console.print(Text.assemble(("  calls ", "dim"), (show_call(call), "blue")), soft_wrap=True)
+            console.print(Text.assemble(("  calls ", "dim"), (visible(show_call(call)), "blue")), soft_wrap=True)
 
     return show
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from palestra.core.errors import PalestraError
 if TYPE_CHECKING:
     from rich.console import Console
 
+# all but tab and newline; also those that reverse the direction of writing
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _BARS = "▁▂▃▄▅▆▇█"
 
 config_option = click.option(
@@ -87,6 +90,26 @@ def show_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def show_size(count: float) -> str:
+    """
+    >>> show_size(900), show_size(5_000_000), show_size(3 * 2**30)
+    ('1 kB', '5 MB', '3.2 GB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}" if unit == "GB" else f"{count / size:.0f} {unit}"
+    return f"{count / 1e3:.0f} kB"
+
+
+def visible(text: str) -> str:
+    """Text of a model, a tool or a log for the terminal: escape sequences and control characters are shown, not obeyed.
+
+    >>> visible("a\\x1b[31mred\\x07")
+    'a\\\\x1b[31mred\\\\x07'
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def show_path(path: Path) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from palestra.api import evaluate
 from palestra.evals.suite import EvalSuite
 from palestra.faces.cli import settings
-from palestra.faces.cli.agent_file import open_agent_file
+from palestra.faces.cli.agent_file import AgentFile, open_agent_file
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
 from palestra.faces.cli.display import make_display
 from palestra.faces.cli.find_run import with_model_of_run
@@ -21,38 +21,59 @@ from palestra.faces.cli.summary import print_evaluation
 
 @click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
 @click.argument("agent_file", required=False)
+@click.option(
+    "--split",
+    type=click.Choice(["held-out", "train", "all"]),
+    default="held-out",
+    show_default=True,
+    help="Which cases: those that training holds out, those that it trains on, or all.",
+)
 @config_option
 @json_line_option
 @debug_option
-def command(agent_file: str | None, config_file: Path | None, as_json: bool, **parameters: Any) -> None:
-    """Score an agent on its held-out cases (the whole suite if its file has none), without training.
+def command(agent_file: str | None, split: str, config_file: Path | None, as_json: bool, **parameters: Any) -> None:
+    """Score an agent on its held-out cases, without training.
 
     \b
     Examples:
       palestra eval
       palestra eval my_agent.py
-      palestra eval my_agent.py --model.name k3f9      the model of a run: its id, name or folder
+      palestra eval my_agent.py --model.name k3f9      the model of a run: its id, name or folder; k3f9@50: a checkpoint
       palestra eval my_agent.py --eval.samples_per_case 4 --eval.temperature 0.8
 
     `palestra config --keys` lists every setting.
     """
     options = with_model_of_run(settings.from_options(parameters))
     file, agent, config = open_agent_file(agent_file, config_file, options)
-    suite = file.held_out if isinstance(file.held_out, EvalSuite) else file.suite
+    suite, cases = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
     with make_display(console, config.track.log_every) as display:
         report = evaluate(agent, suite, file.measures, config=config, watcher=display)
-    print_evaluation(console, agent.name, report)
+    print_evaluation(console, f"{agent.name}, {cases}", report)
     if as_json:
         summary = {
             "pass_rate": report.pass_rate.rate,
             "interval": [report.pass_rate.low, report.pass_rate.high],
             "measures": {m.name: m.pass_rate.rate for m in report.measures},
+            "split": split,
             "cases": len({rollout.problem_id for rollout in report.rollouts}),
             "seconds": round(report.seconds, 2),
         }
         click.echo(json.dumps(summary))
+
+
+def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str]:
+    """The cases of a split, and how they are called; a share is split off as training does it."""
+    held_out = file.held_out
+    train, held = file.suite.split(held_out, seed=0) if isinstance(held_out, float) else (file.suite, held_out)
+    match split:
+        case "held-out":
+            return held, f"{len(held)} held-out cases (--split all: also the {len(train)} trained on)"
+        case "train":
+            return train, f"the {len(train)} cases that are trained on"
+    apart = f", {len(train)} of them trained on" if isinstance(held_out, float) else ", which are trained on"
+    return file.suite, f"all {len(file.suite)} cases of the suite{apart}"
 
 
 settings.options(command)

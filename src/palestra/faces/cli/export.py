@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Export a run's model, or any other, as a Hugging Face folder, a GGUF file or an Ollama model.
 
-    RUN is a run's id, name or folder.
+    RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
 
     \b
     palestra export k3f9 --to gguf

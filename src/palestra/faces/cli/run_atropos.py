@@ -20,11 +20,11 @@ from palestra.core.files import cache_folder, open_private, slug
 from palestra.core.run_folder import RunFolder
 from palestra.faces.cli import settings
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
-from palestra.faces.cli.display import sigterm_as_ctrl_c
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wire_config
 from palestra.policy.openai import OpenAISettings
+from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import (
     EnvProcess,

@@ -16,7 +16,7 @@ from rich.live import Live
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume
 from palestra.core.secrets import redact
-from palestra.faces.cli.common import debug_option, json_line_option, plot_option
+from palestra.faces.cli.common import debug_option, json_line_option, plot_option, visible
 from palestra.faces.cli.find_run import require_run, require_run_id, run_argument
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
@@ -25,6 +25,7 @@ from palestra.runs.reader import Run, RunReader, results
 
 _PARTS = ("trainer", "env", "api", "supervisor")
 _MAX_LISTED = 20
+_TELL_S = 3.0
 
 
 @click.group("runs")
@@ -49,16 +50,15 @@ def _subcommand(name: str) -> Callable[[Callable[..., None]], click.Command]:
 @click.option("--all", "show_all", is_flag=True, help=f"All, not only the newest {_MAX_LISTED}.")
 def list_command(show_all: bool, as_json: bool) -> None:
     """List runs, the newest first: in the background, and in other terminals."""
-    runs = RunReader().list()
-    shown = runs if show_all else runs[:_MAX_LISTED]
+    shown, count = RunReader().page(None if show_all else _MAX_LISTED)
     if as_json:
-        click.echo(json.dumps({"runs": [run.to_dict() for run in shown], "count": len(runs)}))
-    elif not runs:
+        click.echo(json.dumps({"runs": [run.to_dict() for run in shown], "count": count}))
+    elif not shown:
         click.echo("No runs yet; `palestra train --detach` starts one.")
     else:
         Console().print(runs_table(shown))
-        if len(shown) < len(runs):
-            click.echo(f"{len(runs) - len(shown)} older ones: --all")
+        if len(shown) < count:
+            click.echo(f"{count - len(shown)} older ones: --all")
 
 
 @_subcommand("show")
@@ -100,18 +100,33 @@ def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
         click.echo(json.dumps({"run_id": run_id, "part": part, "lines": last}))
         return
     for line in last:
-        click.echo(line)
+        click.echo(visible(line))
     if follow:
         _follow(reader, run_id, part)
 
 
 @_subcommand("stop")
 @run_argument(many=True)
-@click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the end.")
+@click.option("--wait", "wait_s", default=900.0, show_default=True, help="Seconds to wait for the end.")
 def stop(runs: Sequence[str], wait_s: float, as_json: bool) -> None:
-    """Stop runs. Each saves a checkpoint first, from which `palestra runs resume` continues."""
+    """Stop runs. Each finishes its step and saves a checkpoint, from which `palestra runs resume` continues.
+
+    `palestra runs finish` scores and saves what a stopped run has learned.
+    """
     manager = RunManager()
-    _for_each(runs, as_json, lambda run_id: manager.stop(run_id, wait_s))
+
+    def stop_one(run_id: str) -> Run:
+        told_s = 0.0
+
+        def tell(waited_s: float) -> None:
+            nonlocal told_s
+            if waited_s - told_s >= _TELL_S:
+                told_s = waited_s
+                click.echo(f"{run_line(manager.get(run_id))}  finishing its step, {waited_s:.0f} s", err=True)
+
+        return manager.stop(run_id, wait_s, tell)
+
+    _for_each(runs, as_json, stop_one)
 
 
 @_subcommand("resume")
@@ -245,7 +260,7 @@ def _follow(reader: RunReader, run_id: str, part: str) -> None:
         while True:
             active = reader.get(run_id).is_active
             while line := file.readline():
-                click.echo(redact(line), nl=False)
+                click.echo(visible(redact(line)), nl=False)
             if not active:
                 return
             time.sleep(0.3)

@@ -42,14 +42,13 @@ def compare_runs(reader: RunReader, run_id: str) -> Compared:
     run, folder = reader.get(run_id), reader.folder(run_id)
     rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
-    seconds = None if run.started is None or run.ended is None else run.ended - run.started
     summary: dict[str, float | None] = {
         "steps": trained[-1]["step"] if trained else 0,
         "reward_first": trained[0]["reward_mean"] if trained else None,
         "reward_last": trained[-1]["reward_mean"] if trained else None,
         "held_out_before": _held_out_rate(report.get("before")),
         "held_out_after": _held_out_rate(report.get("after")),
-        "seconds": seconds,
+        "seconds": None if run.started is None or run.ended is None else run.seconds,
     }
     return Compared(
         run,

@@ -10,7 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from palestra.faces.cli.common import show_path, show_seconds
+from palestra.core.files import folder_size
+from palestra.faces.cli.common import show_path, show_seconds, show_size
 from palestra.runs.reader import Run
 
 STATE_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
@@ -21,7 +22,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     table.add_column("run", no_wrap=True)
     table.add_column("name", overflow="fold")  # wraps on a narrow terminal
     table.add_column("state", no_wrap=True)
-    for heading in ("step", "reward", "correct", "held-out", "age", "took"):
+    for heading in ("step", "reward", "correct", "held-out", "age", "took", "left", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         numbers = run.progress
@@ -29,12 +30,14 @@ def runs_table(runs: Sequence[Run]) -> Table:
             run.run_id,
             run.name,
             Text(run.state, style=STATE_COLOURS.get(run.state, "")),
-            _number(numbers.get("step"), "g"),
+            _step(run),
             _number(numbers.get("reward_mean"), ".2f"),
             _number(numbers.get("percent_correct"), ".0%"),
             _number(numbers.get("eval_percent_correct"), ".0%"),
             _about(time.time() - run.created),
-            "" if run.started is None else _about((run.ended or time.time()) - run.started),
+            _about(run.seconds),
+            _about(numbers["seconds_left"]) if run.is_active and "seconds_left" in numbers else "",
+            show_size(folder_size(run.folder)),
         )
     return table
 
@@ -55,7 +58,7 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
 def run_panel(run: Run) -> RenderableType:
     """One run in a few lines."""
     state = (run.state, STATE_COLOURS.get(run.state, ""))
-    head = Text.assemble((run.run_id, "bold"), "  ", run.name, "  ", state, "  ", (_took(run), "dim"))
+    head = Text.assemble((run.run_id, "bold"), "  ", run.name, "  ", state, "  ", (show_seconds(run.seconds), "dim"))
     lines: list[RenderableType] = [head]
     if run.reason:
         lines.append(Text(run.reason, style="red" if run.state == "failed" else "yellow"))
@@ -73,8 +76,9 @@ def run_line(run: Run) -> str:
 
 def _numbers(run: Run) -> str:
     values = run.progress
-    texts = [f"step {values['step']:g}"] if "step" in values else []
+    texts = [f"step {_step(run)}"] if "step" in values else []
     texts += [f"{label} {values[key]:{form}}" for key, label, form in _FORMS if key in values]
+    texts += [f"{show_seconds(values['seconds_left'])} left"] if run.is_active and "seconds_left" in values else []
     return "  ".join(texts)
 
 
@@ -84,6 +88,11 @@ _FORMS = (
     ("eval_percent_correct", "held-out", ".0%"),
     ("loss", "loss", ".4f"),
 )
+
+
+def _step(run: Run) -> str:
+    step, total = run.progress.get("step"), run.progress.get("total_steps")
+    return "" if step is None else f"{step:g}" if total is None else f"{step:g}/{total:g}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -99,8 +108,3 @@ def _about(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-def _took(run: Run) -> str:
-    """How long it has run."""
-    return "" if run.started is None else show_seconds(max(0.0, (run.ended or time.time()) - run.started))

@@ -59,7 +59,7 @@ def command(
 ) -> None:
     """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, vLLM and SGLang.
 
-    RUN is a run's id, name or folder.
+    RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
 
     \b
     palestra serve palestra/tiny

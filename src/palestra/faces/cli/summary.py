@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Message, Rollout, ToolCall
-from palestra.evals.report import Change, EvalReport, Rate, compare, pick_transcripts
-from palestra.faces.cli.common import show_path, show_seconds
+from palestra.core.types import Message, Rollout, Score, ToolCall
+from palestra.evals.report import Change, EvalReport, Rate, compare, opening, pick_transcripts
+from palestra.faces.cli.common import show_path, show_seconds, visible
 from palestra.result import GRPOTrainingResult
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
     failed = next((r for r in report.rollouts if not r.passed), None)
     if failed is not None:
         console.print(Text("\nOne rollout that failed", style="bold"))
+        for message in opening(failed.messages):
+            _print_message(console, message, 2)
         _print_rollout(console, failed, 2)
     table = Table(
         title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left"
@@ -81,6 +84,16 @@ def change_table(changes: list[Change]) -> Table:
     return table
 
 
+def show_score(score: Score) -> str:
+    """
+    >>> show_score(Score(0.25, False, "1 of 4 words")), show_score(Score(1.0, True))
+    ('0.25, 1 of 4 words', 'passed')
+    """
+    graded = [] if score.value in (0, 1) else [f"{score.value:.3g}"]
+    reasons = [score.reason] if score.reason else []
+    return ", ".join(graded + reasons) or ("passed" if score.passed else "failed")
+
+
 def show_rate(rate: Rate) -> str:
     """
     >>> show_rate(Rate.of(30, 100))
@@ -99,9 +112,8 @@ def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
     for before, after in pick_transcripts(result.before.rollouts, result.after.rollouts):
         console.print()
         console.rule(Text(titles[before.passed, after.passed], style="bold"), align="left", style="dim")
-        question = next((m for m in after.messages if m.role == "user"), None)
-        if question is not None:
-            _print_message(console, question, 0)
+        for message in opening(after.messages):
+            _print_message(console, message, 0)
         for label, rollout in (("before", before), ("after", after)):
             mark = Text("✓" if rollout.passed else "✗", style="green" if rollout.passed else "red")
             console.print(Text.assemble(("  " + label, "dim"), " ", mark))
@@ -109,24 +121,23 @@ def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
 
 
 def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
-    """The messages of the model and its tools, then each measure's reason."""
-    for message in rollout.messages:
-        if message.role not in ("system", "user"):
-            _print_message(console, message, indent)
+    """The conversation after its opening, in its order, then each measure's value and reason."""
+    for message in rollout.messages[len(opening(rollout.messages, with_system=True)) :]:
+        _print_message(console, message, indent)
     for name, score in rollout.scores.items():
-        reason = score.reason or ("passed" if score.passed else "failed")
         style = "dim" if score.passed is None and not score.error else "green" if score.passed else "red"
-        _print_text(console, Text(f"{name}: {reason}", style=style), indent)
+        _print_text(console, Text(visible(f"{name}: {show_score(score)}"), style=style), indent)
     if rollout.error:
-        _print_text(console, Text(f"failed: {rollout.error}", style="red"), indent)
+        _print_text(console, Text(visible(f"failed: {rollout.error}"), style="red"), indent)
 
 
 def _print_message(console: Console, message: Message, indent: int) -> None:
     style = _STYLES.get(message.role, "")
     if message.text or not message.tool_calls:
-        _print_text(console, Text.assemble((f"{message.role}: ", "dim"), (shorten(message.text), style)), indent)
+        text = visible(shorten(message.text))
+        _print_text(console, Text.assemble((f"{message.role}: ", "dim"), (text, style)), indent)
     for call in message.tool_calls:
-        _print_text(console, Text.assemble(("calls ", "dim"), (show_call(call), "blue")), indent)
+        _print_text(console, Text.assemble(("calls ", "dim"), (visible(show_call(call)), "blue")), indent)
 
 
 def _print_text(console: Console, text: Text, indent: int) -> None:
@@ -163,15 +174,11 @@ def _print_warnings(console: Console, report: EvalReport) -> None:
 
 
 def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:
-    source = str(result.run.record.get("source") or "")
-    file = f" {show_path(Path(source))}" if source.endswith(".py") else ""
-    environment = result.run.record.get("environment")
-    score = f"palestra env evaluate {environment['name']}" if environment else f"palestra eval{file}"
     rows = [
         ("run folder", show_path(result.run.path)),
         ("report", show_path(page)),
         ("model", show_path(result.model_path)),
-        ("score it", f"{score} --model.name {show_path(result.model_path)}"),
+        ("score it", score_command(result.run, result.model_path)),
     ]
     console.print()
     console.print(
@@ -179,3 +186,15 @@ def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> Non
     )
     for label, text in rows:  # on one line each, so that they can be copied
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+
+
+def score_command(run: RunFolder, model: Path) -> str:
+    """The command that scores the model on the cases that the run held out."""
+    record = run.record
+    if environment := record.get("environment"):
+        options = [word for key, value in environment["settings"].items() for word in (f"--env.{key}", str(value))]
+        words = ["env", "evaluate", str(environment["name"]), *options]
+    else:
+        source = str(record.get("source") or "")
+        words = ["eval", *([show_path(Path(source))] if source.endswith(".py") else [])]
+    return shlex.join(["palestra", *words, "--model.name", show_path(model)])

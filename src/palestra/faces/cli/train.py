@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from palestra.envs.load import find_env, load_env
 from palestra.faces.cli import settings
 from palestra.faces.cli.agent_file import AgentFile, load_agent_file, open_agent_file
 from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option, show_path
-from palestra.faces.cli.display import training_display
+from palestra.faces.cli.display import DryRun, training_display
 from palestra.faces.cli.env import open_env
 from palestra.faces.cli.find_run import require_run
 from palestra.faces.cli.serve import require_serve_extra
@@ -45,6 +47,7 @@ from palestra.runs.manager import RunManager, RunRequest
 @click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
+@click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
@@ -58,6 +61,7 @@ def command(
     folder: Path | None,
     detach: bool,
     wire: bool,
+    dry_run: bool,
     serve_port: int,
     config_file: Path | None,
     resume: str | None,
@@ -93,6 +97,11 @@ def command(
     if from_checkpoint is not None and resume is None:
         raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
     options = settings.from_options(parameters)
+    if dry_run:
+        if detach or resume or env_url or folder:
+            raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
+        _dry_run(agent_file, env, config_file, options, console)
+        return
     if detach:
         if resume or env_url or folder:
             raise PalestraError(
@@ -124,16 +133,29 @@ def command(
         click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
 
 
+def _dry_run(
+    agent_file: str | None, env: str | None, config_file: Path | None, options: dict[str, Any], console: Console
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(DryRun):
+        if env is not None:
+            _train_environment(env, config_file, options, Path(folder), console, dry_run=True)
+        else:
+            file, agent, config = open_agent_file(agent_file, config_file, options)
+            _train_agent(file, agent, config, console, folder=Path(folder), dry_run=True)
+    console.print("ready; nothing was trained (--dry-run)")
+
+
 def _train_agent(
     file: AgentFile,
     agent: Agent,
     config: RunConfig,
     console: Console,
     *,
+    dry_run: bool = False,
     folder: Path | None = None,
     resume: Resume | None = None,
 ) -> GRPOTrainingResult:
-    with training_display(console, config, "palestra train") as display:
+    with training_display(console, config, "palestra train", dry_run=dry_run) as display:
         return train_grpo(
             agent,
             file.suite,
@@ -149,11 +171,17 @@ def _train_agent(
 
 
 def _train_environment(
-    name: str, config_file: Path | None, options: dict[str, Any], folder: Path | None, console: Console
+    name: str,
+    config_file: Path | None,
+    options: dict[str, Any],
+    folder: Path | None,
+    console: Console,
+    *,
+    dry_run: bool = False,
 ) -> GRPOTrainingResult:
     env, config, read = open_env(name, config_file, options)
     record = {"environment": {"name": absolute_name(name), "settings": read.env}}
-    with training_display(console, config, "palestra train") as display:
+    with training_display(console, config, "palestra train", dry_run=dry_run) as display:
         return train_env(env, config, watcher=display, record=record, folder=folder)
 
 

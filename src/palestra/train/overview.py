@@ -1,0 +1,106 @@
+"""What a run will need, said before it starts: the model, its cases, memory, disk and time."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig
+
+_MOMENTS_BYTES = 8  # Adam keeps two float32 a weight
+_MASTER_BYTES = 4
+_ROLLOUT_BYTES = 4000  # of one rollout in rollouts.jsonl, roughly
+_LEARNING_SHARE = 1.0  # learning takes about as long as sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The numbers of a run, before it starts."""
+
+    weights: int
+    trainable: int
+    bytes_per_weight: int
+    device: str
+    dtype: str
+    train_cases: int | None
+    eval_cases: int | None
+    steps: int
+    config: RunConfig
+
+    @classmethod
+    def of(cls, model: Any, config: RunConfig, steps: int, train_cases: int | None, eval_cases: int | None) -> Overview:
+        parameters = list(model.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        first = parameters[0]
+        return cls(
+            sum(p.numel() for p in parameters),
+            trainable,
+            first.element_size(),
+            str(first.device),
+            str(first.dtype).removeprefix("torch."),
+            train_cases,
+            eval_cases,
+            steps,
+            config,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps."""
+        has_master = self.bytes_per_weight < 4 and self.config.model.master_weights and not self.config.lora.r
+        return self.trainable * (_MOMENTS_BYTES + (_MASTER_BYTES if has_master else 0))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights, gradients and optimizer; the sampler's cache and the activations come on top."""
+        return (self.weights + self.trainable) * self.bytes_per_weight + self.state_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        saved = (self.trainable if self.config.lora.r else self.weights) * self.bytes_per_weight
+        keep = self.config.checkpoint
+        checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
+        return checkpoints * (saved + self.state_bytes) + saved + self.rollouts * self.steps * _ROLLOUT_BYTES
+
+    @property
+    def rollouts(self) -> int:
+        """Of one step."""
+        return self.config.train.problems_per_step * self.config.rollout.group_size
+
+    def time_text(self, per_rollout_s: float) -> str:
+        """How long the training may take, from what a rollout of the evaluation took."""
+        minutes = self.steps * self.rollouts * per_rollout_s * (1 + _LEARNING_SHARE) / 60
+        about = f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.0f} min" if minutes >= 1 else "a minute"
+        return f"the training may take about {about}, by the time that the evaluation took"
+
+    def text(self, folder: Path) -> str:
+        """Three lines for people."""
+        config, train = self.config, self.config.train
+        trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
+        cases = "" if self.train_cases is None else f"{self.train_cases:,} cases to train on, "
+        cases += "" if self.eval_cases is None else f"{self.eval_cases:,} to score before and after; "
+        tokens = self.rollouts * config.rollout.max_new_tokens
+        free = shutil.disk_usage(folder).free
+        lines = [
+            f"{config.model.name}: {_millions(self.weights)} weights, {trained}, {self.dtype} on {self.device}",
+            f"{cases}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
+            f"up to {tokens:,} new tokens a step",
+            f"needs about {_size(self.memory_bytes)} of memory besides cache and activations, "
+            f"and {_size(self.disk_bytes)} of disk"
+            + ("" if free > self.disk_bytes else f"; only {_size(free)} are free"),
+        ]
+        return "\n".join(lines)
+
+
+def _millions(count: int) -> str:
+    """
+    >>> _millions(1_234_567), _millions(600_000_000), _millions(8_000_000_000)
+    ('1.2 M', '600 M', '8 B')
+    """
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M" if count < 1e7 else f"{count / 1e6:.0f} M"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{max(1, count / 2**20):.0f} MiB"

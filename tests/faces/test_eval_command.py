@@ -1,0 +1,29 @@
+"""`palestra eval` scores the cases that training holds out, and says which they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palestra.faces.cli.agent_file import load_agent_file
+from palestra.faces.cli.eval import _cases
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "words"),
+    [
+        ("held-out", 1, "1 held-out cases (--split all: also the 4 trained on)"),
+        ("train", 4, "the 4 cases that are trained on"),
+        ("all", 5, "all 5 cases of the suite, 4 of them trained on"),
+    ],
+)
+def test_the_cases_are_those_that_training_holds_out_unless_asked(
+    agent_file, tmp_path: Path, split: str, count: int, words: str
+) -> None:
+    file = load_agent_file(str(agent_file()))
+    suite, named = _cases(file, split)
+    assert (len(suite), named) == (count, words)
+    trained, held = file.suite.split(0.2, seed=0)  # as train_grpo does it
+    expected = {"held-out": held, "train": trained, "all": file.suite}[split]
+    assert [case.id for case in suite] == [case.id for case in expected]

@@ -1,0 +1,94 @@
+"""Results on the terminal: transcripts in order, graded scores with their value, commands that can be pasted."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Message, Rollout, Score
+from palestra.evals.report import EvalReport, pick_transcripts
+from palestra.faces.cli.summary import print_evaluation, score_command
+from palestra.report.page import render
+from palestra.report.write import report_data
+
+TALK = (
+    Message("system", "Be kind."),
+    Message("user", "Where is the lamp?"),
+    Message("assistant", "Which lamp?"),
+    Message("user", "The red one."),
+    Message("tool", "\x1b[31mshelf 3\x1b[0m", name="look"),
+    Message("assistant", "On shelf 3."),
+)
+
+
+def rollout(problem: str, messages: tuple[Message, ...] = TALK, value: float = 0.25) -> Rollout:
+    return Rollout(problem, (), messages, "answered", scores={"close": Score(value, value == 1.0, "1 of 4 words")})
+
+
+def test_a_transcript_keeps_its_order_and_shows_values_and_no_escape_sequence() -> None:
+    out = Console(file=io.StringIO(), width=100)
+    print_evaluation(out, "clerk", EvalReport.of([rollout("1")], seconds=1.0))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    words = [
+        "Where is the lamp?",
+        "Which lamp?",
+        "The red one.",
+        "\\x1b[31mshelf 3",
+        "On shelf 3.",
+        "0.25, 1 of 4 words",
+    ]
+    places = [text.index(word) for word in words]
+    assert places == sorted(places)
+    assert "\x1b" not in text
+    assert text.count("Where is the lamp?") == 1
+    assert "Be kind." not in text
+
+
+def test_the_report_keeps_the_order_of_turns(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
+    report = EvalReport.of([rollout("1")], seconds=1.0)
+    page = render(report_data(folder, report, report, [], 1.0))
+    places = [
+        page.index(word) for word in ("Where is the lamp?", "Which lamp?", "The red one.", "On shelf 3.", "close 0.25")
+    ]
+    assert places == sorted(places)
+    assert page.count("Where is the lamp?") == 1
+
+
+def test_the_transcripts_are_of_different_kinds_of_cases() -> None:
+    questions = [
+        "Where is my order 1?",
+        "Where is my order 2?",
+        "Where is my order 3?",
+        "Cancel it.",
+        "A refund, please!",
+    ]
+    rollouts = [rollout(str(i), (Message("user", text),)) for i, text in enumerate(questions)]
+    shown = [after.messages[0].text for _, after in pick_transcripts(rollouts, rollouts)]
+    assert shown == ["Where is my order 1?", "Cancel it.", "A refund, please!"]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"source": "агент ünï.py"}, ["eval", "агент ünï.py"]),
+        ({"source": "palestra.demo"}, ["eval"]),
+        (
+            {"environment": {"name": "my env.py", "settings": {"level": 2, "text": "a b"}}},
+            ["env", "evaluate", "my env.py", "--env.level", "2", "--env.text", "a b"],
+        ),
+    ],
+)
+def test_the_command_that_scores_a_model_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(tmp_path, "x", RunConfig(), record, at=tmp_path / "my run")
+    command = shlex.split(score_command(folder, folder.model))
+    assert command == ["palestra", *words, "--model.name", "my run/model"]
