@@ -30,7 +30,8 @@ def render(report: Mapping[str, Any]) -> str:
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
         settings=_flatten(report["config"]),
     )
-    return fill_template(_TEMPLATE, {"percent": _percent, "call": _call, "minutes": _minutes}, values)
+    filters = {"percent": _percent, "call": _call, "minutes": _minutes, "opening": _opening}
+    return fill_template(_TEMPLATE, filters, values)
 
 
 def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
@@ -92,6 +93,11 @@ def _percent(share: float) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages came before the model's first word."""
+    return next((i for i, m in enumerate(messages) if m["role"] not in ("system", "user")), len(messages))
 
 
 def _call(call: Mapping[str, Any]) -> str:

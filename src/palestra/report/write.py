@@ -13,7 +13,7 @@ from typing import Any
 from palestra.core.files import write_json, write_text
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
-from palestra.evals.report import EvalReport, compare, opening, pick_transcripts
+from palestra.evals.report import EvalReport, compare, pick_transcripts
 from palestra.report.page import render
 
 Metrics = Sequence[Mapping[str, float]]
@@ -91,7 +91,6 @@ def _transcript(rollout: Rollout) -> dict[str, Any]:
         "stop": rollout.stop,
         "error": rollout.error,
         "messages": [asdict(message) for message in rollout.messages],
-        "opening": [asdict(message) for message in opening(rollout.messages, with_system=True)],
         "scores": {name: asdict(score) for name, score in rollout.scores.items()},
     }
 
