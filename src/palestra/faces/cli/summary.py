@@ -89,7 +89,7 @@ def show_score(score: Score) -> str:
     >>> show_score(Score(0.25, False, "1 of 4 words")), show_score(Score(1.0, True))
     ('0.25, 1 of 4 words', 'passed')
     """
-    graded = [] if score.value in (0, 1) else [f"{score.value:.3g}"]
+    graded = [] if score.value in (0, 1) and score.passed is not None else [f"{score.value:.3g}"]
     reasons = [score.reason] if score.reason else []
     return ", ".join(graded + reasons) or ("passed" if score.passed else "failed")
 
