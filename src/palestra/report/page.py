@@ -30,7 +30,12 @@ def render(report: Mapping[str, Any]) -> str:
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
         settings=_flatten(report["config"]),
     )
-    filters = {"percent": _percent, "call": _call, "minutes": _minutes, "opening": _opening}
+    filters: dict[str, Callable[..., Any]] = {
+        "percent": _percent,
+        "call": _call,
+        "minutes": _minutes,
+        "opening": _opening,
+    }
     return fill_template(_TEMPLATE, filters, values)
 
 
