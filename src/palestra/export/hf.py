@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_json
+from palestra.core.files import write_json, write_text
 from palestra.export.source import read_record
 from palestra.models.adapters import RECORD, base_record
 from palestra.models.loading import load_model
@@ -65,8 +66,34 @@ def write_beside(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, 
 
 
 def _write_record(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    base = base_record(model) if hasattr(model, "peft_config") else {}
+    if not hasattr(model, "peft_config"):
+        write_json(folder / RECORD, dict(record))
+        return
+    base = base_record(model)
     write_json(folder / RECORD, {**record, **base})
+    write_text(folder / "README.md", adapter_card(base["base"]["name"], model.active_peft_config, record))
+
+
+def adapter_card(base: str, lora: Any, record: Mapping[str, Any]) -> str:
+    """The model card of an adapter: what is known of it, in place of peft's form to fill in."""
+    modules = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(sorted(lora.target_modules))
+    lines = [
+        "---",
+        f"base_model: {json.dumps(base)}",
+        "library_name: peft",
+        "tags: [lora, reinforcement-learning, palestra]",
+        "---",
+        f"A LoRA adapter (rank {lora.r}, alpha {lora.lora_alpha}) on {modules} of `{base}`,",
+        "trained with Palestra by reinforcement learning. `palestra chat FOLDER` loads it with its base, of which",
+        "`palestra.json` has a fingerprint.",
+    ]
+    if record.get("agent"):
+        lines += ["", f"Trained as the agent: {record['agent']}"]
+    if tools := [tool["function"]["name"] for tool in record.get("tools") or () if "function" in tool]:
+        lines += ["", f"With the tools: {', '.join(tools)}"]
+    if record.get("instructions"):
+        lines += ["", "Its instructions:", "", *(f"> {line}" for line in str(record["instructions"]).splitlines())]
+    return "\n".join(lines) + "\n"
 
 
 def _write(model: Any, folder: Path) -> None:

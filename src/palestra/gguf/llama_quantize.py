@@ -16,7 +16,9 @@ QUANTIZED = tuple(
     "q4_0 q4_1 q5_0 q5_1 q2_k q2_k_s q3_k q3_k_s q3_k_m q3_k_l q4_k q4_k_s q4_k_m q5_k q5_k_s q5_k_m q6_k "
     "tq1_0 tq2_0 iq3_xs iq3_s iq3_m iq3_xxs iq4_nl iq4_xs".split()
 )
-_USUAL_FOLDERS = ("~/llama.cpp", "~/.local", "/opt/llama.cpp", "/usr/local", "/opt/homebrew", "llama.cpp")
+_HOMES = ("~", "~/code", "~/projects", "~/src", "/opt", ".")  # where people keep a checkout
+_USUAL_FOLDERS = (*(f"{home}/llama.cpp" for home in _HOMES), "~/.local", "/usr/local", "/opt/homebrew")
+_BUILD = f"cmake -B build && cmake --build build --target {PROGRAM}"
 
 
 def find_llama_quantize(llama_cpp: str | None = None) -> Path:
@@ -26,17 +28,21 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
             program = next(_programs_in(Path(folder).expanduser()), None)
             if program is None:
                 raise PalestraError(
-                    f"{name}={folder} has no {PROGRAM} (searched: the folder itself, bin and build/bin); build it"
+                    f"{name}={folder} has no {PROGRAM} (searched: the folder itself, bin and build/bin); build it "
+                    f"there with: {_BUILD}"
                 )
             return program
     if on_path := shutil.which(PROGRAM):
         return Path(on_path)
-    for folder in _USUAL_FOLDERS:
-        if program := next(_programs_in(Path(folder).expanduser()), None):
-            return program
+    folders = [Path(folder).expanduser() for folder in _USUAL_FOLDERS]
+    if program := next((program for folder in folders for program in _programs_in(folder)), None):
+        return program
+    needed = f"types other than f32, f16, bf16 and q8_0 need llama.cpp's {PROGRAM}"
+    if checkout := next((folder for folder in folders if (folder / "CMakeLists.txt").is_file()), None):
+        raise PalestraError(f"{needed}, which {checkout} has not built yet; build it there with: {_BUILD}")
     raise PalestraError(
-        f"types other than f32, f16, bf16 and q8_0 need llama.cpp's {PROGRAM}, which was not found on PATH nor in "
-        f"{', '.join(_USUAL_FOLDERS)}; set LLAMA_CPP_PATH to llama.cpp's folder, or use type q8_0"
+        f"{needed}, which was not found on PATH nor in {', '.join(_USUAL_FOLDERS)}; "
+        "set LLAMA_CPP_PATH to llama.cpp's folder, or use type q8_0"
     )
 
 

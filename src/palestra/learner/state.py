@@ -27,6 +27,7 @@ def save_model(folder: Path, model: nn.Module) -> None:
     # "auto" would ask the hub about the base model's vocabulary.
     options = {"save_embedding_layers": False} if hasattr(model, "disable_adapter") else {}
     model.save_pretrained(str(folder), **options)  # type: ignore[operator]
+    (folder / "README.md").unlink(missing_ok=True)  # peft's card of an adapter is a form to fill in
 
 
 def load(folder: Path, model: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
 from palestra.gguf.architectures import ARCHITECTURES
 from palestra.gguf.config import config_to_gguf
+from palestra.gguf.llama_quantize import find_llama_quantize
 from palestra.gguf.write import write_gguf
 
 
@@ -214,6 +215,20 @@ def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monke
     with pytest.raises(PalestraError, match=r"llama_cpp_path=.* has no llama-quantize"):
         to_gguf(source, tmp_path / "a.gguf", type="q4_k_m", llama_cpp=str(tmp_path))
     assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("home", ["", "code", "projects"])
+def test_llama_cpp_is_found_where_people_keep_it_and_a_checkout_without_a_build_is_told(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
+        monkeypatch.setenv(name, value)
+    checkout = tmp_path / home / "llama.cpp"
+    checkout.mkdir(parents=True)
+    (checkout / "CMakeLists.txt").touch()
+    with pytest.raises(PalestraError, match=rf"{checkout} has not built yet; build it there with: cmake -B build"):
+        find_llama_quantize()
+    assert stand_in(checkout, "") == find_llama_quantize()
 
 
 def stand_in(folder: Path, body: str) -> Path:
