@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from palestra.envs.base import Environment
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
-from palestra.evals.suite import EvalSuite
+from palestra.evals.suite import EvalSuite, hold_out
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
@@ -39,7 +40,8 @@ def train_grpo(
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     extra_reward_funcs: RewardFunctionList = None,
     rollout_func: Callable[..., Any] | None = None,
-    held_out: EvalSuite | float = 0.2,
+    held_out: EvalSuite | float | None = 0.2,
+    progress: bool = True,
     watcher: Watcher | None = None,
     name: str | None = None,
     source: str | None = None,
@@ -48,7 +50,8 @@ def train_grpo(
 ) -> GRPOTrainingResult:
     """Train `agent` on the cases of `suite` with the measures as its reward.
 
-    `held_out` is a suite, or the share of `suite` kept aside for the before/after report.
+    `held_out` is a suite, or the share of `suite` kept aside for the before/after report; with 0 all cases are trained
+    on, and the report is about them. `progress`: a bar, or lines where there is no terminal; a `watcher` replaces it.
     `folder` becomes the run folder, instead of a new one in the config's output_dir.
     `resume` is a run folder to go on with; its config is used. `Resume(folder, checkpoint="best", max_steps=100)`
     chooses the checkpoint and the steps in total.
@@ -63,6 +66,7 @@ def train_grpo(
         environment_factory=environment_factory,
         extra_reward_funcs=extra_reward_funcs,
         rollout_func=rollout_func,
+        progress=progress,
         watcher=watcher,
         name=name,
         source=source,
@@ -86,6 +90,7 @@ class GRPOTrainer:
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         extra_reward_funcs: RewardFunctionList = None,
         rollout_func: Callable[..., Any] | None = None,
+        progress: bool = True,
         watcher: Watcher | None = None,
         name: str | None = None,
         source: str | None = None,
@@ -100,7 +105,8 @@ class GRPOTrainer:
         self._reward_functions = as_list(extra_reward_funcs)
         self._factory = environment_factory
         self._rollout_func = rollout_func
-        self._watcher = watcher or Watcher()
+        self._progress = progress
+        self._watcher = watcher
         self._name = name or self.agent.name
         self._source = source
         self._folder = None if folder is None else Path(folder)
@@ -137,10 +143,10 @@ class GRPOTrainer:
         return self._loaded
 
     def train(
-        self, suite: EvalSuite, *, held_out: EvalSuite | float = 0.2, resume: Path | str | Resume | None = None
+        self, suite: EvalSuite, *, held_out: EvalSuite | float | None = 0.2, resume: Path | str | Resume | None = None
     ) -> GRPOTrainingResult:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
-        train_suite, held = suite.split(held_out, seed=0) if isinstance(held_out, float) else (suite, held_out)
+        train_suite, held = hold_out(suite, held_out)
         scored_elsewhere = bool(self._reward_functions) or (self._factory is not None and owns_reward(self._factory))
         environment: Environment = SuiteEnvironment(
             self.agent, train_suite, held, self._measures, self._weights, measures_required=not scored_elsewhere
@@ -186,17 +192,24 @@ class GRPOTrainer:
         from palestra.train.tasks import EnvironmentTask
 
         task = EnvironmentTask(environment, self._reward_functions, self._rollout_func, self)
-        with asyncio.Runner() as runner:
+        with self._watching() as watcher, asyncio.Runner() as runner:
             built = Run.build(
                 config,
                 task,
                 run,
                 runner=runner,
-                watcher=self._watcher,
+                watcher=watcher,
                 loaded=self._load(config),
                 resume=resume,
             )
-            return GRPOTrainingResult(self.agent, run, built.train())
+            return GRPOTrainingResult(self.agent, run, built.train(), self)
+
+    def _watching(self) -> AbstractContextManager[Watcher]:
+        if self._watcher is not None or not self._progress:
+            return nullcontext(self._watcher or Watcher())
+        from palestra.train.progress import console_progress
+
+        return console_progress()
 
 
 def evaluate(
@@ -205,10 +218,11 @@ def evaluate(
     measures: Sequence[Any] | None = None,
     *,
     config: Config = None,
+    progress: bool = True,
     watcher: Watcher | None = None,
 ) -> EvalReport:
     """Score an agent on a suite, without training."""
-    trainer = GRPOTrainer(agent, measures, config=config, watcher=watcher)
+    trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)
     environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
 
     def score() -> EvalReport:
@@ -217,8 +231,8 @@ def evaluate(
 
         config, loaded = trainer.config, trainer._load(trainer.config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
-        with asyncio.Runner() as runner:
-            parts = Parts(config, policy, loaded.tokenizer, runner, trainer._watcher)
-            return EnvironmentTask(environment).evaluator(parts).run(runner, trainer._watcher, "scoring")
+        with trainer._watching() as watcher, asyncio.Runner() as runner:
+            parts = Parts(config, policy, loaded.tokenizer, runner, watcher)
+            return EnvironmentTask(environment).evaluator(parts).run(runner, watcher, "scoring")
 
     return outside_event_loop(score)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
+from palestra.core.files import slug
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.evals.report import EvalReport
@@ -23,13 +24,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("palestra")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GRPOTrainingResult:
     """The trained model with its run folder and its before/after reports."""
 
     agent: Agent
     run: RunFolder
     outcome: Outcome
+    trainer: Any = field(default=None, compare=False)  # the GRPOTrainer that made it
+
+    def __repr__(self) -> str:
+        scored = "" if self.outcome.after is None else f", {_percent(self.before)} → {_percent(self.after)} passed"
+        steps = max((int(row["step"]) for row in self.metrics), default=0)
+        return f"GRPOTrainingResult({self.agent.name!r}, {steps} steps{scored}, {str(self.run.path)!r})"
 
     @property
     def model(self) -> Any:
@@ -54,8 +61,9 @@ class GRPOTrainingResult:
         return next((row["loss"] for row in reversed(self.metrics) if "loss" in row), None)
 
     @property
-    def tools(self) -> Sequence[Tool]:
-        return self.agent.tools
+    def tools(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the agent's tools."""
+        return [tool.schema for tool in self.agent.tools]
 
     @property
     def instructions(self) -> str:
@@ -92,7 +100,10 @@ class GRPOTrainingResult:
         instructions: str | None = None,
         seed: int = 0,
     ) -> str:
-        """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped."""
+        """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped.
+
+        `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
+        """
         from palestra.chat.template import ChatFormat
         from palestra.chat.toolcalls import strip_thinking
         from palestra.core.event_loop import outside_event_loop
@@ -101,7 +112,7 @@ class GRPOTrainingResult:
         from palestra.rollout.converse import converse
 
         chat = ChatFormat(self.tokenizer)
-        chosen = self.tools if tools is None else [as_tool(t) for t in tools]
+        chosen = self.agent.tools if tools is None else [self._as_tool(t) for t in tools]
         system = self.instructions if instructions is None else instructions
         messages = [Message("system", system)] if system else []
         messages.append(Message("user", prompt))
@@ -120,6 +131,18 @@ class GRPOTrainingResult:
             raise PalestraError(f"the model could not answer: {rollout.error}")
         return strip_thinking(rollout.messages[-1].text).strip()
 
+    def _as_tool(self, tool: Any) -> Tool:
+        if not isinstance(tool, Mapping):
+            return as_tool(tool)
+        name = tool.get("function", tool).get("name")
+        known = {own.name: own for own in self.agent.tools}
+        if name not in known:
+            raise PalestraError(
+                f"the schema of a tool {name!r} has no function behind it: the agent's tools are "
+                f"{', '.join(known) or 'none'}. Pass the function itself"
+            )
+        return known[name]
+
     def to_ollama(
         self,
         model_name: str,
@@ -127,7 +150,7 @@ class GRPOTrainingResult:
         llama_cpp_path: str | None = None,
         quantization: str = "q8_0",
     ) -> OllamaModel:
-        """Export for Ollama into the run's folder, and create the model where Ollama is installed.
+        """Export for Ollama into the run's folder, and create the model where Ollama is installed; gives its name.
 
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
@@ -138,11 +161,15 @@ class GRPOTrainingResult:
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions)
-        folder = self.run.export / "ollama"
+        folder = self.run.export / "ollama" / slug(model_name)
         made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
         if not made.created:
             log.warning("Ollama is not installed here; the files are ready. Where it is, run: %s", made.command)
         return made
+
+
+def _percent(report: EvalReport) -> str:
+    return f"{report.pass_rate.rate:.1%}"
 
 
 def _scored(report: EvalReport | None) -> EvalReport:

@@ -26,7 +26,7 @@ TOOL = '''def price(item: str) -> int:
         ('"rollout.group_size": 2', '"rollout.group_size": 1', ("group_size", "use 2 or more")),
         ('"rollout.group_size": 2', '"rollout.groop_size": 2', ("'rollout.groop_size'", "'rollout.group_size'")),
         ("config = {", "config = 5, {", ("`config`", "tuple", "dict")),
-        ("agent = Agent(", "held_out = 3\nagent = Agent(", ("`held_out`", "int")),
+        ("agent = Agent(", "held_out = 3\nagent = Agent(", ("held_out", "int")),
     ],
     ids=[
         "syntax error", "import error", "name error", "tool without type hints", "tool without docstring",

@@ -57,8 +57,12 @@ def test_a_result_exports_itself_to_ollama_and_tells_the_command(
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)
     made = result.to_ollama("clerk", quantization="f16")
     assert f"run: ollama create clerk -f {made.modelfile}" in caplog.text
-    assert made.modelfile.parent == run.path / "export" / "ollama"
+    assert made.modelfile.parent == run.path / "export" / "ollama" / "clerk"
     assert 'SYSTEM """Use the tools."""' in made.modelfile.read_text()
+    assert f"litellm/ollama_chat/{made}" == "litellm/ollama_chat/" + made == "litellm/ollama_chat/clerk"
+    second = result.to_ollama("clerk-two", quantization="f16")
+    assert (made.name, second.name) == ("clerk", "clerk-two")
+    assert "clerk-f16.gguf" in made.modelfile.read_text(), "the second export left the first as it was"
 
 
 def test_a_model_becomes_a_hugging_face_folder(cli: Any, tmp_path: Path) -> None:

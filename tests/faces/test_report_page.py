@@ -92,6 +92,16 @@ def test_evaluations_on_the_way_are_marked():
     assert "held-out cases at step 3: 62.5 %" in render(data)
 
 
+def test_cases_that_were_trained_on_are_not_called_held_out():
+    data = report()
+    for when in ("before", "after"):
+        data[when] = {**data[when], "split": "train"}
+    data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
+    page = render(data)
+    assert "held-out" not in page
+    assert "training cases at step 3: 62.5 %" in page
+
+
 @pytest.mark.parametrize(
     ("missing", "words"),
     [

@@ -113,6 +113,7 @@ def test_ctrl_c_in_a_run_from_python_leaves_a_checkpoint_and_a_stopped_row(tmp_p
     with pytest.raises(Interrupted) as raised:
         train_grpo(agent, suite, config=config, watcher=Impatient())
     [folder] = tmp_path.iterdir()
+    assert str(raised.value).endswith(f"Go on with resume={str(folder)!r}")
     assert raised.value.checkpoint == RunFolder(folder).last_checkpoint() == RunFolder(folder).step_folder(1)
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
     assert row.state == "stopped"
@@ -141,3 +142,29 @@ def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path
     ours, theirs = result.model.state_dict(), saved.model.state_dict()
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
     assert saved.tokenizer.chat_template == result.tokenizer.chat_template
+
+
+def test_a_result_is_one_line_and_knows_its_trainer(result: GRPOTrainingResult) -> None:
+    text = repr(result)
+    assert len(text) < 300
+    assert all(words in text for words in ("'clerk'", "2 steps", "100.0% → 100.0% passed", str(result.run.path)))
+    assert len(repr(result.outcome)) < 3000
+    assert result.trainer.model is result.model
+
+
+def test_tools_are_schemas_and_can_be_given_back(result: GRPOTrainingResult) -> None:
+    assert json.loads(json.dumps(result.tools)) == [price.schema]
+    assert ask(result, "What does a blue mug cost?", tools=result.tools) == "That is 45."
+    with pytest.raises(PalestraError, match="the schema of a tool 'weigh' has no function behind it"):
+        ask(result, "Hello", tools=[{"type": "function", "function": {"name": "weigh"}}])
+
+
+def test_without_progress_nothing_is_printed_and_with_it_lines_where_there_is_no_terminal(
+    result: GRPOTrainingResult, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}], measures=[right_price])
+    config = {"rollout.max_new_tokens": 2}
+    suite.evaluate(result.agent, config=config, progress=False)
+    assert "scoring" not in capfd.readouterr().err
+    suite.evaluate(result.agent, config=config)
+    assert "scoring: 1 rollouts\nscoring: 1/1" in capfd.readouterr().err

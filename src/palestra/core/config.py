@@ -194,7 +194,9 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """What is kept on disk while training."""
 
-    every: int = Field(50, ge=0, description="steps between checkpoints; 0 saves only the last one")
+    every: int = Field(
+        50, ge=0, description="steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"
+    )
     keep_last: int = Field(2, ge=1)
     keep_best: bool = Field(
         True, description="also keep the best: by its held-out reward if eval.every is set, else by its training reward"

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def outside_event_loop(work: Callable[[], T]) -> T:
-    """Run blocking work that has an event loop of its own, also when called from a notebook's running loop."""
+    """Run blocking work that has an event loop of its own, also when called from a notebook's running loop.
+
+    It runs in this thread, where Ctrl-C arrives: the loop around it, which waits anyway, is set aside meanwhile by the
+    functions that asyncio has for authors of event loops.
+    """
     try:
-        asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    box: list[T] = []
-    errors: list[BaseException] = []
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        with _usual_ctrl_c():
+            return work()
+    finally:
+        asyncio._set_running_loop(loop)
+        if task is not None:
+            asyncio.tasks._enter_task(loop, task)
 
-    def body() -> None:
-        try:
-            box.append(work())
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=body, name="palestra-train")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return box[0]
+@contextmanager
+def _usual_ctrl_c() -> Iterator[None]:
+    """KeyboardInterrupt, where asyncio.run would only cancel the task around the work, which cannot notice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

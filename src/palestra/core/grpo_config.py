@@ -64,7 +64,10 @@ _TRL = (
 
 
 class GRPOTrainingConfig(BaseModel):
-    """Settings of `train_grpo`, by the names that GRPO users know.
+    """Settings of `train_grpo`, by the names that GRPO users know; all by keyword.
+
+    It is a pydantic model: `config.model_copy(update={"seed": 1})` where a dataclass has `replace`, and
+    `config.model_dump()` where it has `asdict`.
 
     >>> GRPOTrainingConfig(num_generations=8, learning_rate=2e-5).to_run_config().rollout.group_size
     8
@@ -101,8 +104,8 @@ class GRPOTrainingConfig(BaseModel):
     vllm_max_model_len: int | None = None
     vllm_tensor_parallel_size: int = 1
     seed: int = 0
-    output_dir: str = "./grpo_output"
-    save_strategy: Literal["no", "epoch", "steps"] = "no"
+    output_dir: str = "runs"
+    save_strategy: Literal["no", "epoch", "steps"] = "no"  # no checkpoint, unless by Ctrl-C
     save_steps: int = 50
     logging_steps: int = 5
     report_to: str | list[str] = "none"

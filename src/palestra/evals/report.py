@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from palestra.core.types import Message, Rollout
 
@@ -60,9 +60,12 @@ class EvalReport:
     tool_error_rate: float
     seconds: float
     rollouts: tuple[Rollout, ...] = field(default=(), repr=False)
+    split: Literal["held_out", "train"] = "held_out"  # which cases were scored
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], seconds: float) -> EvalReport:
+    def of(
+        cls, rollouts: Sequence[Rollout], seconds: float, split: Literal["held_out", "train"] = "held_out"
+    ) -> EvalReport:
         judged = [r for r in rollouts if not any(s.error and s.passed is not None for s in r.scores.values())]
         results = [result for rollout in rollouts for result in rollout.tool_results]
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
@@ -76,6 +79,7 @@ class EvalReport:
             tool_error_rate=_mean([not result.ok for result in results]),
             seconds=seconds,
             rollouts=tuple(rollouts),
+            split=split,
         )
 
     def to_dict(self) -> dict[str, Any]:

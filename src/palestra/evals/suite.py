@@ -9,15 +9,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from palestra.core.errors import PalestraError
 from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem
 from palestra.evals.measures import as_measures
-
-if TYPE_CHECKING:
-    pass
 
 Record = Mapping[str, Any]
 InputFn = Callable[[Record], Any]
@@ -137,6 +134,17 @@ class EvalSuite:
         chosen = set(random.Random(seed).sample(range(len(self)), count))
         train = [case for i, case in enumerate(self.cases) if i not in chosen]
         return replace(self, cases=train), replace(self, cases=[self.cases[i] for i in sorted(chosen)])
+
+
+def hold_out(suite: EvalSuite, held_out: EvalSuite | float | None) -> tuple[EvalSuite, EvalSuite | None]:
+    """(train, held-out) for a held-out suite or a share. None is held out by 0 or None, or of a suite of one case."""
+    if isinstance(held_out, EvalSuite):
+        return suite, held_out
+    if held_out is None or held_out == 0 or (len(suite) == 1 and isinstance(held_out, float)):
+        return suite, None
+    if not isinstance(held_out, float):
+        raise PalestraError(f"held_out is a {type(held_out).__name__}; expected an EvalSuite, a share, or 0 for none")
+    return suite.split(held_out)
 
 
 def _default_input(record: Record) -> Any:

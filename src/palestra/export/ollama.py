@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,17 @@ _SAMPLING = {
 }
 
 
-@dataclass(frozen=True)
-class OllamaModel:
-    """The files, whether Ollama has created the model from them, and the command that does."""
+class OllamaModel(str):
+    """The name of a model in Ollama, with its files, whether Ollama has created it, and the command that does.
+
+    >>> f"litellm/ollama_chat/{OllamaModel('clerk', Path('a.gguf'), Path('Modelfile'), 'ollama create …', False)}"
+    'litellm/ollama_chat/clerk'
+    """
+
+    def __new__(cls, name: str, gguf: Path, modelfile: Path, command: str, created: bool) -> OllamaModel:
+        self = super().__new__(cls, name)
+        self.name, self.gguf, self.modelfile, self.command, self.created = name, gguf, modelfile, command, created
+        return self
 
     name: str
     gguf: Path

@@ -18,11 +18,16 @@ def render(report: Mapping[str, Any]) -> str:
 
     changes = _shown(report["changes"])
     steps = [row for row in report["metrics"] if "reward_mean" in row]
-    markers = _held_out(report, steps)
+    evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
+    # reports of Palestra 0.1 do not say which cases were scored
+    on_training = any(evaluation.get("split") == "train" for evaluation in evaluations.values())
+    scored = "training" if on_training else "held-out"
+    markers = _evaluations(report, steps, scored)
     values = dict(
         report=report,
         overall=report["changes"][-1] if report["changes"] else None,
-        evaluations={when: report[when] for when in ("before", "after") if report[when] is not None},
+        evaluations=evaluations,
+        scored=scored,
         changes=changes,
         steps=len(steps),
         bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),
@@ -61,10 +66,10 @@ def _points(steps: Sequence[Mapping[str, float]], key: str) -> list[Point]:
     return [(row["step"], row[key]) for row in steps if key in row]
 
 
-def _held_out(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]]) -> list[Marker]:
-    """The held-out evaluations before, during and after training, each at its step."""
+def _evaluations(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]], scored: str) -> list[Marker]:
+    """The evaluations before, during and after training, each at its step."""
     markers = [
-        _marker(row["step"], f"at step {row['step']}", row["eval/pass_rate"])
+        _marker(row["step"], f"{scored} cases at step {row['step']}", row["eval/pass_rate"])
         for row in report["metrics"]
         if "eval/pass_rate" in row
     ]
@@ -72,12 +77,12 @@ def _held_out(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]]) -
     for when, step in (("before", 0), ("after", last_step)):
         if report[when] is not None:
             rate = report[when]["pass_rate"]
-            markers.append(_marker(step, when, rate["rate"], rate["low"], rate["high"]))
+            markers.append(_marker(step, f"{scored} cases {when}", rate["rate"], rate["low"], rate["high"]))
     return markers
 
 
-def _marker(step: float, when: str, rate: float, low: float | None = None, high: float | None = None) -> Marker:
-    label = f"held-out cases {when}: {_percent(rate)}"
+def _marker(step: float, name: str, rate: float, low: float | None = None, high: float | None = None) -> Marker:
+    label = f"{name}: {_percent(rate)}"
     return Marker(step, rate, rate if low is None else low, rate if high is None else high, label)
 
 

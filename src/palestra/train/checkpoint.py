@@ -99,6 +99,11 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
     if damaged is not None:
         others = "choose another with --from-checkpoint" if name else "no other is whole, so start a new run"
         raise PalestraError(f"{damaged}; {others}")
+    if run.model.is_dir():
+        raise PalestraError(
+            f"{run.path} has ended without a checkpoint (checkpoint.every: 0), so there is nothing to go on from; "
+            f"train a new run on its model: --model.name {run.model}"
+        )
     return None
 
 

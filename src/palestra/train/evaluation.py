@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palestra.core.config import RunConfig
 from palestra.core.files import read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Problem
+from palestra.envs.base import Split
 from palestra.evals.report import EvalReport
 from palestra.rollout.evaluate import CollectsGroups, evaluate
 from palestra.train.watcher import Watcher
@@ -24,6 +25,7 @@ class Evaluator:
     collector: CollectsGroups
     problems: Sequence[Problem]
     config: RunConfig
+    split: Split = "held_out"
 
     def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
         """Score the problems as `config.eval` says, telling the watcher of each rollout."""
@@ -31,7 +33,7 @@ class Evaluator:
         problems = self.problems[: options.cases]
         watcher.phase(phase, len(problems) * options.samples_per_case)
         done = itertools.count(1)
-        return runner.run(
+        report = runner.run(
             evaluate(
                 self.collector,
                 problems,
@@ -40,6 +42,7 @@ class Evaluator:
                 on_rollout=lambda rollout: watcher.advance(next(done), {}),
             )
         )
+        return replace(report, split=self.split)
 
 
 def write_evaluation(path: Path, report: EvalReport) -> None:
@@ -48,8 +51,8 @@ def write_evaluation(path: Path, report: EvalReport) -> None:
     write_jsonl(path, (rollout_to_dict(rollout) for rollout in report.rollouts))
 
 
-def read_evaluation(path: Path) -> EvalReport | None:
+def read_evaluation(path: Path, split: Split = "held_out") -> EvalReport | None:
     """What `write_evaluation` wrote; None where there is none."""
     rollouts = [rollout_from_dict(row) for row in read_jsonl(path)] if path.is_file() else []
     seconds = max((rollout.seconds for rollout in rollouts), default=0.0)
-    return EvalReport.of(rollouts, seconds=seconds) if rollouts else None
+    return EvalReport.of(rollouts, seconds, split) if rollouts else None

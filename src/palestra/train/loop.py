@@ -37,7 +37,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during training; a checkpoint of the last whole step is on disk."""
 
     def __init__(self, checkpoint: Path) -> None:
-        super().__init__(f"interrupted; saved {checkpoint}")
+        super().__init__(f"interrupted; saved {checkpoint}. Go on with resume={str(checkpoint.parent.parent)!r}")
         self.checkpoint = checkpoint
 
 
@@ -90,7 +90,8 @@ class Training:
                 raise Interrupted(self.checkpoint()) from None
         except Exception as error:
             raise self.failure(f"step {self.state.step + 1}", error) from error
-        if self.checkpoints and step_folder(self.checkpoints, self.state.step) != last_checkpoint(self.checkpoints):
+        last = last_checkpoint(self.checkpoints) if self.checkpoints else None
+        if self.checkpoints and self.config.checkpoint.every and last != step_folder(self.checkpoints, self.state.step):
             self.checkpoint()
 
     def evaluates_after(self, step: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,12 +37,12 @@ from palestra.train.watcher import Watcher
 class Outcome:
     """What a training leaves behind. There is no before and after where nothing could be scored."""
 
-    model: Any
-    tokenizer: Any
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
     model_path: Path
     before: EvalReport | None
     after: EvalReport | None
-    metrics: list[dict[str, float]]
+    metrics: list[dict[str, float]] = field(repr=False)
     seconds: float
     report_path: Path
 
@@ -154,7 +154,8 @@ class Run:
         path = self.folder.eval_file(name)
         if self.evaluator is None:
             return None
-        if not again and self.resume_from is not None and (known := read_evaluation(path)) is not None:
+        known = read_evaluation(path, self.evaluator.split) if self.resume_from and not again else None
+        if known is not None:
             return known
         report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
         write_evaluation(path, report)

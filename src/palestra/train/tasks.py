@@ -88,7 +88,9 @@ class EnvironmentTask:
         if not held_out:
             parts.watcher.note("no problems are held out: before and after are scored on the training problems")
         problems = held_out or self.environment.problems("train")
-        return Evaluator(self._collector(parts, training=False), problems, parts.config)
+        return Evaluator(
+            self._collector(parts, training=False), problems, parts.config, "held_out" if held_out else "train"
+        )
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = RewardFunctions(

@@ -4,7 +4,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem
-from palestra.evals.suite import EvalSuite
+from palestra.evals.suite import EvalSuite, hold_out
 
 RECORDS = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(10)]
 
@@ -133,3 +133,25 @@ def test_a_share_out_of_range_is_refused(share):
 def test_one_case_cannot_be_split():
     with pytest.raises(PalestraError, match="one case"):
         EvalSuite.from_records(RECORDS[:1], question).split()
+
+
+@pytest.mark.parametrize("share", [0, 0.0, None])
+def test_with_nothing_held_out_all_cases_are_trained_on(share):
+    suite = EvalSuite.from_records([{"input": str(i)} for i in range(5)])
+    assert hold_out(suite, share) == (suite, None)
+
+
+def test_a_suite_of_one_case_is_trained_on_whole():
+    suite = EvalSuite.from_records([{"input": "0"}])
+    assert hold_out(suite, 0.2) == (suite, None)
+
+
+def test_a_share_or_a_suite_is_held_out_and_all_else_is_refused():
+    suite = EvalSuite.from_records([{"input": str(i)} for i in range(5)])
+    assert [len(part) for part in hold_out(suite, 0.4)] == [3, 2]
+    other = EvalSuite.from_records([{"input": "x"}])
+    assert hold_out(suite, other) == (suite, other)
+    with pytest.raises(PalestraError, match="held_out is a str; expected an EvalSuite, a share, or 0 for none"):
+        hold_out(suite, "half")
+    with pytest.raises(PalestraError, match=r"held_out=1\.5"):
+        hold_out(suite, 1.5)

@@ -44,6 +44,7 @@ class FakeTokenizer:
 class FakeEvaluator:
     phases: list[str] = field(default_factory=list)
     problems: Sequence[Problem] = tuple(PROBLEMS[:3])
+    split: str = "held_out"
 
     def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
         self.phases.append(phase)

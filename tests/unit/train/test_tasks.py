@@ -57,3 +57,15 @@ def test_reward_functions_know_how_far_the_training_is(parts: Parts) -> None:
 
     parts.runner.run(EnvironmentTask(Unscored(), [rate]).source(parts).next(1, 6))
     assert (seen[0].global_step, seen[0].max_steps, seen[0].epoch) == (6, 12, 2.0)
+
+
+class AllTrained(Unscored):
+    def problems(self, split: str) -> list[Problem]:
+        return PROBLEMS if split == "train" else []
+
+
+def test_an_evaluation_on_training_problems_says_so(parts: Parts) -> None:
+    functions = [lambda completions: [1.0] * len(completions)]
+    for environment, split in ((Unscored(), "held_out"), (AllTrained(), "train")):
+        report = EnvironmentTask(environment, functions).evaluator(parts).run(parts.runner, parts.watcher, "scoring")
+        assert report.to_dict()["split"] == split

@@ -16,7 +16,7 @@ from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.import_file import import_file
 from palestra.core.yaml_config import read_yaml_config
-from palestra.evals.suite import EvalSuite
+from palestra.evals.suite import EvalSuite, hold_out
 
 DEMO = "palestra.demo"
 HELD_OUT_SHARE = 0.2
@@ -30,7 +30,7 @@ class AgentFile:
     source: str
     agent: Agent
     suite: EvalSuite
-    held_out: EvalSuite | float
+    held_out: EvalSuite | float | None
     measures: Sequence[Any] | None
     reward_weights: Sequence[float] | Mapping[str, float] | None
     config: Mapping[str, Any]
@@ -44,8 +44,10 @@ def load_agent_file(path: str | None) -> AgentFile:
     if not isinstance(suite, EvalSuite):
         raise PalestraError(f"{source}: `suite` is a {type(suite).__name__}; expected EvalSuite.from_records(…)")
     held_out = getattr(module, "held_out", HELD_OUT_SHARE)
-    if not isinstance(held_out, EvalSuite | float):
-        raise PalestraError(f"{source}: `held_out` is a {type(held_out).__name__}; expected an EvalSuite or a share")
+    try:
+        trained, _ = hold_out(suite, held_out)
+    except PalestraError as error:
+        raise PalestraError(f"{source}: {error}") from None
     return AgentFile(
         source=source,
         agent=as_agent(_required(module, "agent", source)),
@@ -53,7 +55,7 @@ def load_agent_file(path: str | None) -> AgentFile:
         held_out=held_out,
         measures=getattr(module, "measures", None),
         reward_weights=getattr(module, "reward_weights", None),
-        config=_config(getattr(module, "config", {}), suite, held_out, source),
+        config=_config(getattr(module, "config", {}), len(trained), source),
     )
 
 
@@ -84,10 +86,9 @@ def _required(module: ModuleType, name: str, source: str) -> Any:
     return getattr(module, name)
 
 
-def _config(value: Any, suite: EvalSuite, held_out: EvalSuite | float, source: str) -> Mapping[str, Any]:
+def _config(value: Any, cases: int, source: str) -> Mapping[str, Any]:
     if isinstance(value, GRPOTrainingConfig):
-        trained = suite.split(held_out)[0] if isinstance(held_out, float) else suite
-        return value.to_run_config(len(trained)).model_dump()
+        return value.to_run_config(cases).model_dump()
     if isinstance(value, Mapping):
         return value
     raise PalestraError(

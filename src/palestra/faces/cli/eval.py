@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from palestra.api import evaluate
-from palestra.evals.suite import EvalSuite
+from palestra.evals.suite import EvalSuite, hold_out
 from palestra.faces.cli import settings
 from palestra.faces.cli.agent_file import AgentFile, open_agent_file
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
@@ -45,7 +45,7 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
     """
     options = with_model_of_run(settings.from_options(parameters))
     file, agent, config = open_agent_file(agent_file, config_file, options)
-    suite, cases = _cases(file, split)
+    suite, cases, split = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
     with make_display(console, config.track.log_every) as display:
@@ -63,17 +63,16 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
         click.echo(json.dumps(summary))
 
 
-def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str]:
-    """The cases of a split, and how they are called; a share is split off as training does it."""
-    held_out = file.held_out
-    train, held = file.suite.split(held_out, seed=0) if isinstance(held_out, float) else (file.suite, held_out)
-    match split:
-        case "held-out":
-            return held, f"{len(held)} held-out cases (--split all: also the {len(train)} trained on)"
-        case "train":
-            return train, f"the {len(train)} cases that are trained on"
-    apart = f", {len(train)} of them trained on" if isinstance(held_out, float) else ", which are trained on"
-    return file.suite, f"all {len(file.suite)} cases of the suite{apart}"
+def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str, str]:
+    """The cases of a split, how they are called, and the split that they are; a share is split off as in training."""
+    train, held = hold_out(file.suite, file.held_out)
+    if split == "held-out" and held is not None:
+        return held, f"{len(held)} held-out cases (--split all: also the {len(train)} trained on)", split
+    if split != "all":
+        none = "" if split == "train" else "; none are held out"
+        return train, f"the {len(train)} cases that are trained on{none}", "train"
+    apart = f", {len(train)} of them trained on" if len(train) < len(file.suite) else ", which are trained on"
+    return file.suite, f"all {len(file.suite)} cases of the suite{apart}", split
 
 
 settings.options(command)

@@ -105,7 +105,11 @@ def _show_result(name: str, value: float | None) -> str:
 
 
 def _held_out_rate(evaluation: Mapping[str, Any] | None) -> float | None:
-    return None if evaluation is None else evaluation["pass_rate"]["rate"]
+    """None where the training cases were scored, because none were held out."""
+    if evaluation is None or evaluation.get("split") == "train":
+        return None
+    rate: float = evaluation["pass_rate"]["rate"]
+    return rate
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:

@@ -35,10 +35,10 @@ def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> 
 
 
 def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """The results of a training as JSON: held-out pass rates where there are any, and where everything is."""
-    scored = {"held_out_before": outcome.before, "held_out_after": outcome.after}
+    """The results of a training as JSON: pass rates by what was scored (held_out or train), and where everything is."""
+    scored = {"before": outcome.before, "after": outcome.after}
     return {
-        **{name: report.pass_rate.rate for name, report in scored.items() if report is not None},
+        **{f"{report.split}_{when}": report.pass_rate.rate for when, report in scored.items() if report is not None},
         "seconds": round(outcome.seconds, 2),
         "run_dir": str(run.path),
         "model_path": str(outcome.model_path),

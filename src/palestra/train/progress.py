@@ -1,0 +1,106 @@
+"""The progress of a run that is started from Python: a bar on a terminal and in notebooks, lines of text elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from palestra.train.watcher import Watcher
+
+LINE_EVERY_S = 30.0
+
+
+def console_progress(console: Console | None = None) -> Bar | Lines:
+    """What suits the place where the output goes; to be used in a `with` statement."""
+    console = console or Console(stderr=True)
+    has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+    return Bar(console) if console.is_terminal or has_widgets else Lines(console)
+
+
+class Bar(Watcher):
+    """A progress bar for each phase."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def started(self, folder: Path) -> None:
+        self.note(f"run folder {folder}")
+
+    def phase(self, name: str, total: int) -> None:
+        same = next((task for task in self._progress.tasks if task.description == name), None)
+        self._task = same.id if same else self._progress.add_task(name, total=total, numbers="")
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, numbers=_numbers(metrics))
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Lines(Watcher):
+    """A line when a phase begins and ends, and one every 30 s in between, also while nothing advances."""
+
+    def __init__(self, console: Console, every_s: float = LINE_EVERY_S) -> None:
+        self._console = console
+        self._every_s = every_s
+        self._status = "starting"
+        self._name, self._total, self._began = "", 0, time.perf_counter()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._tell, name="palestra-progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def started(self, folder: Path) -> None:
+        self.note(f"run folder {folder}")
+
+    def phase(self, name: str, total: int) -> None:
+        self._name, self._total, self._began = name, total, time.perf_counter()
+        self._status = f"{name}: 0/{total}"
+        self.note(f"{name}: {total} {'steps' if name == 'training' else 'rollouts'}")
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        self._status = f"{self._name}: {done}/{self._total}  {_numbers(metrics)}".rstrip()
+        if done == self._total:
+            self.note(self._line())
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _line(self) -> str:
+        return f"{self._status}  ({time.perf_counter() - self._began:.0f} s)"
+
+    def _tell(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self.note(self._line())
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    shown = (("loss", "loss {:.4f}"), ("reward_mean", "reward {:.3f}"), ("pass_rate", "pass rate {:.0%}"))
+    return "  ".join(text.format(metrics[name]) for name, text in shown if name in metrics)
