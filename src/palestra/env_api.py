@@ -64,11 +64,13 @@ def train_wire(
     resume: Resume | None = None,
     served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
+    wait_limit_s: float = 60.0,
 ) -> Outcome:
     """Serve the model, train it on what environments in other programs post, save it.
 
     It is evaluated here if run.json names an environment of ours. `served` is called with the inference URL and the
-    tokenizer; `check` may raise while groups are waited for.
+    tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
+    `wait_limit_s` (0: any time), the run stops with the reason.
     """
     from palestra.train.run import Run
     from palestra.train.setup import load_for_run
@@ -78,7 +80,7 @@ def train_wire(
     config, scored_by = run.config, run.record.get("scored_by")
     scorer = EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None
     loaded = load_for_run(config)
-    task = WireTask(client, address, loaded, run, scorer, served, check)
+    task = WireTask(client, address, loaded, run, scorer, served, check, wait_limit_s)
 
     def train() -> Outcome:
         with asyncio.Runner() as runner:

@@ -210,6 +210,12 @@ class RunFolder:
         return int(self.record.get("format", 0))
 
     @property
+    def wire_command(self) -> str | None:
+        """What continues a run over the wire that has no environment of ours; None for other runs."""
+        command = "env run-atropos" if "atropos" in self.record else "train --env-url URL"
+        return f"palestra {command} --resume {self.path}" if "env_url" in self.record else None
+
+    @property
     def config(self) -> RunConfig:
         import yaml
 

@@ -145,10 +145,8 @@ class RunManager(RunReader):
 
 def _write_request(folder: RunFolder) -> None:
     """So that a run that was started in a terminal can be continued in the background."""
-    record = folder.record
-    if "env_url" in record:
+    if folder.wire_command:
         raise PalestraError(
-            f"{folder.path.name} gets its groups from environments elsewhere; continue it with: "
-            f"palestra train --env-url URL --resume {folder.path}"
+            f"{folder.path.name} gets its groups from environments elsewhere; continue it with: {folder.wire_command}"
         )
-    RunRequest(name=record["name"]).save(folder, Path.cwd())
+    RunRequest(name=folder.record["name"]).save(folder, Path.cwd())

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
 from palestra.serve.connections import BoundedProtocol, Connections, limit_log_lines
+from palestra.serve.tally import Counted, Tally
 
 MIB = 1 << 20
 request_log = logging.getLogger("palestra.requests")  # one line each, where somebody asks for INFO
@@ -57,12 +58,15 @@ def make_app(
         PalestraError: _bad_input,
         Exception: _server_error,
     }
-    return Starlette(
+    tally = Tally()
+    app = Starlette(
         routes=list(routes),
-        middleware=[Middleware(RequestLog), Middleware(Guard, token=token)],
+        middleware=[Middleware(RequestLog), Middleware(Counted, tally=tally), Middleware(Guard, token=token)],
         exception_handlers=handlers,
         lifespan=lifespan,
     )
+    app.state.tally = tally
+    return app
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

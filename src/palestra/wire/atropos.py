@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -26,26 +27,25 @@ _STOP_S = 10.0
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def venv_folder() -> Path:
-    """Where the Python with atroposlib is: a venv for each version of this Python."""
-    return cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
+def venv_folder(packages: Sequence[str] = ()) -> Path:
+    """Where the Python with atroposlib and exactly these packages is, one for each version of this Python."""
+    name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
+    key = hashlib.sha256("\n".join(sorted(packages)).encode()).hexdigest()[:12]
+    return cache_folder() / (f"{name}-{key}" if packages else name)
 
 
-def ensure_python(folder: Path, more: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Path:
-    """The Python of a venv in `folder` that has atroposlib and `more`; made when it is not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    python, ready = folder / "bin" / "python", folder / "ready.json"
-    with (folder / "lock").open("w") as lock:
+def ensure_python(folder: Path, packages: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Path:
+    """The Python of a venv in `folder` that has atroposlib and `packages`; made when it is not there yet."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    python, ready, wanted = folder / "bin" / "python", folder / "ready.json", [*PACKAGES, *sorted(packages)]
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        present = json.loads(ready.read_text()) if ready.exists() else []
-        missing = [package for package in (*PACKAGES, *more) if package not in present]
-        if missing:
-            note(f"installing {', '.join(missing)} into {folder}; this takes minutes, once")
-            _run([sys.executable, "-m", "venv", str(folder)])
+        if not ready.exists() or json.loads(ready.read_text()) != wanted:
+            note(f"installing {', '.join(wanted)} into {folder}; this takes minutes, once")
+            _run([sys.executable, "-m", "venv", "--clear", str(folder)])
             write_text(folder / "constraints.txt", CONSTRAINTS)
-            install = [str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt")]
-            _run([*install, *PACKAGES, *more])
-            write_json(ready, [*present, *missing])
+            _run([str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt"), *wanted])
+            write_json(ready, wanted)
     return python
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from palestra.core.http import HttpError, Request, Retries, ask_async
 from palestra.core.run_folder import RunFolder
 
 _GIVE_UP_S = 600.0
+_SLOW_S = 30.0  # after which a request without an answer is told
 _MAX_BATCH_BYTES = 4 * 2**30
 
 
@@ -34,6 +36,7 @@ class WireClient:
     token: str | None = None
     give_up_s: float = _GIVE_UP_S
     gone_s: float | None = None  # how long to repeat while it cannot be reached at all; None: give_up_s
+    note: Callable[[str], None] = lambda text: None
 
     async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: RunFolder) -> None:
         body = {
@@ -82,9 +85,16 @@ class WireClient:
             {"Idempotency-Key": key} if key else {},
             max_bytes=_MAX_BATCH_BYTES,
         )
+        retries = Retries(busy_s=self.give_up_s, unreachable_s=gone_s)
+        asking = asyncio.ensure_future(ask_async(request, retries))
         try:
-            return dict(await ask_async(request, Retries(busy_s=self.give_up_s, unreachable_s=gone_s)))
+            done, _ = await asyncio.wait({asking}, timeout=_SLOW_S)
+            if not done:
+                self.note(f"{request.url} has not answered for {_SLOW_S:.0f} s; it is asked again for {gone_s:.0f} s")
+            return dict(await asking)
         except HttpError as error:
             if error.status is None:
                 raise ApiUnreachable(f"{error}. Start it with: palestra trajectory") from None
             raise
+        finally:
+            asking.cancel()

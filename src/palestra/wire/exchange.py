@@ -71,6 +71,7 @@ class Exchange:
         self.folder = folder
         self.max_waiting = max_waiting
         self.max_bytes = max_waiting_mib * MIB
+        self.accepted = 0  # groups since this process has started
         self._writing = self._writing_bytes = 0  # sequences and bytes on their way to the disk
         self._taking = asyncio.Lock()
         self._load()
@@ -154,6 +155,7 @@ class Exchange:
         self.waiting += [Queued(i, g.env_id, g.sequences, len(g.body)) for i, g in zip(ids, groups, strict=True)]
         self.waiting_sequences += sequences
         self.waiting_bytes += size
+        self.accepted += len(ids)
         self.latest = groups[-1].body if groups else self.latest
         return True
 

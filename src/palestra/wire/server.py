@@ -11,7 +11,7 @@ The protocol's own clients ask for /batch and /reset_data by GET, which stays; t
 Beyond the protocol, for delivery exactly once: a post may carry an `Idempotency-Key`, and is then accepted once
 however often it is repeated; `/batch?after=N&saved=M&step=S` names the last batch that the trainer has, the last one
 in a checkpoint and the trainer's step, so that a lost response can be repeated and a killed trainer gets its batches
-again.
+again. `/status` also says how many groups have arrived, how many posts were refused, and why.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from palestra.serve.tally import Tally
 from palestra.serve.web import MIB, make_app, read_model, refuse
 from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
 from palestra.wire.posts import PostedGroup, PostReader
@@ -175,7 +176,17 @@ class _Api:
         return Response(body, media_type="application/json")
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse({"current_step": self._exchange.step, "queue_size": len(self._exchange.waiting)})
+        tally: Tally = request.app.state.tally
+        return JSONResponse(
+            {
+                "current_step": self._exchange.step,
+                "queue_size": len(self._exchange.waiting),
+                "environments": sum(env.connected for env in self._exchange.envs),
+                "groups_accepted": self._exchange.accepted,
+                "posts_refused": tally.refused,
+                "last_refusal": tally.reason,
+            }
+        )
 
     async def status_env(self, request: Request) -> Response:
         return JSONResponse(self._exchange.env_status((await read_model(request, EnvIdentifier)).env_id))

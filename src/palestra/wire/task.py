@@ -15,13 +15,16 @@ from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Completer, SamplingRequest
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import completer_of, context_of
+from palestra.serve.tally import Tally
 from palestra.serve.web import Server, open_port, url_of
 from palestra.train.evaluation import Evaluator
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.wire.client import NoBatch, WireClient
 from palestra.wire.groups import ModelLimits, read_group, unused_columns
+from palestra.wire.stalls import WAIT_LIMIT_S, StallWatch
 
 _POLL_S = 0.2
+_EMPTY_BATCHES = 8  # in a row with nothing to train, after which going on is pointless
 _SHUTDOWN_S = 20.0
 
 
@@ -48,6 +51,7 @@ class WireTask:
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None
     check: Callable[[], None] = lambda: None
+    wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
 
     @property
     def problem_count(self) -> None:
@@ -69,12 +73,14 @@ class WireTask:
         parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
         serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
         self.served(serving.url, parts.tokenizer)
+        log, tally, note = self.folder.log_file("env"), serving.tally, parts.watcher.note
         return WireSource(
             self.client,
             limits,
             serving,
             parts.watcher.note,
             self.check,
+            StallWatch(lambda: self.client.call("/status"), tally, log, note, self.wait_limit_s),
             keeps_batches=parts.config.checkpoint.every > 0,
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
@@ -98,6 +104,7 @@ class WireSource:
     serving: Serving
     note: Callable[[str], None]
     check: Callable[[], None]
+    stalls: StallWatch
     keeps_batches: bool  # at the API, until they are in a checkpoint
     batch: int = 0  # the number of the last one
     saved: int = 0
@@ -107,16 +114,11 @@ class WireSource:
     refills: bool = False  # environments choose what they post
     max_staleness: int | None = None
     _noted: set[str] = field(default_factory=set)
+    _last_error: str = ""
 
     async def next(self, count: int, version: int) -> list[Group]:
-        while True:
-            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
-            if isinstance(delivery, NoBatch):
-                self._note_once("no batch", delivery.reason)
-                self.check()
-                await asyncio.sleep(_POLL_S)
-                continue
-            number, rows = delivery
+        for _ in range(_EMPTY_BATCHES):
+            number, rows = await self._next_batch()
             if self.step and number > self.batch + 1:
                 missing = f"{self.batch + 1}" if number == self.batch + 2 else f"{self.batch + 1} to {number - 1}"
                 self.note(f"batch {missing} was set aside by the trajectory API: this run ended on it again and again")
@@ -124,6 +126,20 @@ class WireSource:
             if groups := self._read(rows, version):
                 self.step += 1
                 return groups
+        raise PalestraError(
+            f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
+        )
+
+    async def _next_batch(self) -> tuple[int, list[dict[str, Any]]]:
+        self.stalls.begin()
+        while True:
+            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
+            if not isinstance(delivery, NoBatch):
+                return delivery
+            self._note_once("no batch", delivery.reason)
+            self.check()
+            await self.stalls.look()
+            await asyncio.sleep(_POLL_S)
 
     def _note_once(self, subject: str, text: str) -> None:
         if text and subject not in self._noted:
@@ -144,6 +160,7 @@ class WireSource:
                 # groups without `versions` count as one version old, so that their logprobs are used
                 groups.append(read_group(columns, name, self.limits, version - 1))
             except (PalestraError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+                self._last_error = str(error)
                 self.note(f"{name} from environment {columns.get('env_id')} cannot be trained: {error}")
         return groups
 
@@ -167,7 +184,9 @@ class Serving:
         self._socket = open_port(address.host, address.port, address.token)
         self.url = url_of(self._socket)
         self._runner = runner
-        self._server = Server(inference_app(completer, token=address.token))
+        app = inference_app(completer, token=address.token)
+        self.tally: Tally = app.state.tally
+        self._server = Server(app)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -29,6 +29,19 @@ def api(serve, tmp_path):
         yield client
 
 
+STATUS = {
+    "current_step": 0, "queue_size": 0, "environments": 0, "groups_accepted": 0, "posts_refused": 0, "last_refusal": "",
+}  # fmt: skip
+
+
+def test_status_says_how_many_posts_were_refused_and_why(trained):
+    trained.post("/scored_data", json=group(masks=[[-100, 2], [-100, 2, 3]]))
+    trained.post("/scored_data", json=group(env_id=7))
+    status = trained.get("/status").json()
+    assert (status["posts_refused"], status["groups_accepted"]) == (2, 0)
+    assert status["last_refusal"].startswith("/scored_data: env_id=7 is not registered")
+
+
 @pytest.fixture
 def trained(api):
     """A registered trainer that has asked, and one environment."""
@@ -41,7 +54,7 @@ def trained(api):
 def test_nothing_fails_before_anybody_registered(api):
     assert api.get("/").status_code == 200
     assert api.get("/batch").json()["batch"] is None
-    assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
+    assert api.get("/status").json() == STATUS
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/latest_example").json()["tokens"] == []
@@ -83,7 +96,7 @@ def test_groups_go_round_with_every_field(trained):
     assert first["ref_logprobs"] is None
     assert second["scores"] == [0.25, 0.5]
     assert trained.get("/batch").json() == {"batch": None}
-    assert trained.get("/status").json() == {"current_step": 1, "queue_size": 0}
+    assert trained.get("/status").json() == STATUS | {"current_step": 1, "environments": 1, "groups_accepted": 2}
     assert trained.get("/latest_example").json()["scores"] == [0.25, 0.5]
     assert trained.get("/reset_data").text == "Reset successful"
     assert trained.get("/info").json()["batch_size"] == -1

@@ -50,13 +50,19 @@ class Closed:
     def close(self) -> None: ...
 
 
+class NoStalls:
+    def begin(self) -> None: ...
+
+    async def look(self) -> None: ...
+
+
 def group(token: int = 7, **more) -> dict[str, Any]:
     return {"tokens": [[1, 2, token]], "masks": [[-100, -100, token]], "scores": [1.0], "env_id": 4} | more
 
 
 def source_of(*batches: Any, **more) -> tuple[WireSource, Batches, list[str]]:
     client, notes = Batches(list(batches)), []
-    fields = {"check": lambda: None, "keeps_batches": True} | more
+    fields = {"check": lambda: None, "keeps_batches": True, "stalls": NoStalls()} | more
     source = WireSource(client, ModelLimits(100, 16), Closed(), notes.append, **fields)  # type: ignore[arg-type]
     return source, client, notes
 
@@ -143,6 +149,13 @@ def test_columns_that_this_trainer_does_not_use_are_told_once():
     take(source)
     take(source)
     assert [note.split()[2] for note in notes] == ["images,", "ref_logprobs,"]
+
+
+def test_batches_of_which_nothing_can_be_trained_end_the_run_with_the_reason():
+    source, client, _ = source_of(*([group(1000)] for _ in range(20)))
+    with pytest.raises(PalestraError, match=r"8 batches in a row .* token id 1000 is outside"):
+        take(source)
+    assert len(client.asked) == 8
 
 
 def test_while_there_is_no_batch_a_dead_environment_ends_the_wait(monkeypatch):

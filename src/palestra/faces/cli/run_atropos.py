@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,13 +18,16 @@ from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import cache_folder, open_private, slug
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.faces.cli import settings
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.faces.cli.find_run import require_run
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
-from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wire_config
+from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wait_limit_option, wire_config
 from palestra.policy.openai import OpenAISettings
+from palestra.runs.foreground import refuse_busy
+from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import (
@@ -40,59 +44,142 @@ _STOP_S = 10.0
 _PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 
 
+@dataclass(frozen=True)
+class AtroposEnv:
+    """An environment's file, and what it was started with; run.json keeps it for --resume."""
+
+    file: str
+    env: Mapping[str, Any]
+    openai: Mapping[str, Any]
+    packages: Sequence[str]
+
+    def python(self, console: Console) -> Path:
+        folder = venv_folder(self.packages)
+        return ensure_python(folder, self.packages, lambda text: console.print(text, highlight=False))
+
+    def command(
+        self, python: Path, config: RunConfig, steps: int | None, url: str, inference: str, tokenizer: Path
+    ) -> list[str]:
+        env = {
+            "rollout_server_url": url,
+            "tokenizer_name": tokenizer,
+            "group_size": config.rollout.group_size,
+            "total_steps": steps,
+            "use_wandb": False,
+        }
+        # the server type that gives token ids and logprobs, whatever the file names
+        openai = {"base_url": inference, "model_name": tokenizer, "api_key": "none", "server_type": "sglang"}
+        return serve_command(python, Path(self.file), {**env, **self.env}, {**openai, **self.openai})
+
+
 @click.command("run-atropos", cls=EnvCommand, options_metavar="[OPTIONS] [--env.KEY VALUE]… [--SECTION.KEY VALUE]…")
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
+@wait_limit_option
+@click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @json_line_option
 @debug_option
-def command(file: Path, config_file: Path | None, packages: tuple[str, ...], as_json: bool, **parameters: Any) -> None:
+def command(
+    file: Path | None,
+    config_file: Path | None,
+    packages: tuple[str, ...],
+    wait_limit_s: float,
+    resume: str | None,
+    as_json: bool,
+    **parameters: Any,
+) -> None:
     """Train a model on FILE, an environment written against atroposlib's BaseEnv, as it is.
 
     The file runs in a venv of its own; the trajectory API, the inference server and the trainer are Palestra's.
 
     \b
     palestra env run-atropos gsm8k_server.py --model.name palestra/tiny --train.max_steps 5
-    palestra env run-atropos my_env.py --openai.server_type vllm --env.max_token_length 512 --with sympy
+    palestra env run-atropos my_env.py --env.max_token_length 512 --with sympy==1.13.1
+    palestra env run-atropos --resume runs/wire-20260131-101500
     """
     require_serve_extra()
-    env_settings = read_settings(config_file, settings.from_options(parameters))
-    config, console = wire_config(env_settings.run), Console(stderr=as_json)
-    python = _python(packages, console)
-    run = new_run(config, {"env_url": ""})
+    read, console = read_settings(config_file, settings.from_options(parameters)), Console(stderr=as_json)
+    going_on = None
+    if resume is not None:
+        going_on, environment = _reopen(resume, file, packages, config_file, read)
+        run = RunFolder.open(going_on.folder)
+    elif file is not None:
+        run, environment = _start(file, packages, read, console)
+    else:
+        raise PalestraError("which environment? Give its FILE, or --resume RUN")
     # our children have no terminal whose end they could notice
     with sigterm_as_ctrl_c(signal.SIGHUP), trajectory_process(run) as url:
-        outcome = _train(run, file, python, url, env_settings, console)
+        outcome = _train(run, environment, url, console, wait_limit_s, going_on)
     present(run, outcome, console, as_json)
 
 
-def _train(run: RunFolder, file: Path, python: Path, url: str, env_settings: EnvSettings, console: Console) -> Any:
+def _start(file: Path, packages: Sequence[str], read: EnvSettings, console: Console) -> tuple[RunFolder, AtroposEnv]:
+    """A new run, once its settings are right and what it needs is installed."""
+    config, environment = wire_config(read.run), AtroposEnv(str(file.resolve()), read.env, read.openai, packages)
+    for kind in ("env", "openai"):
+        refuse_secrets(getattr(environment, kind), f"--{kind}")
+    environment.python(console)
+    return new_run(config, {"env_url": "", "atropos": asdict(environment)}), environment
+
+
+def _reopen(
+    name: str, file: Path | None, packages: Sequence[str], config_file: Path | None, read: EnvSettings
+) -> tuple[Resume, AtroposEnv]:
+    """A run that was stopped, with the environment that it had; more steps are all that may be changed."""
+    run = require_run(name)
+    refuse_busy(run.path)
+    if (record := run.record.get("atropos")) is None:
+        command = run.wire_command or f"palestra train --resume {name}"
+        raise PalestraError(f"{run.path} does not say which Atropos environment it had; continue it with: {command}")
+    if file is not None or packages or read.env or read.openai:
+        raise PalestraError("a resumed run keeps its file, its packages and its settings; leave them out")
+    return Resume(run.path, max_steps=settings.max_steps_of_resumed(read.run, config_file)), AtroposEnv(**record)
+
+
+def _train(
+    run: RunFolder, environment: AtroposEnv, url: str, console: Console, wait_limit_s: float, resume: Resume | None
+) -> Any:
     """Start the environment once the model is served, and stop it after the training."""
     started: list[EnvProcess] = []
+    python = environment.python(console)
+    steps = (resume and resume.max_steps) or run.config.train.max_steps
 
     def start(inference: str, tokenizer: Any) -> None:
         folder = write_tokenizer(tokenizer, run.tokenizer).resolve()
-        command = _serve_command(python, file, env_settings, run.config, url, f"{inference}/v1", folder)
-        started.append(EnvProcess(command, run.log_file("env"), env_process_environment(env_settings.env)))
+        command = environment.command(python, run.config, steps, url, f"{inference}/v1", folder)
+        started.append(EnvProcess(command, run.log_file("env"), env_process_environment(environment.env)))
 
     def check() -> None:
         for process in started:
             process.check()
 
     try:
-        return run_on_wire(run, url, 0, console, served=start, check=check)
+        return run_on_wire(
+            run,
+            url,
+            0,
+            console,
+            continued_by="palestra env run-atropos",
+            token=None,
+            wait_limit_s=wait_limit_s,
+            resume=resume,
+            served=start,
+            check=check,
+        )
     finally:
         for process in started:
             process.stop()
 
 
-def serve(file: Path, env_settings: EnvSettings, url: str, console: Console) -> NoReturn:
+def serve(file: Path, read: EnvSettings, url: str, console: Console) -> NoReturn:
     """Replace this process by the environment, which posts to the API; the model's tokenizer is in the cache."""
-    config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
-    python, folder = _python((), console), _cached_tokenizer(config, console)
-    inference = str(env_settings.openai.get("base_url", "http://127.0.0.1:9001/v1"))
-    command = _serve_command(python, file, env_settings, config, url, inference, folder)
-    os.execve(command[0], command, env_process_environment(env_settings.env))
+    config = RunConfig.build(WIRE_DEFAULTS, read.run)
+    environment = AtroposEnv(str(file), read.env, read.openai, ())
+    python, folder = environment.python(console), _cached_tokenizer(config, console)
+    inference = str(read.openai.get("base_url", "http://127.0.0.1:9001/v1"))
+    command = environment.command(python, config, config.train.max_steps, url, inference, folder)
+    os.execve(command[0], command, env_process_environment(read.env))
 
 
 def process(file: Path, env_settings: EnvSettings, groups: int, out: Path, console: Console) -> NoReturn:
@@ -105,7 +192,8 @@ def process(file: Path, env_settings: EnvSettings, groups: int, out: Path, conso
             "--openai.model_name NAME, for example of `palestra serve`"
         )
     config = RunConfig.build(WIRE_DEFAULTS, env_settings.run)
-    python, openai = _python((), console), OpenAISettings.read(env_settings.openai)
+    environment, openai = AtroposEnv(str(file), {}, {}, ()), OpenAISettings.read(env_settings.openai)
+    python = environment.python(console)
     env = {
         "tokenizer_name": str(_cached_tokenizer(config, console)),
         "group_size": config.rollout.group_size,
@@ -140,30 +228,14 @@ def _cached_tokenizer(config: RunConfig, console: Console) -> Path:
     return write_tokenizer(load_tokenizer(config.model.name), folder)
 
 
-def _python(packages: Sequence[str], console: Console) -> Path:
-    return ensure_python(venv_folder(), packages, lambda text: console.print(text, highlight=False))
-
-
-def _serve_command(
-    python: Path, file: Path, env_settings: EnvSettings, config: RunConfig, url: str, inference: str, tokenizer: Path
-) -> list[str]:
-    env = {
-        "rollout_server_url": url,
-        "tokenizer_name": tokenizer,
-        "group_size": config.rollout.group_size,
-        "total_steps": config.train.max_steps,
-        "use_wandb": False,
-    }
-    openai = {"base_url": inference, "model_name": tokenizer, "api_key": "none"}
-    return serve_command(python, file, env | env_settings.env, openai | env_settings.openai)
-
-
 @contextlib.contextmanager
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
     command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
+    # environments of others cannot be told a token
+    environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
     with open_private(run.log_file("api")) as log:
-        process = children.start(command, env=os.environ, stderr=log)
+        process = children.start(command, env=environ, stderr=log)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import tempfile
 from dataclasses import replace
@@ -29,7 +30,7 @@ from palestra.faces.cli.find_run import require_run
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.summary import outcome_summary, print_training
-from palestra.faces.cli.train_wire import new_run_for, present, run_on_wire
+from palestra.faces.cli.train_wire import new_run_for, present, run_on_wire, wait_limit_option
 from palestra.result import GRPOTrainingResult
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
@@ -49,6 +50,7 @@ from palestra.runs.manager import RunManager, RunRequest
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
 @click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
+@wait_limit_option
 @config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
@@ -63,6 +65,7 @@ def command(
     wire: bool,
     dry_run: bool,
     serve_port: int,
+    wait_limit_s: float,
     config_file: Path | None,
     resume: str | None,
     from_checkpoint: str | None,
@@ -119,7 +122,17 @@ def command(
         else:
             going_on = _resume_of(resume, from_checkpoint, options, config_file)
             run = RunFolder.open(going_on.folder)
-        present(run, run_on_wire(run, env_url, serve_port, console, resume=going_on), console, as_json)
+        outcome = run_on_wire(
+            run,
+            env_url,
+            serve_port,
+            console,
+            continued_by=f"palestra train --env-url {env_url}",
+            token=os.environ.get("PALESTRA_TOKEN") or None,
+            wait_limit_s=wait_limit_s,
+            resume=going_on,
+        )
+        present(run, outcome, console, as_json)
         return
     if resume is not None:
         result = resume_run(_resume_of(resume, from_checkpoint, options, config_file), console, agent_file)
@@ -199,6 +212,8 @@ def resume_run(resume: Resume, console: Console, agent_file: str | None = None) 
         env = load_env(environment["name"], environment["settings"])
         with training_display(console, run.config, "palestra train") as display:
             return train_env(env, run.config, watcher=display, resume=resume)
+    if run.wire_command:
+        raise PalestraError(f"{run.path} gets its groups from elsewhere; continue it with: {run.wire_command}")
     source = agent_file or run.record.get("source")
     if source is None:
         raise PalestraError(

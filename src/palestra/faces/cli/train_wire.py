@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,15 @@ from palestra.wire.client import WireClient
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
+
+wait_limit_option = click.option(
+    "--wait-limit",
+    "wait_limit_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Over the wire: stop when no group arrives for so long while the environment fails. 0: never.",
+)
 
 
 def new_run_for(env: str | None, url: str, folder: Path | None, read: EnvSettings) -> RunFolder:
@@ -56,13 +64,15 @@ def run_on_wire(
     port: int,
     console: Console,
     *,
+    continued_by: str,
+    token: str | None,
+    wait_limit_s: float,
     resume: Resume | None = None,
     served: Callable[[str, Any], None] = lambda url, tokenizer: None,
     check: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Train in the run's folder; Ctrl-C prints the command that continues it."""
-    token = os.environ.get("PALESTRA_TOKEN") or None
-    with training_display(console, run.config, f"palestra train --env-url {url}") as display:
+    """Train in the run's folder; Ctrl-C prints `continued_by`, the command that continues it with --resume."""
+    with training_display(console, run.config, continued_by) as display:
         from palestra.wire.task import Address
 
         display.run_dir = run.path
@@ -71,8 +81,16 @@ def run_on_wire(
             display.note(f"environments sample from {address}/v1")
             served(address, tokenizer)
 
-        client, address = WireClient(url, token), Address(port=port, token=token)
-        return train_wire(run, client, address, watcher=display, resume=resume, served=on_served, check=check)
+        return train_wire(
+            run,
+            WireClient(url, token, note=display.note),
+            Address(port=port, token=token),
+            watcher=display,
+            resume=resume,
+            served=on_served,
+            check=check,
+            wait_limit_s=wait_limit_s,
+        )
 
 
 def present(run: RunFolder, outcome: Outcome, console: Console, as_json: bool) -> None:
