@@ -152,8 +152,18 @@ def _compiled_call() -> Callable[..., Any]:
 
     # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    _skip_trials_of_the_cpp_compiler()
     # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
     return torch.compile(call, dynamic=True, options={"shape_padding": False})
+
+
+def _skip_trials_of_the_cpp_compiler() -> None:
+    """Before anything else the compiler tries which vector instructions C++ code may use, and takes half a minute for
+    it. Layers on a GPU have no such code."""
+    from torch._inductor import config
+
+    if torch.cuda.is_available():
+        config.cpp.vec_isa_ok = False
 
 
 def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
