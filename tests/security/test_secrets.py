@@ -146,6 +146,14 @@ def test_a_secret_is_replaced_also_where_it_is_escaped(written):
     assert "rd-42" not in text
 
 
+def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
+    from palestra.faces.rl_tools.answers import answer
+
+    monkeypatch.setenv("MY_SECRET", NASTY)
+    told = answer(lambda: {"error": f"401 for {NASTY}", NASTY: [NASTY]})
+    assert told == {"error": "401 for [MY_SECRET]", "[MY_SECRET]": ["[MY_SECRET]"]}
+
+
 def test_every_line_of_a_secret_is_one():
     key = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0B\nAQEFAASCBKcwggSjAgEAAoIB"
     assert redact("a\nAQEFAASCBKcwggSjAgEAAoIB\nb", {"SSH_KEY": key}) == "a\n[SSH_KEY]\nb"

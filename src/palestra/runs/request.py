@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
@@ -151,7 +152,8 @@ def _over_the_wire(
 
     def env() -> list[str]:
         where = ["--api-url", urls["api"], "--openai.base_url", f"{urls['trainer']}/v1"]
-        return [*PALESTRA, "env", "serve", name, *where, "--config", str(write_env_settings(request, folder))]
+        config = write_env_settings(request, folder)
+        return children.isolated("-m", "palestra", "env", "serve", name, *where, "--config", config)
 
     def model_is_served() -> bool:
         return answers(f"{urls['trainer']}/health", token)

@@ -115,4 +115,5 @@ class EnvProcess:
 def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """What the environment sees: no key but that of the tracker that it was told to use."""
     use_wandb = str(settings.get("use_wandb", False)).lower() == "true"
-    return clean_environment(["WANDB_API_KEY"] if use_wandb else []) | {"PYTHONUNBUFFERED": "1"}
+    tracker = [name for name in os.environ if name.startswith("WANDB_") and use_wandb]
+    return clean_environment(tracker) | {"PYTHONUNBUFFERED": "1"}
