@@ -229,7 +229,7 @@ class RunFolder:
         except (OSError, ValueError, KeyError):
             names = self.config.track if self.config_file.is_file() else RunConfig().track
         url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
-        return {"project": names.project, "run_name": names.run_name, "url": url}
+        return {"project": names.project, "run_name": names.run_name or self.path.name, "url": url}
 
     def metrics(self) -> list[dict[str, float]]:
         """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""

@@ -190,3 +190,8 @@ def test_the_time_of_a_run_counts_what_it_took_before_it_was_resumed(tmp_path: P
     assert run.elapsed_s() == 5.0
     run.metrics_file.write_text('{"step": 1, "elapsed_seconds": 20}\n{"step": 1, "eval/pass_rate": 1}\n')
     assert run.elapsed_s() == 20.0
+
+
+def test_a_run_without_a_name_is_tracked_under_its_folders(tmp_path):
+    run = RunFolder.create(tmp_path, "demo", RunConfig.build({"track.project": "p"}), {})
+    assert run.tracking() == {"project": "p", "run_name": run.path.name, "url": None}
