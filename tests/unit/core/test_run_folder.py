@@ -44,6 +44,7 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
         ("tokenizer", "tokenizer"),
         ("tensorboard", "tensorboard"),
         ("wandb_id_file", "wandb_run_id"),
+        ("wandb_url_file", "wandb_url"),
         ("mlflow_id_file", "mlflow_run_id"),
         ("mlflow_database", "mlflow.db"),
         ("mlflow_artifacts", "mlflow_artifacts"),
