@@ -177,7 +177,7 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
         raise Replaced(words, environ)
 
     monkeypatch.setenv("PALESTRA_RELAY_TOKEN", "relay-0123456789")
-    monkeypatch.setattr(run_atropos, "_python", lambda *_: Path("/venv/bin/python"))
+    monkeypatch.setattr(run_atropos.AtroposEnv, "python", lambda *_: Path("/venv/bin/python"))
     monkeypatch.setattr(run_atropos, "_cached_tokenizer", lambda *_: Path("/cache/tokenizer"))
     monkeypatch.setattr(run_atropos.os, "execve", execve)
     openai = {"model_name": "m", "base_url": "http://127.0.0.1:1/0/v1", "api_key_env": "PALESTRA_RELAY_TOKEN"}
