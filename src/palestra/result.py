@@ -56,6 +56,11 @@ class GRPOTrainingResult:
         return self.outcome.metrics
 
     @property
+    def findings(self) -> list[str]:
+        """Why it did not learn more, a sentence each, with the setting to change."""
+        return [finding.sentence for finding in self.outcome.findings]
+
+    @property
     def final_loss(self) -> float | None:
         """The loss of the last step that trained."""
         return next((row["loss"] for row in reversed(self.metrics) if "loss" in row), None)

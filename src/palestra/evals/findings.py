@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from palestra.core.types import Rollout
+from palestra.evals.rollout_stats import rollout_stats
 
 Row = Mapping[str, float]
 
 WINDOW = 5  # the newest steps, which say how it goes now
 MIN_STEPS = 3  # before a run that goes on is judged
+NO_MATTER_OF_LEARNING = ("measure_errors", "rollout_failures", "context_full")  # worth saying before a training, too
 _CUT_OFF_RATE = 0.3
 _FAILURE_RATE = 0.1
 _WRONG_CALLS = 0.9
@@ -53,9 +55,19 @@ def run_findings(rows: Sequence[Row], *, ended: bool = False) -> list[Finding]:
     return found
 
 
-def evaluation_findings(row: Row) -> list[Finding]:
-    """The same for the stats of an evaluation's rollouts (`rollout_stats`)."""
-    return list(_of_rollouts([row], "in the evaluation")) if row.get("rollouts") else []
+def evaluation_findings(rollouts: Sequence[Rollout]) -> list[Finding]:
+    """The same for the rollouts of an evaluation."""
+    return list(_of_rollouts([rollout_stats(rollouts)], "in the evaluation")) if rollouts else []
+
+
+def outcome_findings(
+    rows: Sequence[Row], evaluation: Sequence[Rollout] = (), ended_early: str | None = None
+) -> list[Finding]:
+    """What to say at the end of a run: of its steps, and what the last evaluation adds."""
+    early = [] if ended_early is None else [Finding("ended_early", f"{ended_early}.", ("train.stop_when_solved",))]
+    found = [*early, *run_findings(rows, ended=True)]
+    known = {finding.kind for finding in found}
+    return [*found, *(finding for finding in evaluation_findings(evaluation) if finding.kind not in known)]
 
 
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -22,6 +23,10 @@ class Rate:
     low: float
     high: float
 
+    @property
+    def value(self) -> float:
+        return self.rate
+
     @classmethod
     def of(cls, passed: int, n: int) -> Rate:
         if n == 0:
@@ -35,13 +40,38 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A mean with its 95 % interval, and the range of the values."""
+
+    n: int
+    value: float
+    low: float
+    high: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        if not values:
+            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        mean, lowest, highest = statistics.fmean(values), min(values), max(values)
+        reach = _Z95 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+        return cls(len(values), mean, max(lowest, mean - reach), min(highest, mean + reach), lowest, highest)
+
+
+@dataclass(frozen=True)
 class MeasureReport:
     """One measure over all rollouts; those in which it failed by itself are counted in `errors` alone."""
 
     name: str
     pass_rate: Rate
-    mean_value: float
+    mean: Mean
+    graded: bool  # it gives values between failed and passed, so that its mean says more than its pass rate
     errors: int
+
+    @property
+    def mean_value(self) -> float:
+        return self.mean.value
 
 
 @dataclass(frozen=True)
@@ -53,7 +83,7 @@ class EvalReport:
 
     pass_rate: Rate
     measures: tuple[MeasureReport, ...]
-    mean_reward: float
+    reward: Mean
     truncation_rate: float
     failure_rate: float
     tool_calls_per_rollout: float
@@ -72,8 +102,8 @@ class EvalReport:
         return cls(
             pass_rate=Rate.of(sum(rollout.passed for rollout in judged), len(judged)),
             measures=tuple(_measure_report(name, rollouts) for name in names),
-            mean_reward=_mean([rollout.reward for rollout in judged]),
-            truncation_rate=_mean([rollout.stop == "truncated" for rollout in rollouts]),
+            reward=Mean.of([rollout.reward for rollout in judged]),
+            truncation_rate=_mean([rollout.cut_off for rollout in rollouts]),
             failure_rate=_mean([rollout.stop == "failed" for rollout in rollouts]),
             tool_calls_per_rollout=len(results) / max(len(rollouts), 1),
             tool_error_rate=_mean([not result.ok for result in results]),
@@ -82,9 +112,16 @@ class EvalReport:
             split=split,
         )
 
+    @property
+    def mean_reward(self) -> float:
+        return self.reward.value
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and texts, for JSON; the rollouts stay out."""
-        return asdict(replace(self, rollouts=()))
+        data = asdict(replace(self, rollouts=()))
+        for measure, report in zip(data["measures"], self.measures, strict=True):
+            measure["mean_value"] = report.mean_value
+        return data | {"mean_reward": self.mean_reward}
 
 
 @dataclass(frozen=True)
@@ -92,12 +129,12 @@ class Change:
     """One line of a before/after table. `clear` says that the intervals do not overlap."""
 
     name: str
-    before: Rate
-    after: Rate
+    before: Rate | Mean
+    after: Rate | Mean
 
     @property
     def gain(self) -> float:
-        return self.after.rate - self.before.rate
+        return self.after.value - self.before.value
 
     @property
     def clear(self) -> bool:
@@ -109,6 +146,16 @@ def compare(before: EvalReport, after: EvalReport) -> list[Change]:
     earlier = {report.name: report.pass_rate for report in before.measures}
     rows = [Change(m.name, earlier[m.name], m.pass_rate) for m in after.measures if m.name in earlier and m.pass_rate.n]
     return [*rows, Change("all measures", before.pass_rate, after.pass_rate)]
+
+
+def compare_means(before: EvalReport, after: EvalReport) -> list[Change]:
+    """A row per graded measure that both have, then one for the reward, unless it only says who passed."""
+    graded = {m.name for report in (before, after) for m in report.measures if m.graded}
+    earlier = {m.name: m.mean for m in before.measures if m.name in graded}
+    rows = [Change(m.name, earlier[m.name], m.mean) for m in after.measures if m.name in earlier]
+    rollouts = (*before.rollouts, *after.rollouts)
+    says_more = rows or any(r.reward != float(r.passed) for r in rollouts if r.error is None)
+    return [*rows, Change("reward", before.reward, after.reward)] if says_more else []
 
 
 def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int = 3) -> list[tuple[Rollout, Rollout]]:
@@ -156,7 +203,8 @@ def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:
     return MeasureReport(
         name=name,
         pass_rate=Rate.of(sum(verdicts), len(verdicts)),
-        mean_value=_mean([score.value for score in scores]),
+        mean=Mean.of([score.value for score in scores]),
+        graded=any(score.value not in (0.0, 1.0) for score in scores),
         errors=len(every) - len(scores),
     )
 

@@ -17,6 +17,7 @@ def render(report: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     changes = _shown(report["changes"])
+    means = [_with_range(change) for change in report.get("mean_changes", ())]  # reports of 0.1 have none
     steps = [row for row in report["metrics"] if "reward_mean" in row]
     evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
     # reports of Palestra 0.1 do not say which cases were scored
@@ -29,6 +30,9 @@ def render(report: Mapping[str, Any]) -> str:
         evaluations=evaluations,
         scored=scored,
         changes=changes,
+        mean_changes=means,
+        graded=means[0] if means and _is_flat(report["changes"][-1]) else None,
+        findings=report.get("findings", ()),
         steps=len(steps),
         bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),
         pass_curve=Markup(curve(_points(steps, "pass_rate"), percent=True, markers=markers, title="Pass rate by step")),
@@ -56,6 +60,17 @@ def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], val
 def _shown(changes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """With a single measure, the row for all measures is the same again."""
     return changes if len(changes) > 2 else changes[:1]
+
+
+def _with_range(change: Mapping[str, Any]) -> dict[str, Any]:
+    """The change of a mean with the lowest and the highest value seen, so that its scale is known."""
+    sides = (change["before"], change["after"])
+    return {**change, "lowest": min(s["lowest"] for s in sides), "highest": max(s["highest"] for s in sides)}
+
+
+def _is_flat(change: Mapping[str, Any]) -> bool:
+    """Whether pass rates say nothing: the same before and after."""
+    return bool(change["before"]["rate"] == change["after"]["rate"])
 
 
 def _pair(change: Mapping[str, Any]) -> list[Bar]:

@@ -13,7 +13,8 @@ from typing import Any
 from palestra.core.files import write_json, write_text
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
-from palestra.evals.report import EvalReport, compare, pick_transcripts
+from palestra.evals.findings import Finding
+from palestra.evals.report import Change, EvalReport, compare, compare_means, pick_transcripts
 from palestra.report.page import render
 
 Metrics = Sequence[Mapping[str, float]]
@@ -25,6 +26,7 @@ def write_report(
     after: EvalReport | None,
     metrics: Metrics,
     seconds: float,
+    findings: Sequence[Finding] = (),
     *,
     device: str = "",
 ) -> Path:
@@ -33,7 +35,7 @@ def write_report(
     `before` and `after` are None if the environment cannot be evaluated here, as over the wire. What the run is
     (agent, instructions, tools) is read from run.json. `device` is the name of the GPU; empty for a CPU.
     """
-    data = report_data(folder, before, after, metrics, seconds, device)
+    data = report_data(folder, before, after, metrics, seconds, findings, device)
     write_json(folder.report_file, data)
     write_text(folder.report_page, render(data))
     return folder.report_page
@@ -45,13 +47,15 @@ def report_data(
     after: EvalReport | None,
     metrics: Metrics,
     seconds: float,
+    findings: Sequence[Finding] = (),
     device: str = "",
 ) -> dict[str, Any]:
     """All that the page shows, for JSON. `changes` and `transcripts` are empty unless both evaluations were made."""
     record, config = folder.record, folder.config
-    changes, pairs = [], []
+    changes, means, pairs = [], [], []
     if before is not None and after is not None:
-        changes, pairs = compare(before, after), pick_transcripts(before.rollouts, after.rollouts)
+        changes, means = compare(before, after), compare_means(before, after)
+        pairs = pick_transcripts(before.rollouts, after.rollouts)
     return {
         "agent": record.get("agent") or record.get("name"),
         "model": config.model.name,
@@ -64,12 +68,18 @@ def report_data(
         "tools": [_tool_name(tool) for tool in record.get("tools") or ()],
         "before": before and before.to_dict(),
         "after": after and after.to_dict(),
-        "changes": [{**asdict(change), "gain": change.gain, "clear": change.clear} for change in changes],
+        "findings": [finding.to_dict() for finding in findings],
+        "changes": [_change(change) for change in changes],
+        "mean_changes": [_change(change) for change in means],
         "metrics": list(metrics),
         "transcripts": [{"before": _transcript(first), "after": _transcript(second)} for first, second in pairs],
         "config": config.model_dump(mode="json"),
         "environment": software(device),
     }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {**asdict(change), "gain": change.gain, "clear": change.clear}
 
 
 def software(device: str = "") -> dict[str, str]:

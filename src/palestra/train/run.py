@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.evals.findings import (
+    NO_MATTER_OF_LEARNING,
+    Finding,
+    broken_tool,
+    evaluation_findings,
+    outcome_findings,
+)
 from palestra.evals.report import EvalReport
 from palestra.export.hf import save_hf, write_beside
 from palestra.learner.base import Learner
@@ -45,6 +53,7 @@ class Outcome:
     metrics: list[dict[str, float]] = field(repr=False)
     seconds: float
     report_path: Path
+    findings: tuple[Finding, ...] = ()  # why it did not learn more, each with the setting to change
 
 
 @dataclass(slots=True)
@@ -131,6 +140,7 @@ class Run:
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
+            self._check_before(before)
             if before is not None and self.resume_from is None:
                 training.watcher.note(overview.time_text(before.seconds / max(1, len(before.rollouts))))
             if self.resume_from is not None:
@@ -141,8 +151,10 @@ class Run:
             after = self._evaluate("after", again=True)
             path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
             metrics, seconds = self.folder.metrics(), training.elapsed_s
-            page = write_report(self.folder, before, after, metrics, seconds, device=gpu_name(self.model))
-        return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page)
+            findings = outcome_findings(metrics, after.rollouts if after else (), training.ended_early)
+            device = gpu_name(self.model)
+            page = write_report(self.folder, before, after, metrics, seconds, findings, device=device)
+        return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
 
     def _overview(self) -> Overview:
         training, scored = self.training, self.evaluator
@@ -157,9 +169,22 @@ class Run:
         known = read_evaluation(path, self.evaluator.split) if self.resume_from and not again else None
         if known is not None:
             return known
-        report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
+        try:
+            report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
+        except Exception as error:
+            raise self.training.failure(f"scoring {name}", error) from error
         write_evaluation(path, report)
         return report
+
+    def _check_before(self, before: EvalReport | None) -> None:
+        """Stop a run in which nothing can be learned, and tell what else is not the model's doing."""
+        if before is None or self.resume_from is not None:
+            return
+        if reason := broken_tool(before.rollouts):
+            raise PalestraError(f"scoring before: {reason}. Fix the tool, or take it from the agent")
+        for finding in evaluation_findings(before.rollouts):
+            if finding.kind in NO_MATTER_OF_LEARNING:
+                self.training.watcher.warn(finding.sentence)
 
     def _lacks_evaluation(self) -> bool:
         """Whether the run was killed during the evaluation that was due after its checkpoint."""
