@@ -15,7 +15,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.report import Change, EvalReport, Rate
+from palestra.evals.report import Change, EvalReport, Mean, Rate
 from palestra.report.charts import Marker, bar_panels_svg, curve, smooth
 from palestra.report.page import render
 from palestra.report.write import write_report
@@ -25,7 +25,7 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 def report(measures: tuple[str, ...] = ("right_total",), steps: int = 5, text: str = "It costs 161.") -> dict[str, Any]:
     before, after = Rate.of(30, 100), Rate.of(90, 100)
-    evaluation = EvalReport(before, (), 0.3, 0.0, 0.0, 1.0, 0.0, 1.0).to_dict()
+    evaluation = EvalReport(before, (), Mean.of([0.3]), 0.0, 0.0, 1.0, 0.0, 1.0).to_dict()
     changes = [Change(name, before, after) for name in (*measures, "all measures")]
     messages = [
         {"role": "user", "text": "What do 7 red lamps cost?", "tool_calls": []},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from palestra.faces import rl_tools
-from palestra.faces.rl_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys
+from palestra.faces.rl_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys, views
 from palestra.faces.rl_tools.tools import TOOLS
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Limits, Site
@@ -183,6 +183,21 @@ def test_status_is_told_once_in_a_while_and_at_once_when_the_state_changes(folde
     assert look()["rate_limited"]
     now[0] += 61
     assert "metrics" in look()
+
+
+def test_status_and_results_say_why_nothing_is_learned(folder):
+    manager = OneRun(folder / "home")
+    run = manager.run = replace(manager.run, folder=folder / "run", state="running")
+    run.folder.mkdir()
+    row = {"rollouts": 8, "rollout_failures": 0, "equal_reward_groups": 1.0, "reward_min": 0.0, "reward_max": 0.0}
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in range(4)))
+    (sentence,) = RlTools(manager, Site()).rl_check_status(run.run_id)["findings"]
+    assert "in the last 4 steps every rollout earned a reward of 0" in sentence
+    manager.run = replace(run, state="completed")
+    (sentence,) = views.results(manager.run, {})["findings"]
+    assert "in 4 of 4 steps" in sentence
+    (run.folder / "report.json").write_text(json.dumps({"findings": [{"kind": "x", "sentence": "It loops."}]}))
+    assert views.results(manager.run, {})["findings"] == ["It loops."]
 
 
 def test_an_unknown_run_is_an_error_however_often_it_is_asked_for(tools):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from rich.console import Console
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
+from palestra.evals.findings import Finding
 from palestra.evals.report import EvalReport, pick_transcripts
-from palestra.faces.cli.summary import print_evaluation, score_command
+from palestra.faces.cli.summary import change_table, print_evaluation, score_command
 from palestra.report.page import render
 from palestra.report.write import report_data
 
@@ -92,3 +94,53 @@ def test_the_command_that_scores_a_model_can_be_pasted(
     folder = RunFolder.create(tmp_path, "x", RunConfig(), record, at=tmp_path / "my run")
     command = shlex.split(score_command(folder, folder.model))
     assert command == ["palestra", *words, "--model.name", "my run/model"]
+
+
+def shown(*printed: object) -> str:
+    out = Console(file=io.StringIO(), width=120)
+    for thing in printed:
+        out.print(thing)
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def graded(*values: float) -> EvalReport:
+    rollouts = [replace(rollout(str(i), value=value), reward=3.5 * value) for i, value in enumerate(values)]
+    return EvalReport.of(rollouts, seconds=1.0)
+
+
+def test_a_graded_measure_shows_its_mean_with_an_interval_and_the_rewards_their_scale() -> None:
+    text = shown(change_table(graded(0.0, 0.25, 0.25), graded(0.5, 0.5, 0.75)))
+    assert "mean close" in text
+    assert "0.167 (0.003–0.250)" in text
+    assert "0.583 (0.500–0.747)" in text
+    assert "+0.417" in text
+    assert "mean reward" in text
+    assert "rewards are from 0 to 2.62" in text
+
+
+def test_a_measure_that_passes_or_fails_has_no_mean_beside_its_rate() -> None:
+    before, after = (EvalReport.of([replace(rollout("1", value=v), reward=v)], seconds=1.0) for v in (0.0, 1.0))
+    text = shown(change_table(before, after))
+    assert "mean" not in text
+    assert "Held-out cases" in text
+    assert "Training cases" in shown(change_table(*(replace(r, split="train") for r in (before, after))))
+
+
+def test_an_evaluation_shows_means_and_what_stood_in_the_way() -> None:
+    out = Console(file=io.StringIO(), width=120)
+    cut_off = [replace(rollout(str(i)), stop="context_full") for i in range(4)]
+    print_evaluation(out, "clerk", EvalReport.of(cut_off, seconds=1.0))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.250 (0.250–0.250)" in text
+    assert "! 100% of the rollouts in the evaluation were cut off because the model's context" in text
+
+
+def test_the_page_leads_with_the_mean_where_pass_rates_say_nothing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
+    finding = Finding("looping", "It <loops>.", ("model.name",))
+    page = render(report_data(folder, graded(0.0, 0.25), graded(0.5, 0.75), [], 1.0, [finding]))
+    words = " ".join(page.split())
+    assert '<span class="from">0.12</span><span class="arrow">→</span><span class="to">0.62</span>' in words
+    assert "It &lt;loops&gt;." in words
+    assert "mean close" in words
+    assert "(0 to 0.75)" in words

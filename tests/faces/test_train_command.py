@@ -62,18 +62,12 @@ def test_trained_model_can_be_scored(cli, agent_file):
     assert scores["measures"]["right_price"] == scores["pass_rate"]
 
 
-def test_measure_that_raises_is_recorded_and_training_goes_on(cli, agent_file):
+def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_evaluation(cli, agent_file):
     path = agent_file(("    return str(ctx.expect)", "    raise ValueError('the scales are broken')\n    return str"))
     answer = cli("train", str(path), "--train.max_steps", "2")
-    assert answer.code == 0, answer.err
-    assert "right_price raised" in answer.out
-    (run,) = Path("runs").iterdir()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["measure_errors"] == row["rollouts"] for row in rows)
-    rollout = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
-    assert rollout["reward"] == 0
-    assert "the scales are broken" in rollout["scores"]["right_price"]["reason"]
+    assert answer.code == 2
+    first = "the first error was measure right_price raised ValueError: the scales are broken"
+    assert f"scoring before: every rollout failed; {first}" in " ".join(answer.err.split())
 
 
 def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path):

@@ -16,12 +16,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy
+from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy, attempt
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.core.types import Problem
+from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
 from palestra.train import run as run_module
@@ -45,10 +45,14 @@ class FakeEvaluator:
     phases: list[str] = field(default_factory=list)
     problems: Sequence[Problem] = tuple(PROBLEMS[:3])
     split: str = "held_out"
+    rollouts: Sequence[Rollout] = ()
+    fails_at: str = ""
 
     def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
         self.phases.append(phase)
-        return EvalReport.of([], seconds=1.0)
+        if phase == self.fails_at:
+            raise RuntimeError("CUDA out of memory")
+        return EvalReport.of(self.rollouts, seconds=1.0)
 
 
 @dataclass
@@ -57,11 +61,12 @@ class FakeTask:
     scores: FakeEvaluator = field(default_factory=FakeEvaluator)
     problem_count: int = len(PROBLEMS)
     breaks: bool = False
+    play: Any = FakeCollector.play
 
     def source(self, parts: Parts) -> ProblemSource:
         if self.breaks:
             raise PalestraError("the environment does not start")
-        return ProblemSource(FakeCollector([], self.policy), PROBLEMS, {}, 2, 0)
+        return ProblemSource(FakeCollector([], self.policy, self.play), PROBLEMS, {}, 2, 0)
 
     def evaluator(self, parts: Parts) -> Any:
         return self.scores
@@ -70,6 +75,10 @@ class FakeTask:
 @dataclass
 class Notes(Watcher):
     lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def note(self, text: str) -> None:
         self.lines.append(text)
@@ -115,6 +124,49 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
 
 def steps(folder: RunFolder) -> list[float]:
     return [row["step"] for row in folder.metrics()]
+
+
+DOWN = ToolResult(ToolCall("c", "search"), "Error: search raised ConnectionError: refused", ok=False)
+
+
+def calling(*results: ToolResult, **more: Any) -> Rollout:
+    return Rollout("p", (), (), "answered", tool_results=results, tool_names=("search",), **more)
+
+
+def test_a_tool_that_fails_in_every_rollout_stops_the_run_after_the_first_evaluation(lab: Lab) -> None:
+    lab.evaluator.rollouts = [calling(DOWN, DOWN) for _ in range(3)]
+    with pytest.raises(PalestraError, match=r"scoring before: the tool search failed in all of its 6 calls, .*refused"):
+        lab.train()
+    assert lab.evaluator.phases == ["scoring before"]
+    assert lab.folder.metrics() == []
+
+
+def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: Lab) -> None:
+    judge = {"judge": Score(0.0, False, "away", error=True)}
+    lab.evaluator.rollouts = [calling(scores=judge), *(calling() for _ in range(8))]
+    lab.train()
+    assert lab.notes.warnings == [
+        "the measure judge failed by itself in 1 of 9 rollouts in the evaluation; they are left out. rollouts.jsonl "
+        "and evals/ have the reasons."
+    ]
+
+
+def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint(lab: Lab) -> None:
+    lab.evaluator.fails_at = "scoring after"
+    with pytest.raises(
+        PalestraError, match=r"scoring after: RuntimeError: CUDA out of memory\. To need less memory.*-000006"
+    ):
+        lab.train()
+
+
+def test_the_outcome_and_the_report_say_why_nothing_was_learned(lab: Lab) -> None:
+    outcome = lab.build(play=lambda number, problem: [attempt(problem, 0.0)] * 2).train()
+    (finding,) = outcome.findings
+    assert finding.kind == "zero_reward"
+    assert "in 6 of 6 steps every rollout earned a reward of 0" in finding.sentence
+    assert lab.notes.warnings == [finding.sentence.replace("6 of 6", "the last 3")]
+    assert lab.folder.report()["findings"][0]["sentence"] == finding.sentence  # type: ignore[index]
+    assert "in 6 of 6 steps every rollout earned" in outcome.report_path.read_text()
 
 
 def test_every_checkpoint_has_a_tokenizer_and_says_whose_it_is(lab: Lab) -> None:

@@ -78,6 +78,8 @@ class Phase:
         """The main metrics, as text."""
         row = self.metrics
         out = [f"reward {row['reward_mean']:.2f}"] if "reward_mean" in row else []
+        if "reward_max" in row:  # the scale: what the worst and the best rollout earned
+            out[0] += f" ({row['reward_min']:.3g} to {row['reward_max']:.3g})"
         out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
         out += [f"{row['sample_tokens_per_second']:,.0f} tokens/s"] if "sample_tokens_per_second" in row else []
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from rich.text import Text
 
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score, ToolCall
-from palestra.evals.report import Change, EvalReport, Rate, compare, opening, pick_transcripts
+from palestra.evals.findings import Finding, evaluation_findings
+from palestra.evals.report import Change, EvalReport, Mean, Rate, compare, compare_means, opening, pick_transcripts
 from palestra.faces.cli.common import show_path, show_seconds, visible
 from palestra.result import GRPOTrainingResult
 
@@ -29,8 +31,8 @@ def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> 
     """All results of a training."""
     _print_transcripts(console, result)
     console.print()
-    console.print(change_table(compare(result.before, result.after)))
-    _print_warnings(console, result.after)
+    console.print(change_table(result.before, result.after))
+    print_findings(console, result.outcome.findings)
     _print_next(console, result, page)
 
 
@@ -39,6 +41,7 @@ def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
     scored = {"before": outcome.before, "after": outcome.after}
     return {
         **{f"{report.split}_{when}": report.pass_rate.rate for when, report in scored.items() if report is not None},
+        "findings": [finding.to_dict() for finding in outcome.findings],
         "seconds": round(outcome.seconds, 2),
         "run_dir": str(run.path),
         "model_path": str(outcome.model_path),
@@ -59,29 +62,49 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
     )
     table.add_column("measure")
     table.add_column("pass rate (95 % interval)", justify="right")
+    graded = any(measure.graded for measure in report.measures)
+    if graded:
+        table.add_column("mean (95 % interval)", justify="right")
     for measure in report.measures:
-        table.add_row(measure.name, show_rate(measure.pass_rate))
+        mean = [show_interval(measure.mean)] if measure.graded else []
+        table.add_row(measure.name, show_interval(measure.pass_rate), *mean)
     if len(report.measures) > 1:
-        table.add_row("all measures", show_rate(report.pass_rate), style="bold")
+        table.add_row("all measures", show_interval(report.pass_rate), style="bold")
+    if graded:
+        table.add_row("reward", "", show_interval(report.reward))
     console.print()
     console.print(table)
-    _print_warnings(console, report)
+    print_findings(console, evaluation_findings(report.rollouts))
 
 
-def change_table(changes: list[Change]) -> Table:
-    """Before against after, one row per measure; a change that may be chance is marked."""
-    shown = changes if len(changes) > 2 else changes[:1]  # with one measure, "all measures" is the same again
-    table = Table(title="Held-out cases, before and after (95 % intervals)", title_justify="left")
-    if not all(change.clear for change in shown):
-        table.caption, table.caption_justify = "≈ within chance: the intervals overlap", "left"
+def change_table(before: EvalReport, after: EvalReport) -> Table:
+    """Before against after: pass rates, then the means of graded measures; a change that may be chance is marked."""
+    rates, means = compare(before, after), compare_means(before, after)
+    shown = rates if len(rates) > 2 else rates[:1]  # with one measure, "all measures" is the same again
+    cases = "Held-out" if after.split == "held_out" else "Training"
+    table = Table(title=f"{cases} cases, before and after (95 % intervals)", title_justify="left")
+    captions = [] if all(change.clear for change in (*shown, *means)) else ["≈ within chance: the intervals overlap"]
+    if means:
+        lowest, highest = (
+            min(before.reward.lowest, after.reward.lowest),
+            max(before.reward.highest, after.reward.highest),
+        )
+        captions.append(f"rewards are from {lowest:.3g} to {highest:.3g}")
+    table.caption, table.caption_justify = "; ".join(captions) or None, "left"
     table.add_column("measure")
     for heading in ("before", "after", "points"):
         table.add_column(heading, justify="right", no_wrap=True)
     for change in shown:
-        colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
-        gain = Text(f"{100 * change.gain:+.1f}{'' if change.clear else ' ≈'}", style=colour)
-        table.add_row(change.name, show_rate(change.before), show_rate(change.after), gain)
+        table.add_row(change.name, *_change_cells(change, f"{100 * change.gain:+.1f}"))
+    for change in means:
+        table.add_row(f"mean {change.name}", *_change_cells(change, f"{change.gain:+.3f}"))
     return table
+
+
+def _change_cells(change: Change, gain: str) -> tuple[str, str, Text]:
+    colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
+    marked = Text(f"{gain}{'' if change.clear else ' ≈'}", style=colour)
+    return show_interval(change.before), show_interval(change.after), marked
 
 
 def show_score(score: Score) -> str:
@@ -94,11 +117,14 @@ def show_score(score: Score) -> str:
     return ", ".join(graded + reasons) or ("passed" if score.passed else "failed")
 
 
-def show_rate(rate: Rate) -> str:
+def show_interval(value: Rate | Mean) -> str:
     """
-    >>> show_rate(Rate.of(30, 100))
-    '30.0 % (21.9–39.6)'
+    >>> show_interval(Rate.of(30, 100)), show_interval(Mean.of([0.5, 0.7]))
+    ('30.0 % (21.9–39.6)', '0.600 (0.500–0.700)')
     """
+    if isinstance(value, Mean):
+        return f"{value.value:.3f} ({value.low:.3f}–{value.high:.3f})"
+    rate = value
     return f"{100 * rate.rate:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
 
 
@@ -159,18 +185,10 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MAX_TEXT_CHARS else f"{text[:_MAX_TEXT_CHARS]} … ({len(text)} characters)"
 
 
-def _print_warnings(console: Console, report: EvalReport) -> None:
-    """Errors and truncation, which the table does not show."""
-    failing = [m for m in report.measures if m.errors]
-    lines = [f"Measure {m.name} failed by itself in {m.errors} rollouts, which are left out." for m in failing]
-    if report.failure_rate:
-        lines.append(f"{report.failure_rate:.1%} of the rollouts failed with an error; the run folder has the reasons.")
-    if report.truncation_rate > 0.1:
-        lines.append(
-            f"{report.truncation_rate:.0%} of the rollouts were cut off; try a larger --rollout.max_new_tokens."
-        )
-    for line in lines:
-        console.print(Text(line, style="yellow"))
+def print_findings(console: Console, findings: Iterable[Finding]) -> None:
+    """What kept the model from learning or passing more, and what to change."""
+    for finding in findings:
+        console.print(Text(f"! {visible(finding.sentence)}", style="yellow"))
 
 
 def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:

@@ -15,11 +15,10 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_wire
 from palestra.envs.load import env_class, find_env
-from palestra.evals.report import compare
 from palestra.faces.cli.common import absolute_name, show_path, show_seconds
 from palestra.faces.cli.display import training_display
 from palestra.faces.cli.settings import EnvSettings
-from palestra.faces.cli.summary import change_table, outcome_summary
+from palestra.faces.cli.summary import change_table, outcome_summary, print_findings
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.client import WireClient
 
@@ -96,7 +95,8 @@ def run_on_wire(
 def present(run: RunFolder, outcome: Outcome, console: Console, as_json: bool) -> None:
     """Print the results: before and after where the model could be scored here, the mean scores in any case."""
     if outcome.before is not None and outcome.after is not None:
-        console.print(change_table(compare(outcome.before, outcome.after)))
+        console.print(change_table(outcome.before, outcome.after))
+    print_findings(console, outcome.findings)
     page = show_path(outcome.report_path)
     rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
     steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step

@@ -9,6 +9,7 @@ from typing import Any
 
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
+from palestra.evals.findings import run_findings
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.fields import TRACKING_NAME
 from palestra.runs.index import PARTS
@@ -104,6 +105,7 @@ def status(run: Run) -> Data:
         **_tracking(run),
         "processes": {part: _process(run, part) for part in PARTS},
         "metrics": {name: run.progress.get(name) for name in _METRICS},
+        "findings": _findings(run),
         "logs": _logs(run),
         **({"error": run.reason} if run.state == "failed" else {"note": run.reason} if run.reason else {}),
     }
@@ -136,6 +138,7 @@ def results(run: Run, found: Data) -> Data:
         **_tracking(run),
         "final_metrics": found.get("final_metrics"),
         "history": found.get("history"),
+        "findings": _findings(run),
         "report": _rates(found.get("report")),
         "report_path": found.get("report_path"),
         "weights_path": path,
@@ -168,6 +171,14 @@ def _where(run: Run) -> dict[str, Any]:
         "minutes_running": minutes,
         "running_time_minutes": minutes,  # the same, as other tools call it
     }
+
+
+def _findings(run: Run) -> list[str]:
+    """Why nothing, or little, is learned, each with the setting to change; empty if all is well."""
+    folder = RunFolder(run.folder)
+    if (report := folder.report()) is not None and "findings" in report:
+        return [finding["sentence"] for finding in report["findings"]]
+    return [finding.sentence for finding in run_findings(folder.metrics(), ended=not run.is_active)]
 
 
 def _tracking(run: Run) -> dict[str, Any]:
