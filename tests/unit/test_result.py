@@ -12,6 +12,7 @@ import pytest
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
+from palestra.core.types import Message, Rollout
 from palestra.result import GRPOTrainingResult
 from palestra.runs.index import Index, palestra_home
 from palestra.train.loop import Interrupted
@@ -73,6 +74,15 @@ def test_generate_works_inside_a_running_event_loop(result: GRPOTrainingResult) 
         return ask(result, "What does a red lamp cost?")
 
     assert asyncio.run(notebook()) == "That is 23."
+
+
+def test_generate_strips_thinking(result: GRPOTrainingResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def thinks(*_: Any) -> Rollout:
+        messages = (Message("user", "2 + 2?"), Message("assistant", "<think>two and two</think>\n\nFour."))
+        return Rollout("", (), messages, "answered")
+
+    monkeypatch.setattr("palestra.rollout.converse.converse", thinks)
+    assert result.generate("2 + 2?") == "Four."
 
 
 def test_generate_is_repeatable_and_follows_the_seed(result: GRPOTrainingResult) -> None:

@@ -32,7 +32,7 @@ def test_a_run_and_its_resumption_are_one_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    command = [str(Path(sys.executable).with_name("trackio")), "get", "metric", "--json"]
+    command = [sys.executable, "-c", "from trackio.cli import main; main()", "get", "metric", "--json"]
     command += ["--project", "gym", "--run", "first", "--metric", "loss"]
     read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert read.returncode == 0, read.stderr
