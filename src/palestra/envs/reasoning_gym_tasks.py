@@ -12,6 +12,12 @@ _NAME = re.compile(r'^DATASET_NAME\s*=\s*["\']([\w-]+)["\']', re.MULTILINE)
 _REGISTERED = re.compile(r'^register_dataset\(\s*(?:["\']([\w-]+)["\']|DATASET_NAME)', re.MULTILINE)
 _NOT_A_TASK = {"composite"}  # a mixture of others, that has to be put together first
 
+# tasks whose scorer gives wrong answers the full score, as of reasoning-gym 0.1.25: training on them teaches nothing
+WRONG_SCORERS = {
+    "coin_flip": "the answer 0 scores 1.0 whenever the right one begins with 0",
+    "game_of_life_halting": "every answer scores 1.0",
+}
+
 
 @cache
 def task_names() -> tuple[str, ...]:

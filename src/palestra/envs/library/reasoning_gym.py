@@ -15,7 +15,8 @@ from palestra.core.types import Message, Problem, Score
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig
 from palestra.envs.problems import is_held_out
-from palestra.envs.reasoning_gym_tasks import task_names
+from palestra.envs.reasoning_gym_tasks import WRONG_SCORERS, task_names
+from palestra.envs.scorer import ScoringFailed, scorer
 
 _SEEDS_APART = 1_000_003  # datasets add the index to the seed
 _EXAMPLES_SEED = 77_777_777
@@ -46,6 +47,10 @@ class ReasoningGym(Env):
             raise PalestraError("reasoning-gym is not installed; pip install 'palestra[reasoning-gym]'")
         if task not in task_names():
             raise PalestraError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
+        if task in WRONG_SCORERS:
+            raise PalestraError(
+                f"reasoning-gym's scorer of {task} is wrong: {WRONG_SCORERS[task]}; choose another dataset"
+            )
         self.datasets: list[Any] = []
         self.dataset(0)
         if not self.config.answer_tags:
@@ -56,10 +61,12 @@ class ReasoningGym(Env):
         """One of as many datasets of the same kind as are asked for, each with other entries."""
         while len(self.datasets) <= number:
             library = importlib.import_module("reasoning_gym")
-            size = max(self.config.train_size, self.config.held_out_size)
-            seed = self.config.seed + _SEEDS_APART * len(self.datasets)
-            self.datasets.append(library.create_dataset(self.config.task, seed=seed, size=size, **self.config.options))
+            self.datasets.append(library.create_dataset(self.config.task, **self._settings(len(self.datasets))))
         return self.datasets[number]
+
+    def _settings(self, number: int = 0) -> dict[str, Any]:
+        size = max(self.config.train_size, self.config.held_out_size)
+        return {"seed": self.config.seed + _SEEDS_APART * number, "size": size, **self.config.options}
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return _Entries(self, split)
@@ -72,6 +79,8 @@ class ReasoningGym(Env):
         entries = library.create_dataset(self.config.task, seed=_EXAMPLES_SEED, size=200, **self.config.options)
         training = (e for e in entries if not self._is_held_out(e))
         for entry in itertools.islice(training, self.config.shots):
+            if entry["answer"] is None:
+                raise PalestraError(f"{self.config.task} names no right answer that could be shown; set env.shots to 0")
             answer = str(entry["answer"])
             yield Message("user", entry["question"])
             yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
@@ -83,10 +92,14 @@ class ReasoningGym(Env):
     def score(self, answer: str) -> Score:
         said = answer.strip()
         if self.config.answer_tags:
-            said = said.rpartition(_ANSWER[0])[2].partition(_ANSWER[1])[0].strip()
+            _, tag, rest = said.rpartition(_ANSWER[0])
+            said = rest.partition(_ANSWER[1])[0].strip() if tag else ""
         if not said:
-            return Score(0.0, False, "there is no answer")
-        value = float(self.dataset(0).score_answer(said, self.problem.row["entry"]))
+            return Score(0.0, False, f"there is no answer{' in <answer> tags' if self.config.answer_tags else ''}")
+        try:
+            value = scorer.score(self.config.task, self._settings(), said, self.problem.row["entry"])
+        except ScoringFailed as failure:
+            return Score(0.0, False, f"it cannot be scored: {failure}")
         value = min(max(value, 0.0), 1.0)
         return Score(value, value >= self.pass_threshold - 1e-9, f"expected {self.problem.expect}")
 
