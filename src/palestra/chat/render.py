@@ -20,12 +20,17 @@ def render(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] = (),
     add_generation_prompt: bool = False,
+    **variables: Any,
 ) -> str:
-    """The conversation as text."""
+    """The conversation as text; `variables` are the template's own."""
     try:
         with time_limit(RENDER_S):
             text: str = tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
             )
     except TimeLimitError:
         raise PalestraError(

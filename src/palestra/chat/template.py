@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -57,6 +59,7 @@ class ChatFormat:
                 "Load the fast one: AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
         self._tokenizer = tokenizer
+        self._template = str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
@@ -66,11 +69,20 @@ class ChatFormat:
         self.call_form: CallForm = form_of(tokenizer.chat_template)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn:
-        """The opening of a conversation, up to where the assistant begins to speak."""
-        text = self._render(messages, tools, add_generation_prompt=True)
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """The opening of a conversation, up to where the assistant begins to speak.
+
+        `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
+        """
+        more = self._check_variables(variables or {})
+        text = self._render(messages, tools, add_generation_prompt=True, **more)
         if tools and not self._shows_tools:
-            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True)
+            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True, **more)
             if not self._shows_tools:
                 raise PalestraError(
                     "the chat template does not show tools to the model. Use a model whose template does "
@@ -79,7 +91,7 @@ class ChatFormat:
         pieces = [_Piece(text, False)]
         if any(self._has_special(message.text) for message in messages):
             blank = [replace(m, text=_mark(i)) for i, m in enumerate(messages)]
-            scaffold = self._render(blank, tools, add_generation_prompt=True)
+            scaffold = self._render(blank, tools, add_generation_prompt=True, **more)
             bodies = [message.text for message in messages]
             pieces = _pieces(text, _split_at_marks(scaffold, len(messages)), bodies)
         return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
@@ -179,12 +191,24 @@ class ChatFormat:
             return stop, new[end:]
         return "", new[len(old) :]
 
+    def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in variables:
+            if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
+                raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
+        return variables
+
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        **variables: Any,
     ) -> str:
         if self.call_form is MISTRAL:
             messages = [_with_short_ids(message) for message in messages]
-        return render(self._tokenizer, [to_dict(message) for message in messages], tools, add_generation_prompt)
+        plain = [to_dict(message) for message in messages]
+        return render(self._tokenizer, plain, tools, add_generation_prompt, **variables)
 
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)

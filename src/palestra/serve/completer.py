@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import copy
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
+from palestra.policy.token_logprobs import TokenLogprobs
 from palestra.serve.sampling_fields import SamplingFields
 
+MAX_TOP_LOGPROBS = 20
 _POLL_S = 0.01
 _SEED_STRIDE = 1_000_003
+_MAX_SEQUENCES = 1024  # prompts x n of one request
+_MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+
+
+class ScoresTokens(Protocol):
+    """`policy.token_logprobs.token_logprobs` of a model."""
+
+    def __call__(
+        self, token_ids: Sequence[int], start: int, *, top: int, temperature: float
+    ) -> Iterator[TokenLogprobs]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """`n` completions of one prompt; a stream keeps back `hold` and all text that follows it."""
+    """`n` completions of one prompt; a stream keeps back `hold` and all text that follows it.
+
+    `top_logprobs` are given beside each sampled token's own; `scores_prompt` gives the prompt's, too.
+    """
 
     prompt_ids: tuple[int, ...]
     n: int
     params: SamplingParams
     hold: tuple[str, ...] = ()
+    top_logprobs: int = 0
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +56,28 @@ class Completion:
     text: str
     finish: Literal["stop", "length"]
     matched: int | str | None = None
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # (id, logprob), best first
+    prompt: TokenLogprobs | None = None  # of the prompt's tokens but the first
 
 
 class Completer:
     """Completions by the policy's continuous batching; new weights are used from the next token on."""
 
-    def __init__(self, policy: Policy[Any], tokenizer: Any, name: str, context_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy[Any],
+        tokenizer: Any,
+        name: str,
+        context_tokens: int,
+        score: ScoresTokens | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.name = name
         self.context_tokens = context_tokens
+        self.score = score
+        self.vocabulary = vocabulary
         self.on_request: Callable[[SamplingRequest], None] = lambda request: None
         self._chat: ChatFormat | None = None
         self._no_chat = ""
@@ -57,41 +88,122 @@ class Completer:
         eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.eos: tuple[int, ...] = self._chat.stop_token_ids if self._chat else eos
 
+    @cached_property
+    def twin(self) -> Completer:
+        """The same with a tokenizer of its own, to prepare requests in another thread: tokenizers keep settings."""
+        own = copy.deepcopy(self.tokenizer)
+        return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
+
     @property
     def chat(self) -> ChatFormat:
         if self._chat is None:
             raise PalestraError(self._no_chat)
         return self._chat
 
+    @cached_property
+    def max_characters(self) -> int:
+        """No longer text can fit the context, whatever its tokens."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return self.context_tokens * longest
+
+    def check_length(self, characters: int) -> None:
+        """Refuse a text that cannot fit before it is tokenised, which takes far longer than to read it."""
+        if characters > self.max_characters:
+            raise PalestraError(
+                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
+            )
+
     def encode(self, text: str) -> tuple[int, ...]:
+        self.check_length(len(text))
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def request(self, prompt_ids: Sequence[int], fields: SamplingFields, default_new_tokens: int) -> SamplingRequest:
-        """What to sample for a prompt, within the room that it leaves in the context."""
+    def requests(self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int) -> list[SamplingRequest]:
+        """What to sample for prompts of text or token ids, within bounds that hold before anything is tokenised."""
+        sequences = len(prompts) * fields.choices
+        if sequences > _MAX_SEQUENCES:
+            raise PalestraError(
+                f"{len(prompts)} prompts x n={fields.choices} at once; up to {_MAX_SEQUENCES} completions are made, "
+                "send the rest apart"
+            )
+        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        total = sum(map(len, ids)) * fields.choices
+        if total > _MAX_TOKENS:
+            raise PalestraError(f"the prompts have {total} tokens x n together; up to {_MAX_TOKENS} are taken at once")
+        return [self.request(prompt, fields, new_tokens) for prompt in ids]
+
+    def request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
+        """What to sample for a prompt, within the room that it leaves in the context.
+
+        `new_tokens` is the form's default.
+        """
+        if not prompt_ids:
+            raise PalestraError("the prompt is empty; give at least one token to go on from")
+        if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
+            raise PalestraError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
         room = self.context_tokens - len(prompt_ids)
         if room < 1:
             raise PalestraError(
                 f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
                 "included; shorten it"
             )
-        request = SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, default_new_tokens))
-        self.on_request(request)
-        return request
+        return SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, new_tokens))
+
+    def check_scoring(self, request: SamplingRequest) -> None:
+        """Refuse logprobs that would not be of the distribution that is sampled from."""
+        if not (request.top_logprobs or request.scores_prompt):
+            return
+        params = request.params
+        if self.score is None:
+            raise PalestraError("this server knows the sampled tokens' own logprobs alone; leave top_logprobs out")
+        if params.top_p < 1 or params.top_k or params.min_p or params.repetition_penalty != 1 or params.grammar:
+            raise PalestraError(
+                "the most likely tokens are those of the whole distribution; leave top_p, top_k, min_p, "
+                "repetition_penalty and grammar out, or the top logprobs"
+            )
+        if request.scores_prompt and params.temperature not in (0.0, 1.0):
+            raise PalestraError(
+                f"temperature={params.temperature:g} with the prompt's logprobs, which nobody sampled; use 0 or 1"
+            )
 
     async def complete(self, request: SamplingRequest) -> list[Completion]:
         """Exactly n completions; cancelling this cancels their sampling."""
+        self.on_request(request)
+        if request.params.max_new_tokens == 0:
+            sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
+        else:
+            sampled = await self._sample(request)
+        return [await self._scored(request, self.completion(one, request.params)) for one in sampled]
+
+    async def _sample(self, request: SamplingRequest) -> list[Turn]:
         sessions = self._open(request)
         try:
-            sampled = await asyncio.gather(
+            return await asyncio.gather(
                 *(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)),
             )
         finally:
             for session in sessions:
                 self.policy.close(session)
-        return [self.completion(one, request.params) for one in sampled]
+
+    async def _scored(self, request: SamplingRequest, completion: Completion) -> Completion:
+        """With the logprobs that the request asks for beside the sampled tokens' own."""
+        if not (request.top_logprobs or request.scores_prompt):
+            return completion
+        assert self.score is not None
+        ids, length = [*request.prompt_ids, *completion.token_ids], len(request.prompt_ids)
+        start = 1 if request.scores_prompt else length
+        found = TokenLogprobs()
+        temperature = request.params.temperature or 1.0
+        for piece in self.score(ids, start, top=request.top_logprobs, temperature=temperature):
+            found.logprobs.extend(piece.logprobs)
+            found.top.extend(piece.top)
+            await asyncio.sleep(0)  # others sample meanwhile
+        at = length - start
+        prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
+        return replace(completion, top=found.top[at:], prompt=prompt)
 
     async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """(choice, new text) as it comes, (choice, Completion) when one has ended, (-1, None) while nothing does."""
+        self.on_request(request)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
         texts = [
@@ -107,7 +219,7 @@ class Completer:
                 for i in sorted(open_choices):
                     if tasks[i].done():
                         open_choices.discard(i)
-                        yield i, self.completion(tasks[i].result(), request.params)
+                        yield i, await self._scored(request, self.completion(tasks[i].result(), request.params))
                     elif new := texts[i].push(sessions[i].token_ids[start:]):
                         yield i, new
                 yield -1, None

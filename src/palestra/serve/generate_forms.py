@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
-from palestra.serve.completer import Completer, Completion, SamplingRequest
-from palestra.serve.sampling_fields import SamplingFields, check_built
+from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest
+from palestra.serve.sampling_fields import SamplingFields, known_fields
 
 _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
 
@@ -18,13 +19,15 @@ _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
 class SglangBody(BaseModel):
     """`input_ids` or `text`, one or several; sampling in a field of its own."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
 
     input_ids: list[int] | list[list[int]] | None = None
     text: str | list[str] | None = None
     sampling_params: SamplingFields = Field(default_factory=SamplingFields)
     return_logprob: bool = False
     return_text_in_logprobs: bool = False
+    logprob_start_len: int | None = Field(None, ge=-1, description="-1: no logprobs of the prompt")
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stream: bool = False
 
     @property
@@ -32,6 +35,12 @@ class SglangBody(BaseModel):
         if not self._input:
             raise PalestraError("/generate needs input_ids or text; got neither")
         return self._input if self.is_batch else [self._input]
+
+    @property
+    def prompt_from(self) -> int | None:
+        """The first token of the prompt whose logprob is wanted."""
+        start = self.logprob_start_len
+        return start if self.return_logprob and start is not None and start >= 0 else None
 
     @property
     def is_batch(self) -> bool:
@@ -42,8 +51,14 @@ class SglangBody(BaseModel):
         return self.text if self.input_ids is None else self.input_ids
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
-        ids = [model.encode(p) if isinstance(p, str) else p for p in self.prompts]
-        return [model.request(prompt, self.sampling_params, _SGLANG_NEW_TOKENS) for prompt in ids]
+        if not self.return_logprob and (self.top_logprobs_num or self.logprob_start_len not in (None, -1)):
+            raise PalestraError("logprob_start_len and top_logprobs_num need return_logprob=true")
+        top, scores_prompt = self.top_logprobs_num or 0, self.prompt_from is not None
+        plain = model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS)
+        requests = [replace(request, top_logprobs=top, scores_prompt=scores_prompt) for request in plain]
+        for request in requests:
+            model.check_scoring(request)
+        return requests
 
     def response(
         self, requests: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer
@@ -68,12 +83,35 @@ class SglangBody(BaseModel):
             "weight_versions": completion.versions,
         }
         if self.return_logprob:
-            texts = [model.tokenizer.decode([i]) if self.return_text_in_logprobs else None for i in ids]
-            about["output_token_logprobs"] = [list(row) for row in zip(completion.logprobs, ids, texts, strict=True)]
+            about |= self._logprobs(request, completion, model)
         return {"text": completion.text, "output_ids": list(ids), "meta_info": about}
+
+    def _logprobs(self, request: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
+        """[logprob, id, text] of each token; the prompt's first has none."""
+
+        def row(logprob: float | None, token: int) -> list[Any]:
+            return [logprob, token, model.tokenizer.decode([token]) if self.return_text_in_logprobs else None]
+
+        def rows(logprobs: Sequence[float | None], tokens: Sequence[int]) -> list[list[Any]]:
+            return [row(logprob, token) for logprob, token in zip(logprobs, tokens, strict=True)]
+
+        def best(top: Sequence[Sequence[tuple[int, float]]]) -> list[Any]:
+            return [[row(value, token) for token, value in pairs] for pairs in top]
+
+        found: dict[str, Any] = {"output_token_logprobs": rows(completion.logprobs, completion.token_ids)}
+        if self.top_logprobs_num:
+            found["output_top_logprobs"] = best(completion.top)
+        if completion.prompt is not None:
+            start = self.prompt_from
+            found["input_token_logprobs"] = rows([None, *completion.prompt.logprobs], request.prompt_ids)[start:]
+            if self.top_logprobs_num:
+                found["input_top_logprobs"] = [None, *best(completion.prompt.top)][start:]
+        return found
 
 
 class VllmPrompt(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     prompt_token_ids: list[int]
 
 
@@ -81,12 +119,12 @@ class VllmBody(SamplingFields):
     """`prompt` as text or token ids; sampling fields beside it."""
 
     prompt: str | VllmPrompt
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: int | None = Field(None, ge=0, le=0, description="of the sampled token; others are not given here")
     stream: bool = False
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
-        ids = model.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
-        return [model.request(ids, self, _VLLM_NEW_TOKENS)]
+        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
+        return model.requests([prompt], self, _VLLM_NEW_TOKENS)
 
     def response(
         self, requests: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer
@@ -108,10 +146,10 @@ class VllmBody(SamplingFields):
 def generate_body(raw: dict[str, Any]) -> SglangBody | VllmBody:
     """The request in its own form."""
     if any(name in raw for name in ("input_ids", "text", "sampling_params")):
-        body = SglangBody.model_validate(raw)
-        check_built(raw.get("sampling_params", {}))
-        return body
+        body = known_fields(SglangBody, raw)
+        if isinstance(params := body.get("sampling_params"), dict):
+            body["sampling_params"] = known_fields(SamplingFields, params)
+        return SglangBody.model_validate(body)
     if "prompt" in raw:
-        check_built(raw)
-        return VllmBody.model_validate(raw)
+        return VllmBody.model_validate(known_fields(VllmBody, raw))
     raise PalestraError("/generate needs input_ids or text (SGLang's form) or prompt (vLLM's); got neither")

@@ -1,9 +1,10 @@
 """The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy.
 
-    POST /v1/chat/completions, /v1/completions      GET /v1/models
+    POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/NAME
     POST /generate, /update_weights_from_disk       GET /health
 
-All requests share the policy's batches, and a client that disconnects cancels its sampling.
+All requests share the policy's batches, and a client that disconnects cancels its sampling. A large body is parsed
+and tokenised in a thread, with a tokenizer of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
@@ -26,13 +29,20 @@ from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
 from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.generate_forms import generate_body
-from palestra.serve.sampling_fields import check_built
-from palestra.serve.web import MIB, error_body, make_app, parse, read_body, while_connected
+from palestra.serve.sampling_fields import known_fields
+from palestra.serve.web import MIB, error_body, make_app, parse, read_body, refuse, while_connected
 
-_MAX_BODY = 64 * MIB
+_MAX_BODY = 16 * MIB
+_LARGE = MIB // 4
 _OBJECT = TypeAdapter(dict[str, Any])
 
-Body = TypeVar("Body", bound=BaseModel)
+
+class _Body(Protocol):
+    def requests(self, model: Completer) -> list[SamplingRequest]: ...
+
+
+Body = TypeVar("Body", bound=_Body)
+Form = TypeVar("Form", bound=BaseModel)
 
 
 class _WeightsFile(BaseModel):
@@ -48,6 +58,7 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/generate", api.generate, methods=["POST"]),
@@ -62,50 +73,69 @@ class _Api:
     def __init__(self, model: Completer, weights_folder: Path | None = None) -> None:
         self._model = model
         self._weights_folder = weights_folder
+        self._thread = ThreadPoolExecutor(1, "palestra-tokenise")
+        self._card = {"id": model.name, "object": "model", "created": 0, "owned_by": "palestra"} | {
+            "max_model_len": model.context_tokens
+        }
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
 
     async def models(self, request: Request) -> Response:
-        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "palestra"}
-        return JSONResponse({"object": "list", "data": [{**card, "max_model_len": self._model.context_tokens}]})
+        return JSONResponse({"object": "list", "data": [self._card]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._model.name:
+            raise refuse(404, f"the model that is served here is {self._model.name!r}")
+        return JSONResponse(self._card)
 
     async def completions(self, request: Request) -> Response:
-        body = await _read(request, forms.CompletionBody)
-        to_sample = body.requests(self._model)
+        body, to_sample = await self._read(request, partial(_form, forms.CompletionBody))
         if body.stream:
-            return _events(_stream_text(request, body, to_sample, self._model))
+            return _events(_stream_text(request, body, to_sample[0], self._model))
         rows = await while_connected(request, self._all(to_sample))
-        flat = [completion for row in rows for completion in row]
-        choices = [forms.text_choice(i, c, self._model, body.logprobs is not None) for i, c in enumerate(flat)]
-        return JSONResponse(forms.response("text_completion", self._model)(choices, usage=forms.usage(to_sample, flat)))
+        flat = [(asked, completion) for asked, row in zip(to_sample, rows, strict=True) for completion in row]
+        choices = [body.choice(i, asked, completion, self._model) for i, (asked, completion) in enumerate(flat)]
+        usage = forms.usage(to_sample, [completion for _, completion in flat])
+        return JSONResponse(forms.response("text_completion", self._model)(choices, usage=usage))
 
     async def chat(self, request: Request) -> Response:
-        body = await _read(request, forms.ChatBody)
-        to_sample = body.request(self._model)
+        body, (to_sample,) = await self._read(request, partial(_form, forms.ChatBody))
         if body.stream:
             return _events(_stream_chat(request, body, to_sample, self._model))
         row = await while_connected(request, self._model.complete(to_sample))
-        with_tools = bool(body.tools_used)
-        choices = [forms.chat_choice(i, c, self._model, with_tools, bool(body.logprobs)) for i, c in enumerate(row)]
-        return JSONResponse(
-            forms.response("chat.completion", self._model)(choices, usage=forms.usage([to_sample], row))
-        )
+        choices = [body.choice(i, completion, self._model) for i, completion in enumerate(row)]
+        more = {"prompt_token_ids": list(to_sample.prompt_ids)} if body.return_token_ids else {}
+        usage = forms.usage([to_sample], row)
+        return JSONResponse(forms.response("chat.completion", self._model)(choices, usage=usage, **more))
 
     async def generate(self, request: Request) -> Response:
-        raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
-        body = parse(generate_body, raw)
+        body, to_sample = await self._read(request, generate_body)
         if body.stream:
             raise PalestraError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
-        to_sample = body.requests(self._model)
         rows = await while_connected(request, self._all(to_sample))
         return JSONResponse(body.response(to_sample, rows, self._model))
+
+    async def _read(
+        self, request: Request, read: Callable[[dict[str, Any]], Body]
+    ) -> tuple[Body, list[SamplingRequest]]:
+        """The request in its form, and what to sample for it; 400 where it is none."""
+        raw = await read_body(request, _MAX_BODY)
+
+        def prepare(model: Completer) -> tuple[Body, list[SamplingRequest]]:
+            body = parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
+            return body, body.requests(model)
+
+        if len(raw) <= _LARGE:
+            return prepare(self._model)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: prepare(self._model.twin))
 
     async def update_weights(self, request: Request) -> Response:
         """New weights for the policy, by SGLang's name for it; turns under way go on with them."""
         if self._weights_folder is None:
             raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
-        path = parse(_WeightsFile.model_validate_json, await read_body(request, _MAX_BODY)).model_path.resolve()
+        body = parse(_WeightsFile.model_validate_json, await read_body(request, MIB), 400)
+        path = body.model_path.resolve()
         if not path.is_relative_to(self._weights_folder.resolve()) or not path.is_file():
             raise PalestraError(f"{path} is no file in {self._weights_folder}, from which this server takes weights")
         self._model.policy.update(Weights.load(path))
@@ -116,10 +146,8 @@ class _Api:
         return list(await asyncio.gather(*(self._model.complete(each) for each in to_sample)))
 
 
-async def _read(request: Request, kind: type[Body]) -> Body:
-    raw = parse(_OBJECT.validate_json, await read_body(request, _MAX_BODY))
-    check_built(raw)
-    return parse(kind.model_validate, raw)
+def _form(form: type[Form], raw: dict[str, Any]) -> Form:
+    return form.model_validate(known_fields(form, raw))
 
 
 def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
@@ -136,11 +164,8 @@ def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
 
 
 async def _stream_text(
-    request: Request, body: forms.CompletionBody, to_sample: Sequence[SamplingRequest], model: Completer
+    request: Request, body: forms.CompletionBody, prompt: SamplingRequest, model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    if len(to_sample) > 1:
-        raise PalestraError("streaming takes one prompt at a time; send the prompts apart")
-    (prompt,) = to_sample
     chunk, ended = forms.response("text_completion", model), list[Completion]()
     sent = [""] * prompt.n
     async with contextlib.aclosing(model.stream(prompt)) as source:
@@ -153,10 +178,10 @@ async def _stream_text(
                 yield chunk([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}])
             else:
                 ended.append(piece)
-                choice = forms.text_choice(i, piece, model, body.logprobs is not None)
+                choice = body.choice(i, prompt, piece, model)
                 yield chunk([{**choice, "text": choice["text"][len(sent[i]) :]}])
     if (body.stream_options or {}).get("include_usage"):
-        yield chunk([], usage=forms.usage(to_sample, ended))
+        yield chunk([], usage=forms.usage([prompt], ended))
 
 
 async def _stream_chat(
@@ -179,8 +204,7 @@ async def _stream_chat(
                     yield chunk([{"index": i, "delta": {"content": new}, "finish_reason": None}])
             else:
                 ended.append(piece)
-                last = forms.last_chat_deltas(i, piece, sent[i], model, with_tools, bool(body.logprobs))
-                for delta in last:
+                for delta in forms.last_chat_deltas(i, piece, sent[i], model, body):
                     yield chunk([delta])
     if (body.stream_options or {}).get("include_usage"):
         yield chunk([], usage=forms.usage([to_sample], ended))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
+from palestra.policy.token_logprobs import token_logprobs
 from palestra.serve.completer import Completer
 
 _UNSTATED_CONTEXT = 1 << 15
@@ -19,7 +21,9 @@ def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engi
 
 
 def completer_of(loaded: LoadedModel, policy: Policy[Any]) -> Completer:
-    return Completer(policy, loaded.tokenizer, loaded.name, context_of(loaded))
+    score = partial(token_logprobs, loaded.model)
+    vocabulary = int(loaded.model.config.get_text_config().vocab_size)
+    return Completer(policy, loaded.tokenizer, loaded.name, context_of(loaded), score, vocabulary)
 
 
 def context_of(loaded: LoadedModel) -> int:

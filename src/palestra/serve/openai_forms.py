@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from pydantic import Field
@@ -15,26 +16,49 @@ from palestra.chat.toolcalls import parse_assistant
 from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message, ToolCall
-from palestra.serve.completer import Completer, Completion, SamplingRequest
-from palestra.serve.sampling_fields import SamplingFields
+from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
+from palestra.serve.sampling_fields import SamplingFields, short
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_PROMPTS = 1024
 
 
 class CompletionBody(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=1, description="only the sampled token's own logprob is known")
-    stream: bool = False
+    max_tokens: int | None = Field(None, ge=0, description="0 with echo: the prompt's logprobs and no more")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
-        many = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        prompts: list[Any] = self.prompt if many else [self.prompt]  # type: ignore[assignment]
-        if len(prompts) > _MAX_PROMPTS:
-            raise PalestraError(f"{len(prompts)} prompts at once; up to {_MAX_PROMPTS} are taken, send the rest apart")
-        ids = [model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [model.request(prompt, self, _DEFAULT_COMPLETION_TOKENS) for prompt in ids]
+        if self.max_tokens == 0 and not self.echo:
+            raise PalestraError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
+        if self.stream and (self.echo or self.is_batch):
+            raise PalestraError("streaming takes one prompt at a time, without echo; send the prompts apart")
+        prompts: list[Any] = self.prompt if self.is_batch else [self.prompt]  # type: ignore[assignment]
+        requests = [self._scored(request) for request in model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS)]
+        for request in requests:
+            model.check_scoring(request)
+        return requests
+
+    @property
+    def is_batch(self) -> bool:
+        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+    def _scored(self, request: SamplingRequest) -> SamplingRequest:
+        params = replace(request.params, max_new_tokens=0) if self.max_tokens == 0 else request.params
+        scores_prompt = bool(self.echo) and self.logprobs is not None
+        return replace(request, params=params, top_logprobs=self.logprobs or 0, scores_prompt=scores_prompt)
+
+    def choice(self, index: int, request: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
+        prompt_ids = request.prompt_ids if self.echo else ()
+        logprobs = text_logprobs(prompt_ids, completion, model) if self.logprobs is not None else None
+        text = decode(model.tokenizer, prompt_ids) + completion.text
+        choice = {"index": index, "text": text, "finish_reason": completion.finish, "logprobs": logprobs}
+        if self.return_token_ids:
+            choice |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": completion.token_ids}
+        return choice
 
 
 class ChatBody(SamplingFields):
@@ -42,26 +66,65 @@ class ChatBody(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
-    stream: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, max_length=100)
+    return_token_ids: bool | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
     @property
     def tools_used(self) -> list[dict[str, Any]]:
         if self.tool_choice not in (None, "auto", "none"):
-            raise PalestraError(f"tool_choice={self.tool_choice!r} is not supported by this server; use auto or none")
+            raise PalestraError(
+                f"tool_choice={short(self.tool_choice)} is not supported by this server; use auto or none"
+            )
         return [] if self.tool_choice == "none" else [tool_schema(tool) for tool in self.tools or []]
 
-    def request(self, model: Completer) -> SamplingRequest:
-        tools = self.tools_used
-        prompt = model.chat.prompt(self._messages(), tools)
-        request = model.request(prompt.token_ids.tolist(), self, model.context_tokens)
-        return replace(request, hold=model.chat.call_form.opens if tools else ())
+    def requests(self, model: Completer) -> list[SamplingRequest]:
+        if self.top_logprobs and not self.logprobs:
+            raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        model.check_length(_text_length([self.messages, self.tools]))
+        tools, variables = self.tools_used, dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        prompt = model.chat.prompt(self._messages(), tools, variables)
+        (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
+        hold = model.chat.call_form.opens if tools else ()
+        request = replace(request, hold=hold, top_logprobs=self.top_logprobs or 0)
+        model.check_scoring(request)
+        return [request]
 
     def _messages(self) -> list[Message]:
+        for i, message in enumerate(self.messages):
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise PalestraError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
         try:
             return [from_dict(message) for message in self.messages]
         except (TypeError, AttributeError) as error:
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
+
+    def choice(self, index: int, completion: Completion, model: Completer) -> dict[str, Any]:
+        text, calls = read_reply(completion, model, bool(self.tools_used))
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call_dict(call) for call in calls]
+        choice = {
+            "index": index,
+            "message": message,
+            "finish_reason": "tool_calls" if calls and completion.finish == "stop" else completion.finish,
+            "logprobs": chat_logprobs(completion, model) if self.logprobs else None,
+        }
+        return choice | ({"token_ids": completion.token_ids} if self.return_token_ids else {})
+
+
+def _text_length(value: Any) -> int:
+    """The characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + _text_length(each) for key, each in value.items())
+    return sum(map(_text_length, value)) if isinstance(value, list) else 0
 
 
 def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
@@ -98,37 +161,40 @@ def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def text_choice(index: int, completion: Completion, model: Completer, with_logprobs: bool) -> dict[str, Any]:
-    logprobs = text_logprobs(completion, model) if with_logprobs else None
-    return {"index": index, "text": completion.text, "finish_reason": completion.finish, "logprobs": logprobs}
-
-
-def text_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
-    tokens = _token_texts(completion, model)
-    offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    top = [{token: logprob} for token, logprob in zip(tokens, completion.logprobs, strict=True)]
-    return {"tokens": tokens, "token_logprobs": list(completion.logprobs), "top_logprobs": top, "text_offset": offsets}
-
-
-def chat_choice(
-    index: int, completion: Completion, model: Completer, with_tools: bool, with_logprobs: bool
-) -> dict[str, Any]:
-    text, calls = read_reply(completion, model, with_tools)
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-    if calls:
-        message["tool_calls"] = [call_dict(call) for call in calls]
-    return {
-        "index": index,
-        "message": message,
-        "finish_reason": "tool_calls" if calls and completion.finish == "stop" else completion.finish,
-        "logprobs": chat_logprobs(completion, model) if with_logprobs else None,
-    }
+def text_logprobs(prompt_ids: Sequence[int], completion: Completion, model: Completer) -> dict[str, Any]:
+    """The tokens of prompt (where it is echoed) and completion. Nothing predicts the prompt's first token."""
+    ids = [*prompt_ids, *completion.token_ids]
+    logprobs: list[float | None] = [*completion.logprobs]
+    top: list[Any] = completion.top or [[] for _ in completion.token_ids]
+    if prompt_ids and completion.prompt is not None:
+        logprobs = [None, *completion.prompt.logprobs, *logprobs]
+        top = [None, *completion.prompt.top, *top]
+    texts = [token_text(i, model) for i in ids]
+    named = [
+        None if pairs is None else {token_text(i, model): value for i, value in pairs} | {text: logprob}
+        for pairs, text, logprob in zip(top, texts, logprobs, strict=True)
+    ]
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": named, "text_offset": offsets}
 
 
 def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
-    rows = zip(_token_texts(completion, model), completion.logprobs, strict=True)
-    content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in rows]
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token, model)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    top = completion.top or [[] for _ in completion.token_ids]
+    content = [
+        entry(token, logprob) | {"top_logprobs": [entry(i, value) for i, value in pairs]}
+        for token, logprob, pairs in zip(completion.token_ids, completion.logprobs, top, strict=True)
+    ]
     return {"content": content, "refusal": None}
+
+
+def token_text(token: int, model: Completer) -> str:
+    """The token's text; of half a character, which many tokens are, its name in the vocabulary."""
+    text = decode(model.tokenizer, [token])
+    return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
 
 
 def read_reply(completion: Completion, model: Completer, with_tools: bool) -> tuple[str, list[ToolCall]]:
@@ -146,20 +212,16 @@ def call_dict(call: ToolCall) -> dict[str, Any]:
 
 
 def last_chat_deltas(
-    index: int, completion: Completion, sent: str, model: Completer, with_tools: bool, with_logprobs: bool
+    index: int, completion: Completion, sent: str, model: Completer, body: ChatBody
 ) -> Iterator[dict[str, Any]]:
     """The chunks that end a streamed choice: the text held back so far, the calls, and why it ended."""
-    choice = chat_choice(index, completion, model, with_tools, with_logprobs)
-    message = choice["message"]
-    text = (message["content"] or "").lstrip() if with_tools else message["content"] or ""
+    choice = body.choice(index, completion, model)
+    message = choice.pop("message")
+    text = (message["content"] or "").lstrip() if body.tools_used else message["content"] or ""
     rest = text[len(sent) :] if text.startswith(sent) else ""
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
     if rest:
         yield {"index": index, "delta": {"content": rest}, "finish_reason": None}
     if calls:
         yield {"index": index, "delta": {"tool_calls": calls}, "finish_reason": None}
-    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-
-
-def _token_texts(completion: Completion, model: Completer) -> list[str]:
-    return [model.tokenizer.decode([i], skip_special_tokens=False) for i in completion.token_ids]
+    yield {**choice, "delta": {}}

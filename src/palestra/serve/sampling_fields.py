@@ -3,55 +3,88 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import SamplingParams
 
 # What would change the response but is not supported: refused, unless it has the value that it has here anyway.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "bad_words": (None, []),
     "best_of": (None, 1),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "detokenize": (None, True),
+    "documents": (None, []),
+    "ebnf": (None,),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
     "functions": (None, []),
+    "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
     "json_schema": (None,),
+    "length_penalty": (None, 1),
     "logit_bias": (None, {}),
+    "lora_path": (None,),
     "min_new_tokens": (None, 0),
     "min_tokens": (None, 0),
+    "modalities": (None, ["text"]),
+    "no_stop_trim": (None, False),
+    "parallel_tool_calls": (None, True),
+    "prediction": (None,),
     "presence_penalty": (None, 0),
-    "prompt_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
     "regex": (None,),
     "response_format": (None, {"type": "text"}),
+    "return_hidden_states": (None, False),
+    "skip_special_tokens": (None, False),
+    "structural_tag": (None,),
     "suffix": (None, ""),
-    "top_logprobs": (None, 0),
+    "token_ids_logprob": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
 }
+# What says who asks and why, and changes nothing in the response.
+_NO_EFFECT = frozenset(
+    "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid "
+    "priority log_metrics spaces_between_special_tokens".split()
+)
+_GREEDY_BELOW = 1e-5  # logits divided by less are no numbers any more
+_QUOTED = 80  # characters of a refused value
+_MAX_STOPS, _MAX_STOP_LENGTH, _MAX_GRAMMAR = 64, 256, 1 << 18
 
-Stop = int | str | list[int | str]
+StopId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+StopText = Annotated[str, Field(max_length=_MAX_STOP_LENGTH)]
+Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=_MAX_STOPS)]
 
 
 class SamplingFields(BaseModel):
     """Every form's names at once; a field that is missing or null has the form's default."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     n: int | None = Field(None, ge=1, le=256)
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = None
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     stop: Stop | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[StopId] | None = Field(None, max_length=_MAX_STOPS)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=1)
-    grammar: str | None = None  # the JSON of tools' schemas, as our own RemotePolicy sends it
+    grammar: str | None = Field(None, max_length=_MAX_GRAMMAR)  # tools' schemas, as our own RemotePolicy sends them
 
     @property
     def choices(self) -> int:
@@ -62,9 +95,10 @@ class SamplingFields(BaseModel):
         stops = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop is not None else []
         limit = self.max_completion_tokens or self.max_tokens or self.max_new_tokens or default_new_tokens
         top_k = self.top_k or 0
+        temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParams(
             max_new_tokens=min(limit, room),
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_p=self.top_p or 1.0,
             top_k=top_k if 0 < top_k < 1 << 30 else 0,  # -1 and 2**30 mean "all" to other servers
             min_p=self.min_p or 0.0,
@@ -80,8 +114,20 @@ class SamplingFields(BaseModel):
         )
 
 
-def check_built(body: dict[str, Any]) -> None:
-    """Refuse fields that would be ignored but matter."""
-    for name, harmless in _NOT_BUILT.items():
-        if body.get(name) not in harmless:
-            raise PalestraError(f"{name}={body[name]!r} is not supported by this server; leave it out")
+def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
+    """The fields that the form knows; one that matters and would be ignored is refused by name."""
+    known = {}
+    for name, value in body.items():
+        if name in form.model_fields:
+            known[name] = value
+        elif name in _NOT_BUILT and value not in _NOT_BUILT[name]:
+            raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
+        elif name not in _NOT_BUILT and name not in _NO_EFFECT:
+            hint = did_you_mean(name[:100], form.model_fields)
+            raise PalestraError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
+    return known
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"

@@ -12,9 +12,10 @@ import torch
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.serve.completer import SamplingRequest, TextStream, certain
+from palestra.serve.completer import Completion, SamplingRequest, TextStream, certain
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import load_completer
+from palestra.serve.openai_forms import read_reply
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 QUESTION = Message("user", "What is 3 + 4?")
@@ -154,8 +155,33 @@ BAD = {
     "n = 0": ("/v1/chat/completions", {"messages": ASK, "n": 0}),
     "n = 10000": ("/v1/chat/completions", {"messages": ASK, "n": 10_000}),
     "max_tokens = 0": ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
-    "what is not built": ("/v1/completions", {"prompt": "a", "echo": True}),
-    "top logprobs": ("/v1/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 5}),
+    "what is not built": ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+    "top logprobs without logprobs": ("/v1/chat/completions", {"messages": ASK, "top_logprobs": 5}),
+    "100 top logprobs": ("/v1/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 100}),
+    "top logprobs of a part": ("/v1/completions", {"prompt": "a", "logprobs": 1, "top_p": 0.5}),
+    "prompt logprobs at a temperature": (
+        "/v1/completions",
+        {"prompt": "a", "logprobs": 1, "echo": True, "temperature": 0.5},
+    ),
+    "a user who says nothing": ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+    "an assistant who says nothing": ("/v1/chat/completions", {"messages": [*ASK, {"role": "assistant"}]}),
+    "an unknown field": ("/v1/chat/completions", {"messages": ASK, "temprature": 1}),
+    "an unknown field of sampling_params": ("/generate", {"input_ids": [5], "sampling_params": {"temprature": 1}}),
+    "a template without such a variable": (
+        "/v1/chat/completions",
+        {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "a variable that is an argument": (
+        "/v1/chat/completions",
+        {"messages": ASK, "chat_template_kwargs": {"tokenize": True}},
+    ),
+    "effort": ("/v1/chat/completions", {"messages": ASK, "reasoning_effort": "low"}),
+    "a message to go on with": ("/v1/chat/completions", {"messages": ASK, "continue_final_message": True}),
+    "no generation prompt": ("/v1/chat/completions", {"messages": ASK, "add_generation_prompt": False}),
+    "prompt logprobs without logprobs": ("/generate", {"input_ids": [5], "logprob_start_len": 0}),
+    "prompts x n": ("/generate", {"input_ids": [[5]] * 300, "sampling_params": {"n": 16}}),
+    "a stop of 10,000 characters": ("/v1/completions", {"prompt": "a", "stop": "x" * 10_000}),
+    "a stop id beyond int32": ("/generate", {"input_ids": [5], "sampling_params": {"stop_token_ids": [10**30]}}),
     "an empty prompt": ("/v1/completions", {"prompt": ""}),
     "no prompt": ("/v1/completions", {}),
     "ids outside of the vocabulary": ("/generate", {"input_ids": [10**6]}),
@@ -172,13 +198,141 @@ BAD = {
 def test_bad_request_is_refused_in_openais_form(http, case):
     path, body = BAD[case]
     answer = http.post(path, json={"model": "m", **body})
-    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a": ' * 5000])
+def test_malformed_json_is_a_bad_request(http, body):
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert http.post(path, content=body).status_code == 400
+
+
+def test_a_refused_field_is_named_with_the_closest_known_one(http):
+    message = http.post("/v1/completions", json={"prompt": "a", "temprature": 1}).json()["error"]["message"]
+    assert message == "'temprature' is no field that this server knows; leave it out. Did you mean 'temperature'?"
+
+
 def test_bad_request_raises_the_clients_own_error(client):
-    with pytest.raises(openai.UnprocessableEntityError, match="messages"):
+    with pytest.raises(openai.BadRequestError, match="messages"):
         client.chat.completions.create(model="m", messages=[])
+
+
+def test_fields_that_say_who_asks_are_taken(http):
+    about = {"model": "m", "user": "me", "metadata": {}, "store": False, "n": None, "stream": None, "echo": None}
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **about}).status_code == 200
+
+
+def test_the_served_model_is_found_by_its_name(client):
+    assert client.models.retrieve("palestra/tiny").id == "palestra/tiny"
+    with pytest.raises(openai.NotFoundError, match="palestra/tiny"):
+        client.models.retrieve("gpt")
+
+
+def reference(model, ids):
+    """[T - 1, V] the logprobs of what may follow each token, by the model's own forward."""
+    with torch.inference_mode():
+        return model.policy.engine.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+def test_echo_gives_the_prompts_own_logprobs_and_the_true_top(model, http):
+    ids = model.encode("What is 3 + 4?")
+    body = {"prompt": [list(ids), list(ids)], "max_tokens": 1, "logprobs": 2, "echo": True, "temperature": 0}
+    first, second = http.post("/v1/completions", json=body).json()["choices"]
+    assert first["text"].startswith("What is 3 + 4?")
+    logprobs = first["logprobs"]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == len(ids) + 1
+    expected = reference(model, [*ids, 0])
+    for place, token in enumerate(ids[1:]):
+        assert logprobs["token_logprobs"][place + 1] == pytest.approx(expected[place, token].item(), abs=1e-4)
+        assert max(logprobs["top_logprobs"][place + 1].values()) == pytest.approx(
+            expected[place].max().item(), abs=1e-4
+        )
+    assert second["logprobs"] == logprobs
+    alone = http.post("/v1/completions", json={**body, "prompt": list(ids), "max_tokens": 0}).json()["choices"][0]
+    assert alone["text"] == "What is 3 + 4?"
+    assert alone["logprobs"]["token_logprobs"] == pytest.approx(logprobs["token_logprobs"][:-1], abs=1e-5)
+
+
+def test_prompts_are_scored_alike_in_one_chunk_and_in_many(model, monkeypatch):
+    ids = model.encode("What is 3 + 4? And what is 7 + 9, then?")
+
+    def scored(chunk):
+        monkeypatch.setattr("palestra.policy.token_logprobs._CHUNK", chunk)
+        pieces = list(model.score(ids, 3, top=2, temperature=1.0))
+        return [p for piece in pieces for p in piece.logprobs], [t for piece in pieces for t in piece.top]
+
+    (whole, top), (parts, top_of_parts) = scored(512), scored(2)
+    assert len(whole) == len(ids) - 3
+    assert parts == pytest.approx(whole, abs=1e-4)
+    assert [[i for i, _ in pairs] for pairs in top] == [[i for i, _ in pairs] for pairs in top_of_parts]
+
+
+def test_top_logprobs_of_a_sample_are_the_most_likely_tokens(client):
+    asked = {"model": "m", "messages": ASK, "max_tokens": 6, "temperature": 1.0, "seed": 7, "logprobs": True}
+    answer = client.chat.completions.create(**asked, top_logprobs=3)
+    rows = answer.choices[0].logprobs.content
+    assert all(len(row.top_logprobs) == 3 for row in rows)
+    assert all(max(t.logprob for t in row.top_logprobs) >= row.logprob - 1e-4 for row in rows)
+    same = [t.logprob for row in rows for t in row.top_logprobs if t.token == row.token]
+    assert same
+    (choice,) = [
+        c for p in client.chat.completions.create(**asked, top_logprobs=3, stream=True) for c in p.choices if c.logprobs
+    ]
+    assert choice.logprobs.content == rows
+
+
+def test_sglang_form_gives_the_prompts_logprobs_from_the_token_asked_for(model, http):
+    ids = list(model.encode("What is 3 + 4?"))
+    asked = {"input_ids": [ids, ids[:4]], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    first, second = (row["meta_info"] for row in http.post("/generate", json=asked).json())
+    assert [row[1] for row in first["input_token_logprobs"]] == ids
+    assert first["input_token_logprobs"][0][0] is first["input_top_logprobs"][0] is None
+    assert second["input_token_logprobs"][1] == pytest.approx(first["input_token_logprobs"][1], abs=1e-4)
+    assert len(first["output_top_logprobs"]) == 1
+    later = http.post("/generate", json=asked | {"input_ids": ids, "logprob_start_len": 3}).json()["meta_info"]
+    assert [row[1] for row in later["input_token_logprobs"]] == ids[3:]
+
+
+def test_token_ids_are_returned_on_request(model, http):
+    chat = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 3, "return_token_ids": True}).json()
+    assert chat["prompt_token_ids"] == model.chat.prompt([QUESTION]).token_ids.tolist()
+    assert len(chat["choices"][0]["token_ids"]) == chat["usage"]["completion_tokens"]
+    (text,) = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "return_token_ids": True}).json()[
+        "choices"
+    ]
+    assert text["prompt_token_ids"] == list(model.encode("a"))
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model, http, monkeypatch):
+    """30 MB of text took 100 s and 7 GB, and nobody else was answered."""
+    for each in (model, model.twin):
+        assert each.max_characters < 100_000
+        monkeypatch.setattr(each, "tokenizer", None)
+    text = "hello world " * 500_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    bodies = {"/generate": {"text": text}, "/v1/completions": {"prompt": text}, "/v1/chat/completions": chat}
+    for path, body in bodies.items():
+        answer = http.post(path, json=body)
+        assert (answer.status_code, "characters" in answer.text) == (400, True)
+    assert http.post("/generate", content=b" " * (17 << 20)).status_code == 413
+
+
+def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
+    body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
+    small = http.post("/v1/completions", json=body).json()["choices"]
+    monkeypatch.setattr("palestra.serve.inference._LARGE", 10)
+    assert http.post("/v1/completions", json=body).json()["choices"] == small
+    assert http.post("/v1/completions", json=body | {"temprature": 1}).status_code == 400
+
+
+def test_tool_calls_have_ids_of_their_own(model):
+    written = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
+    completion = Completion([], [], [], written, "stop")
+    calls = [call for _ in range(2) for call in read_reply(completion, model, with_tools=True)[1]]
+    assert len({call.id for call in calls}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,50 @@
+"""Logprobs of given tokens by the module's own forward: what a server is asked about a prompt, or beside a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.engine.attention import AttentionSwitch
+
+_CHUNK = 512  # tokens whose logits are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of consecutive tokens: the logprob of each, and the most likely in its place as (id, logprob), best first."""
+
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+def token_logprobs(
+    model: Any, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+) -> Iterator[TokenLogprobs]:
+    """The tokens from place `start` (1 or more) on, given all before them; a piece after each chunk of work."""
+    ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+    switch = AttentionSwitch(model)
+    cache = None
+    for begin in range(0, ids.shape[1] - 1, _CHUNK):
+        end = min(begin + _CHUNK, ids.shape[1] - 1)
+        wanted = end - max(begin, start - 1)  # the last of the chunk predict them
+        with torch.inference_mode(), switch.use(model.config._attn_implementation or "sdpa", training=False):
+            out = model(
+                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=max(wanted, 1)
+            )
+            cache = out.past_key_values
+            piece = _read(out.logits[0] / temperature, ids[0, end + 1 - wanted : end + 1], top) if wanted > 0 else None
+        if piece is not None:
+            yield piece
+
+
+def _read(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    """What logits [T, V] say of the tokens [T]."""
+    logprobs = logits.float().log_softmax(-1)
+    values, best = logprobs.topk(min(top, logprobs.shape[1]))
+    pairs = [list(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values.tolist(), strict=True)]
+    return TokenLogprobs(logprobs.gather(1, tokens[:, None])[:, 0].tolist(), pairs)
