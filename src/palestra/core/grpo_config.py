@@ -39,29 +39,6 @@ _SAME = {
     "logging_steps": "track.log_every",
 }
 
-# Fields that TRL's GRPOConfig has too, by the same name.
-_TRL = (
-    "num_train_epochs",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "max_grad_norm",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "mask_truncated_completions",
-    "gradient_checkpointing",
-    "max_tool_calling_iterations",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size",
-    "seed",
-    "output_dir",
-    "save_strategy",
-    "save_steps",
-    "logging_steps",
-)
-
 
 class GRPOTrainingConfig(BaseModel):
     """Settings of `train_grpo`, by the names that GRPO users know; all by keyword.
@@ -149,19 +126,20 @@ class GRPOTrainingConfig(BaseModel):
         cuda = torch.cuda.is_available()
         usual = "bfloat16" if cuda else "float32"
         dtype = self.torch_dtype if "torch_dtype" in self.model_fields_set and self.torch_dtype != "auto" else usual
-        return GRPOConfig(
-            **{name: getattr(self, name) for name in _TRL},
-            vllm_max_model_length=self.vllm_max_model_len,
-            per_device_train_batch_size=self.per_device_batch_size * self.num_generations,  # TRL counts completions
-            max_steps=-1 if self.max_steps is None else self.max_steps,
-            bf16=cuda and dtype == "bfloat16",
-            fp16=cuda and dtype == "float16",
-            model_init_kwargs={"dtype": dtype},
-            report_to=self._trackers() or "none",
-            loss_type="dapo",
-            epsilon_high=0.28,
-            lr_scheduler_type="constant",
-        )
+        same = {name: value for name, value in self if name in GRPOConfig.__dataclass_fields__}
+        different = {
+            "vllm_max_model_length": self.vllm_max_model_len,
+            "per_device_train_batch_size": self.per_device_batch_size * self.num_generations,  # TRL counts completions
+            "max_steps": -1 if self.max_steps is None else self.max_steps,
+            "bf16": cuda and dtype == "bfloat16",
+            "fp16": cuda and dtype == "float16",
+            "model_init_kwargs": {"dtype": dtype},
+            "report_to": self._trackers() or "none",
+            "loss_type": "dapo",
+            "epsilon_high": 0.28,
+            "lr_scheduler_type": "constant",
+        }
+        return GRPOConfig(**(same | different))
 
     def build_peft_config(self) -> LoraConfig | None:
         """peft's LoraConfig; None when LoRA is off."""
