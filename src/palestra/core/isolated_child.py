@@ -23,18 +23,21 @@ def isolate() -> bool:
     wait, go = os.pipe()
     helper = os.fork()  # only a process outside of the namespace may map more than one id
     if helper == 0:
+        is_mapped = False
         try:
             os.close(go)
             if os.read(wait, 1):
                 _map_ids(me, uid, gid)
+            is_mapped = True
         finally:
-            os._exit(0)
+            os._exit(0 if is_mapped else 1)
     is_isolated = ctypes.CDLL(None).unshare(_CLONE_NEWUSER) == 0
     if is_isolated:
         os.write(go, b"1")
     os.close(go)
     os.close(wait)
-    os.waitpid(helper, 0)
+    if os.waitpid(helper, 0)[1]:
+        raise SystemExit("Error: in its new user namespace this process has no user; the system forbids to name one")
     return is_isolated
 
 
