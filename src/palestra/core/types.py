@@ -44,6 +44,7 @@ class ToolResult:
     content: str
     ok: bool = True
     seconds: float = 0.0
+    raised: bool = False  # not ok because the tool raised or hung, rather than for a wrong call
 
 
 @dataclass(frozen=True, slots=True)

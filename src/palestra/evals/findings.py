@@ -71,17 +71,17 @@ def outcome_findings(
 
 
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
-    """Why no rollout can use a tool: all call it, and it fails each time with the same words. None if there is none.
+    """Why no rollout can use a tool: all call it, and it raises or hangs each time with the same words.
 
-    A call that the model got wrong fails in ways of its own, and is what a training is for.
+    None if there is none. A call that the model got wrong fails in ways of its own, and is what a training is for.
     """
-    calls = [{result.call.name: result for result in r.tool_results} for r in rollouts]
-    if len(calls) < MIN_STEPS:
+    if len(rollouts) < MIN_STEPS:
         return None
     for name in rollouts[0].tool_names:
-        results = [result for r in rollouts for result in r.tool_results if result.call.name == name]
+        calls = [[result for result in r.tool_results if result.call.name == name] for r in rollouts]
+        results = [result for row in calls for result in row]
         words = {result.content for result in results}
-        if all(name in called for called in calls) and not any(r.ok for r in results) and len(words) == 1:
+        if all(calls) and all(result.raised for result in results) and len(words) == 1:
             return f"the tool {name} failed in all of its {len(results)} calls, each time with: {words.pop()}"
     return None
 

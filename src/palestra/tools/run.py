@@ -27,9 +27,10 @@ async def run_calls(
 async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float, max_chars: int) -> ToolResult:
     started = time.perf_counter()
 
-    def failed(text: str) -> ToolResult:
+    def failed(text: str, *, raised: bool = False) -> ToolResult:
         short = text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
-        return ToolResult(call, _encodable(f"Error: {short}"), ok=False, seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return ToolResult(call, _encodable(f"Error: {short}"), ok=False, seconds=seconds, raised=raised)
 
     if call.error is not None:
         return failed(call.error)
@@ -43,9 +44,9 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
     except ArgumentError as problem:
         return failed(str(problem))
     except CallTimeout as problem:
-        return failed(f"{call.name} {problem}")
+        return failed(f"{call.name} {problem}", raised=True)
     except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
-        return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "))
+        return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "), raised=True)
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
 
 

@@ -92,7 +92,10 @@ class Training:
             raise self.failure(f"step {self.state.step + 1}", error) from error
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         if self.checkpoints and self.config.checkpoint.every and last != step_folder(self.checkpoints, self.state.step):
-            self.checkpoint()
+            try:
+                self.checkpoint()
+            except Exception as error:
+                raise self.failure("saving the last checkpoint", error) from error
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due between this step and the next."""

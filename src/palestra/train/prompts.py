@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from palestra.chat.template import ChatFormat
+from palestra.core.calls import call_with_limit
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.messages import as_messages
@@ -15,6 +17,7 @@ from palestra.envs.base import Episode, Split
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import Speaker
 from palestra.rollout.collect import Collector
+from palestra.rollout.rewards import REWARD_TIMEOUT_S
 from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import train_limits
@@ -40,8 +43,11 @@ def reward_function(reward: Reward) -> Callable[[str, Any], float]:
             "or an object with calculate_combined_reward(output, expected_answer)"
         )
 
+    one_at_a_time = threading.Lock()  # it is called in threads, and may be a model
+
     def call(output: str, expected_answer: Any) -> float:
-        value = combined(output, expected_answer)
+        with one_at_a_time:
+            value = combined(output, expected_answer)
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -106,7 +112,7 @@ class PromptEpisode:
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         if self.reward is None:
             return {}
-        value = self.reward(messages[-1].text, self.problem.expect)
+        value = await call_with_limit(self.reward, messages[-1].text, self.problem.expect, timeout_s=REWARD_TIMEOUT_S)
         return {"reward": Score(value, value >= 1.0)}
 
     def close(self) -> None: ...

@@ -149,7 +149,10 @@ class Run:
                 drop_after(self.folder, training.state.step)
             training.run(self._evaluate_between if self.evaluator else None, self._lacks_evaluation())
             after = self._evaluate("after", again=True)
-            path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
+            try:
+                path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
+            except Exception as error:
+                raise training.failure("saving the model", error) from error
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             findings = outcome_findings(metrics, after.rollouts if after else (), training.ended_early)
             device = gpu_name(self.model)
@@ -181,7 +184,10 @@ class Run:
         if before is None or self.resume_from is not None:
             return
         if reason := broken_tool(before.rollouts):
-            raise PalestraError(f"scoring before: {reason}. Fix the tool, or take it from the agent")
+            raise PalestraError(
+                f"scoring before: {reason}. Fix the tool, or take it from the agent; if the calls are at fault, let it "
+                "return its words instead of raising"
+            )
         for finding in evaluation_findings(before.rollouts):
             if finding.kind in NO_MATTER_OF_LEARNING:
                 self.training.watcher.warn(finding.sentence)

@@ -112,7 +112,8 @@ class Feed:
                 if status.step != noted_step:
                     noted_step = status.step
                     self._note_progress(status)
-                for _ in range(status.room_groups - len(running)):
+                most = max(1, self.config.rollout.max_open_episodes // self.config.rollout.group_size)
+                for _ in range(min(status.room_groups, most) - len(running)):
                     running.add(asyncio.create_task(self._one_group(source)))
                 if not running:
                     await asyncio.sleep(_POLL_S)

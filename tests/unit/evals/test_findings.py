@@ -107,7 +107,7 @@ def rollout(*ids: int, stop: StopReason = "answered", calls: tuple[ToolResult, .
 
 
 def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:
-    return ToolResult(ToolCall("c", name), content, ok)
+    return ToolResult(ToolCall("c", name), content, ok, raised=" raised " in content)
 
 
 def test_stats_tell_why_rollouts_were_cut_off_and_which_tools_do_not_exist() -> None:
@@ -143,8 +143,10 @@ def test_a_tool_that_fails_always_and_everywhere_in_the_same_words_is_broken() -
     assert broken_tool([rollout(1, calls=(result("add"), down))] * 4) == (
         "the tool search failed in all of its 4 calls, each time with: Error: search raised ConnectionError: refused"
     )
-    wrong = [result("search", f"Error: no such column {i}", ok=False) for i in range(4)]
+    wrong = [result("search", f"Error: search raised KeyError: {i}", ok=False) for i in range(4)]
     assert broken_tool([rollout(1, calls=(call,)) for call in wrong]) is None, "the model's own mistakes differ"
+    misused = result("search", "Error: missing argument 'text'. search takes text: string", ok=False)
+    assert broken_tool([rollout(1, calls=(misused,))] * 4) is None, "or are no failure of the tool"
     assert broken_tool([rollout(1, calls=(down,))] * 3 + [rollout(1)]) is None, "one did without"
     assert broken_tool([rollout(1, calls=(down,))] * 3 + [rollout(1, calls=(down, result("search")))]) is None
     assert broken_tool([rollout(1, calls=(result("find", "no", ok=False),))] * 4) is None, "a tool that nobody offers"

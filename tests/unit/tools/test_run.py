@@ -155,6 +155,11 @@ def test_a_tool_that_raises_is_answered_shortly(kind):
     assert not result.ok
     assert result.content.startswith("Error: explode raised ")
     assert len(result.content) < 320
+    assert result.raised
+
+
+def test_a_call_that_is_wrong_is_not_a_tool_that_failed():
+    assert not any(run_one(name, **arguments).raised for name, arguments in (("price", {}), ("prize", {"item": "tea"})))
 
 
 @pytest.mark.parametrize(("name", "words"), [("wait", " and was stopped"), ("block", "")])

@@ -444,6 +444,20 @@ def test_without_memory_the_settings_to_change_are_named(error: Exception, tmp_p
     assert text.endswith(f"(now 8). The last good checkpoint is {step_folder(tmp_path, 2)}")
 
 
+def test_a_last_checkpoint_that_cannot_be_saved_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop({"checkpoint.every": 3}, checkpoints=tmp_path)
+
+    def full(folder: Path) -> None:
+        if loop.training.state.step == 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.learner, "save", full)
+    with pytest.raises(
+        PalestraError, match=r"saving the last checkpoint: .*No space left.*checkpoint is .*step-000003"
+    ):
+        loop.training.run()
+
+
 class Hears(Watcher):
     """Keeps what it is told."""
 

@@ -126,7 +126,7 @@ def steps(folder: RunFolder) -> list[float]:
     return [row["step"] for row in folder.metrics()]
 
 
-DOWN = ToolResult(ToolCall("c", "search"), "Error: search raised ConnectionError: refused", ok=False)
+DOWN = ToolResult(ToolCall("c", "search"), "Error: search raised ConnectionError: refused", ok=False, raised=True)
 
 
 def calling(*results: ToolResult, **more: Any) -> Rollout:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from palestra.core.calls import call_with_limit
+from palestra.core.calls import OutOfThreads, call_with_limit
 from palestra.faces.rl_tools.answers import Answer
 from palestra.faces.rl_tools.tools import Progress, RlTools
 
@@ -44,6 +44,8 @@ async def call_in_thread(
             tools.call, name, arguments, progress=progress, cancelled=cancelled, timeout_s=_LONGEST_CALL_S
         )
         return answer
+    except OutOfThreads as error:
+        return {"error": str(error)}
     finally:
         cancelled.set()
 
