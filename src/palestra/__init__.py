@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
     from palestra.suite import EvalSuite
+    from palestra.tools.context import Context
     from palestra.tools.tool import Tool, function_tool
 
 __all__ = [
     "Agent",
+    "Context",
     "Env",
     "EnvConfig",
     "EvalSuite",
@@ -34,6 +36,7 @@ __all__ = [
 
 _HOMES = {
     "Agent": "palestra.agents.agent",
+    "Context": "palestra.tools.context",
     "Env": "palestra.envs.env",
     "EnvConfig": "palestra.envs.env",
     "EvalSuite": "palestra.suite",

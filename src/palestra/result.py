@@ -104,10 +104,12 @@ class GRPOTrainingResult:
         tools: Sequence[Any] | None = None,
         instructions: str | None = None,
         seed: int = 0,
+        context: Any = None,
     ) -> str:
         """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped.
 
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
+        `context` is the state that tools with a Context parameter work on.
         """
         from palestra.chat.template import ChatFormat
         from palestra.chat.toolcalls import strip_thinking
@@ -118,6 +120,9 @@ class GRPOTrainingResult:
 
         chat = ChatFormat(self.tokenizer)
         chosen = self.agent.tools if tools is None else [self._as_tool(t) for t in tools]
+        if context is None and (needing := next((t.name for t in chosen if t.needs_context), None)):
+            raise PalestraError(f"tool {needing!r} takes a context; pass one: generate(…, context=…)")
+        chosen = [tool.bind(context) for tool in chosen]
         system = self.instructions if instructions is None else instructions
         messages = [Message("system", system)] if system else []
         messages.append(Message("user", prompt))

@@ -10,7 +10,7 @@ import palestra
 
 # What users import. A name may be added here; one that is taken away breaks their code.
 PUBLIC = (
-    "Agent Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult Tool "
+    "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult Tool "
     "evaluate fail_reason function_tool judge measure pass_reason train_grpo"
 ).split()
 

@@ -23,7 +23,8 @@ class Agent:
     tools: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        self.tools = tuple(as_tool(tool) for tool in self.tools)
+        enabled = (tool for tool in self.tools if getattr(tool, "is_enabled", True) is not False)  # of openai-agents
+        self.tools = tuple(as_tool(tool) for tool in enabled)
         tools_by_name(self.tools)  # refuses two of one name
 
     @property
@@ -32,7 +33,8 @@ class Agent:
         if callable(self.instructions):
             raise PalestraError(
                 f"the instructions of agent {self.name!r} are a function, so they may differ from call to call; "
-                f"training needs fixed ones. Pass a string: Agent({self.name!r}, instructions='You are …')."
+                f"training needs fixed ones. Pass a string, Agent({self.name!r}, instructions='You are …'), and write "
+                "what differs from case to case into the case's input."
             )
         return self.instructions or ""
 

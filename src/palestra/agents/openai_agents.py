@@ -1,4 +1,7 @@
-"""Agents of the openai-agents SDK, taken as they are; the SDK itself is never imported."""
+"""Agents of the openai-agents SDK, taken as they are; the SDK itself is never imported.
+
+What would change a conversation and cannot be kept in training is refused by name, with what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,25 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
 
+# attribute -> (what it is, what to do instead)
 _UNTRAINABLE = {
-    "handoffs": "handoffs to other agents",
-    "mcp_servers": "MCP servers",
-    "output_type": "an output type",
-    "input_guardrails": "input guardrails",
-    "output_guardrails": "output guardrails",
-    "prompt": "a stored prompt",
+    "handoffs": ("handoffs to other agents", "Train each agent on its own"),
+    "mcp_servers": ("MCP servers", "Give it functions that call them, as tools"),
+    "output_type": ("an output type", "Ask for that form in the instructions, and check it in a measure"),
+    "input_guardrails": ("input guardrails", "Leave them out of the agent that you train; the one you deploy has them"),
+    "output_guardrails": ("output guardrails", "Leave them out of the agent that you train, and punish in a measure"),
+    "prompt": ("a stored prompt", "Write it into the instructions"),
+    "hooks": ("hooks", "Leave them out of the agent that you train; a measure sees every call and result"),
 }
+
+# Of ModelSettings: what is ours to set under another name, and what changes nothing that the model reads or says.
+_OURS = {"temperature": "rollout.temperature", "top_p": "rollout.top_p", "max_tokens": "rollout.max_new_tokens"}
+_HARMLESS = set(
+    "metadata store prompt_cache_retention prompt_cache_options include_usage preserve_raw_usage response_include "
+    "top_logprobs retry timeout extra_headers".split()
+)
+_HOW_IT_IS = {"tool_choice": "auto", "parallel_tool_calls": True}  # values that say what training does anyway
+_OF_THE_DEFAULT_MODEL = {"reasoning", "verbosity"}  # the SDK sets them where no model is named
 
 
 def as_agent(obj: Any) -> Agent:
@@ -26,13 +40,30 @@ def as_agent(obj: Any) -> Agent:
             f"expected an agent, got {type(obj).__name__}. Pass palestra.Agent(name, model, instructions, tools) "
             "or an Agent of the openai-agents SDK."
         )
-    for key, words in _UNTRAINABLE.items():
+    for key, (words, remedy) in _UNTRAINABLE.items():
         if getattr(obj, key, None):
-            raise PalestraError(
-                f"agent {obj.name!r} has {words} ({key}), which training would not see. "
-                f"Leave {key} out of the agent that you train."
-            )
+            raise PalestraError(f"agent {obj.name!r} has {words} ({key}), which training would not see. {remedy}.")
+    behavior = getattr(obj, "tool_use_behavior", "run_llm_again")
+    if behavior != "run_llm_again":
+        raise PalestraError(
+            f"agent {obj.name!r} has tool_use_behavior={behavior!r}; in training the model always reads its tools' "
+            "results and answers. Use 'run_llm_again' in the agent that you train."
+        )
+    _refuse_model_settings(obj)
     return Agent(obj.name, _model_name(obj), obj.instructions or "", obj.tools)
+
+
+def _refuse_model_settings(obj: Any) -> None:
+    settings = getattr(obj, "model_settings", None)
+    ignored = _HARMLESS | (_OF_THE_DEFAULT_MODEL if getattr(obj, "model", None) is None else set())
+    for key, value in vars(settings).items() if settings is not None else ():
+        if value is None or key in ignored or _HOW_IT_IS.get(key) == value:
+            continue
+        instead = f"Set {_OURS[key]} in the config instead" if key in _OURS else "Training has no such setting"
+        raise PalestraError(
+            f"agent {obj.name!r} has model_settings.{key}={value!r}, which training would not keep. {instead}, and "
+            "train agent.clone(model_settings=ModelSettings())."
+        )
 
 
 def _model_name(obj: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite
+from palestra.tools.shared_state import shared_state
 from palestra.tools.tool import Tool
 
 MEASURE_TIMEOUT_S = 300.0
+log = logging.getLogger("palestra")
+_IMMUTABLE = (type(None), str, int, float, tuple, frozenset)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class SuiteEpisode:
     prompt: Sequence[Message]
     tools: Sequence[Tool]
     measures: Sequence[Measure]
+    environment: Any = None  # the context of the attempt; reward functions see it by this name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """A case is one question: its answer ends the attempt."""
@@ -35,7 +40,9 @@ class SuiteEpisode:
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         """All measures at once."""
-        context = MeasureContext(tuple(messages), tuple(tool_results), self.problem.expect, self.problem)
+        context = MeasureContext(
+            tuple(messages), tuple(tool_results), self.problem.expect, self.problem, self.environment
+        )
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in self.measures))
         return {m.name: score for m, score in zip(self.measures, scores, strict=True)}
 
@@ -69,6 +76,9 @@ class SuiteEnvironment:
         instructions = agent.fixed_instructions
         self._opening = (Message("system", instructions),) if instructions else ()
         self._tools: tuple[Tool, ...] = tuple(agent.tools)
+        self._suite = train if train.context_fn or held_out is None else held_out
+        self._context: Any = None  # of the last attempt
+        _check_state(self._tools, self._suite)
         self._cases = {"train": tuple(train), "held_out": tuple(held_out or ())}
         self._weights = _weights([m.name for m in self._measures], reward_weights)
 
@@ -80,7 +90,29 @@ class SuiteEnvironment:
         return self._cases[split]
 
     def open(self, problem: Problem) -> SuiteEpisode:
-        return SuiteEpisode(problem, (*self._opening, *as_messages(problem.input)), self._tools, self._measures)
+        context = self._suite.context_of(problem)
+        if context is self._context and not isinstance(context, _IMMUTABLE):
+            raise PalestraError("context_fn gave the same object twice; make a new one for each attempt")
+        self._context = context
+        tools = [tool.bind(context) for tool in self._tools]
+        return SuiteEpisode(problem, (*self._opening, *as_messages(problem.input)), tools, self._measures, context)
+
+
+def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
+    """A tool that needs a context must get one, and one that keeps its state elsewhere is warned about."""
+    for tool in tools:
+        if tool.needs_context and suite.context_fn is None:
+            raise PalestraError(
+                f"tool {tool.name!r} takes a context ({tool.context}), and the suite makes none. Say how: "
+                "EvalSuite.from_records(…, context_fn=lambda record: …)"
+            )
+        if names := shared_state(tool.fn):
+            log.warning(
+                "tool %s changes %s, which all attempts share, so they disturb each other. Keep the state of an "
+                "attempt in a context: docs/python.md",
+                tool.name,
+                ", ".join(names),
+            )
 
 
 def _weights(names: Sequence[str], given: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

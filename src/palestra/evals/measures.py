@@ -25,6 +25,7 @@ class MeasureContext:
     tool_results: Sequence[ToolResult] = ()
     expect: Any = None
     case: Problem = field(default_factory=lambda: Problem("", ""))
+    context: Any = None  # what the suite's context_fn made for this attempt, as the tools left it
 
     @property
     def final_assistant_message(self) -> Message:

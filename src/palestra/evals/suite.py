@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -19,6 +20,7 @@ from palestra.evals.measures import as_measures
 Record = Mapping[str, Any]
 InputFn = Callable[[Record], Any]
 ExpectFn = Callable[[Record], Any]
+ContextFn = Callable[[Record], Any]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class EvalSuite:
     cases: Sequence[Problem]
     measures: Sequence[Any] = ()
     name: str = "suite"
+    context_fn: ContextFn | None = None  # makes the state of one attempt, for tools with a Context parameter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cases", tuple(self.cases))
@@ -61,9 +64,11 @@ class EvalSuite:
         expect_fn: ExpectFn | None = None,
         measures: Sequence[Any] = (),
         name: str = "suite",
+        context_fn: ContextFn | None = None,
     ) -> Self:
         """One case per record. `input_fn` gives the user's text or messages (default: record["input"]),
-        `expect_fn` what the measures compare with (default: record.get("expect"))."""
+        `expect_fn` what the measures compare with (default: record.get("expect")), `context_fn` the state of an attempt
+        at it, which tools take as a parameter of type Context and measures see as `ctx.context`."""
         cases = [
             Problem(
                 id=f"{name}-{index}",
@@ -73,7 +78,7 @@ class EvalSuite:
             )
             for index, record in enumerate(records)
         ]
-        return cls(cases, measures, name)
+        return cls(cases, measures, name, context_fn)
 
     @classmethod
     def from_jsonl(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
@@ -123,6 +128,10 @@ class EvalSuite:
                 load_dataset(str(path_or_dataset), split=split), input_fn, **{"name": name, **options}
             )
         return cls.from_records(path_or_dataset, input_fn, **options)
+
+    def context_of(self, case: Problem) -> Any:
+        """A new context for an attempt at a case, from a copy of its record; None without `context_fn`."""
+        return None if self.context_fn is None else self.context_fn(copy.deepcopy(case.row))
 
     def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Self, Self]:
         """(train, held-out), drawn by `seed`; both keep the order of the cases."""

@@ -100,7 +100,7 @@ class RewardFunctions:
         self, problem: Problem, rollouts: Sequence[Rollout], episodes: Sequence[Episode]
     ) -> dict[str, Sequence[Any] | Any]:
         """What TRL gives its reward functions, and the columns of the problem's row."""
-        worlds = [e.environment for e in episodes if hasattr(e, "environment")]  # a suite has none
+        worlds = [w for e in episodes if (w := getattr(e, "environment", None)) is not None]  # not all have one
         return {
             **{key: [value] * len(rollouts) for key, value in problem.row.items()},
             "prompts": [_dicts(r.messages[: _prompt_count(r)]) for r in rollouts],

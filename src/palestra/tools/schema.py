@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
 from palestra.core.errors import PalestraError
+from palestra.tools.context import is_context
 from palestra.tools.docstring import parse_docstring
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class FunctionSchema:
     description: str
     parameters: dict[str, Any]
     readers: dict[str, TypeAdapter[Any]]
+    context: str | None = None  # the parameter that the model does not see: it gets the state of an attempt
 
 
 def function_schema(fn: Callable[..., Any]) -> FunctionSchema:
@@ -65,9 +67,15 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
     definitions: dict[str, Any] = {}
     readers: dict[str, TypeAdapter[Any]] = {}
     required: list[str] = []
+    context: str | None = None
     for parameter in inspect.signature(fn).parameters.values():
         key = parameter.name
         annotation = _annotation(parameter, hints, name)
+        if is_context(annotation):
+            if context is not None:
+                raise PalestraError(f"tool {name!r} has two contexts, {context} and {key}; an attempt has one")
+            context = key
+            continue
         readers[key], schema = _reader(annotation, name, key)
         definitions |= schema.pop("$defs", {})
         text = _annotated_text(annotation) or texts.get(key)
@@ -82,7 +90,7 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
     if definitions:
         parameters["$defs"] = definitions
     parameters["additionalProperties"] = False
-    return FunctionSchema(description, parameters, readers)
+    return FunctionSchema(description, parameters, readers, context)
 
 
 def _type_hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, overload
 
 from palestra.core.errors import PalestraError
 from palestra.tools.schema import function_schema
+
+_NO_DEFAULT = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,18 @@ class Tool:
     parameters: dict[str, Any]
     fn: Callable[..., Any]
     readers: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    context: str | None = None  # the parameter that gets the state of an attempt
+
+    def bind(self, context: Any) -> Tool:
+        """The tool of one attempt, whose state is `context`."""
+        if self.context is None:
+            return self
+        return replace(self, fn=partial(self.fn, **{self.context: context}), context=None)
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether it cannot be called without having been bound."""
+        return self.context is not None and inspect.signature(self.fn).parameters[self.context].default is _NO_DEFAULT
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -62,6 +78,7 @@ def function_tool(
             parameters=schema.parameters,
             fn=function,
             readers=schema.readers,
+            context=schema.context,
         )
 
     return make if fn is None else make(fn)
@@ -72,7 +89,7 @@ def as_tool(obj: Any) -> Tool:
     if isinstance(obj, Tool):
         return obj
     if hasattr(obj, "on_invoke_tool") and hasattr(obj, "params_json_schema"):
-        return _from_openai_agents(obj)
+        return from_openai_agents(obj)
     if callable(obj):
         return function_tool(obj)
     raise PalestraError(
@@ -94,28 +111,61 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     return named
 
 
+# What a FunctionTool of openai-agents may have that training could not keep -> why.
+_REFUSED = {
+    "needs_approval": "asks a person before it runs, and nobody approves during training",
+    "tool_input_guardrails": "has guardrails, which run only in the SDK's own loop",
+    "tool_output_guardrails": "has guardrails, which run only in the SDK's own loop",
+    "defer_loading": "is loaded on demand, which only the SDK's own loop does",
+    "allowed_callers": "names who may call it, which only the SDK's own loop keeps",
+}
 _SDK_FAILURE = "An error occurred while running the tool"
 
 
-def _from_openai_agents(sdk_tool: Any) -> Tool:
+def from_openai_agents(sdk_tool: Any) -> Tool:
     """A FunctionTool of openai-agents: it takes a context and the arguments as JSON text."""
+    _refuse_untrainable(sdk_tool)
+    limit_s = getattr(sdk_tool, "timeout_seconds", None)
 
-    async def invoke(**arguments: Any) -> Any:
+    async def invoke(palestra_context: Any = None, **arguments: Any) -> Any:
         text = json.dumps(arguments, ensure_ascii=False)
-        result = await sdk_tool.on_invoke_tool(_sdk_context(sdk_tool, text), text)
+        async with asyncio.timeout(limit_s):
+            result = await sdk_tool.on_invoke_tool(_sdk_context(sdk_tool, palestra_context, text), text)
         if isinstance(result, str) and result.startswith(_SDK_FAILURE):
             raise RuntimeError(result)  # the SDK reports its tools' exceptions as ordinary text
         return result
 
-    return Tool(sdk_tool.name, sdk_tool.description or "", dict(sdk_tool.params_json_schema), invoke)
+    schema = dict(sdk_tool.params_json_schema)
+    return Tool(sdk_tool.name, sdk_tool.description or "", schema, invoke, context="palestra_context")
 
 
-def _sdk_context(sdk_tool: Any, arguments: str) -> Any:
+def _refuse_untrainable(sdk_tool: Any) -> None:
+    for key, reason in _REFUSED.items():
+        if getattr(sdk_tool, key, None):
+            raise PalestraError(
+                f"tool {sdk_tool.name!r} {reason} ({key}). Leave {key} out of the tool that you train with, and let it "
+                "change nothing that matters; the agent that you deploy keeps it"
+            )
+    if callable(getattr(sdk_tool, "is_enabled", True)):
+        raise PalestraError(
+            f"tool {sdk_tool.name!r} is enabled by a function (is_enabled), which would be asked in no training; "
+            "use True or False in the agent that you train"
+        )
+    inner = getattr(sdk_tool, "_agent_instance", None)
+    if inner is not None and (inner.model is None or isinstance(inner.model, str)):
+        raise PalestraError(
+            f"tool {sdk_tool.name!r} is the agent {inner.name!r} (as_tool), which would ask the SDK's own provider at "
+            "each call. Give that agent a model object, such as OpenAIChatCompletionsModel(…), or give its tools to "
+            "the agent that you train"
+        )
+
+
+def _sdk_context(sdk_tool: Any, context: Any, arguments: str) -> Any:
     """The context that the SDK's own tools ask for; its fields differ from version to version."""
     try:
         from agents.tool_context import ToolContext
     except ImportError:
         return None
-    values = {"context": None, "tool_name": sdk_tool.name, "tool_call_id": "call_0", "tool_arguments": arguments}
+    values = {"context": context, "tool_name": sdk_tool.name, "tool_call_id": "call_0", "tool_arguments": arguments}
     known = inspect.signature(ToolContext).parameters
     return ToolContext(**{key: value for key, value in values.items() if key in known})

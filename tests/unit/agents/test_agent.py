@@ -1,8 +1,15 @@
+import asyncio
+from typing import Any
+
 import pytest
 
+from palestra import EvalSuite
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.core.errors import PalestraError
+from palestra.core.types import ToolCall
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.tools.run import run_calls
 
 
 def price(item: str) -> float:
@@ -69,9 +76,101 @@ class TestOpenAIAgents:
         with pytest.raises(PalestraError, match="Pass a string"):
             _ = ours.fixed_instructions
 
-    def test_what_training_would_not_see_is_refused(self, sdk):
-        other = sdk.Agent(name="other")
-        with pytest.raises(PalestraError, match="has handoffs to other agents"):
-            as_agent(sdk.Agent(name="clerk", handoffs=[other]))
-        with pytest.raises(PalestraError, match="has an output type"):
-            as_agent(sdk.Agent(name="clerk", output_type=int))
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"handoffs": ["other"]}, r"has handoffs to other agents \(handoffs\).*Train each agent on its own"),
+            ({"output_type": int}, r"has an output type .*check it in a measure"),
+            ({"hooks": "hooks"}, r"has hooks \(hooks\)"),
+            ({"tool_use_behavior": "stop_on_first_tool"}, r"tool_use_behavior='stop_on_first_tool'.*'run_llm_again'"),
+            ({"model_settings": {"tool_choice": "required"}}, r"tool_choice='required'.*no such setting"),
+            ({"model_settings": {"temperature": 0.2}}, r"Set rollout\.temperature in the config"),
+            ({"model_settings": {"parallel_tool_calls": False}}, r"model_settings\.parallel_tool_calls=False"),
+        ],
+    )
+    def test_what_training_would_not_see_is_refused_with_what_to_do(self, sdk, change, words):
+        made = {
+            "handoffs": lambda names: [sdk.Agent(name=name) for name in names],
+            "hooks": lambda _: sdk.AgentHooks(),
+            "model_settings": lambda settings: sdk.ModelSettings(**settings),
+        }
+        change = {key: made.get(key, lambda value: value)(value) for key, value in change.items()}
+        with pytest.raises(PalestraError, match=words):
+            as_agent(sdk.Agent(name="clerk", model="palestra/tiny", **change))
+
+    def test_settings_that_change_nothing_are_fine(self, sdk):
+        settings = sdk.ModelSettings(tool_choice="auto", parallel_tool_calls=True, store=False, metadata={"a": "b"})
+        assert as_agent(sdk.Agent(name="clerk", model="palestra/tiny", model_settings=settings)).name == "clerk"
+        assert as_agent(sdk.Agent(name="clerk")).name == "clerk", "the defaults of the SDK's own default model"
+
+    def test_a_tool_that_is_not_enabled_is_left_out(self, sdk):
+        theirs = sdk.Agent(name="clerk", tools=[sdk.function_tool(price, is_enabled=False)])
+        assert as_agent(theirs).tools == ()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"needs_approval": True}, r"'price' asks a person before it runs.*\(needs_approval\)"),
+            ({"needs_approval": lambda *_: False}, r"\(needs_approval\)"),
+            ({"is_enabled": lambda *_: True}, r"enabled by a function \(is_enabled\)"),
+            ({"tool_input_guardrails": ["guard"]}, r"has guardrails.*\(tool_input_guardrails\)"),
+        ],
+    )
+    def test_a_tool_that_would_run_unapproved_or_unguarded_is_refused(self, sdk, change, words):
+        if "tool_input_guardrails" in change:
+            guard = sdk.ToolInputGuardrail(lambda data: sdk.ToolGuardrailFunctionOutput.allow())
+            change = {"tool_input_guardrails": [guard]}
+        with pytest.raises(PalestraError, match=words):
+            Agent("clerk", tools=[sdk.function_tool(price, **change)])
+
+    def test_an_agent_as_a_tool_needs_a_model_of_its_own(self, sdk):
+        inner = sdk.Agent(name="translator", model="gpt-5")
+        with pytest.raises(PalestraError, match=r"'translate' is the agent 'translator' \(as_tool\)"):
+            as_agent(sdk.Agent(name="clerk", tools=[inner.as_tool("translate", "Translate.")]))
+
+    def test_an_agent_with_a_model_object_runs_as_a_tool(self, sdk):
+        sdk.set_tracing_disabled(True)
+        inner = sdk.Agent(name="translator", model=speaking(sdk, "Bonjour"))
+        (tool,) = as_agent(sdk.Agent(name="clerk", tools=[inner.as_tool("translate", "Translate.")])).tools
+        (result,) = asyncio.run(run_calls({"translate": tool}, [ToolCall("c", "translate", {"input": "Hello"})], 5.0))
+        assert (result.content, result.ok) == ("Bonjour", True)
+
+    def test_a_tool_gets_the_context_of_its_attempt(self, sdk):
+        async def put(wrapper: sdk.RunContextWrapper[list], item: str) -> int:
+            """Put an item into the cart."""
+            wrapper.context.append(item)
+            return len(wrapper.context)
+
+        put.__annotations__["wrapper"] = sdk.RunContextWrapper[list]
+        agent = as_agent(sdk.Agent(name="clerk", model="palestra/tiny", tools=[sdk.function_tool(put)]))
+        suite = EvalSuite.from_records(
+            [{"input": "Buy a mug.", "cart": ["lamp"]}], measures=[len], context_fn=lambda record: record["cart"]
+        )
+        environment = SuiteEnvironment(agent, suite)
+        episodes = [environment.open(suite.cases[0]) for _ in range(2)]
+        for episode in episodes:
+            tools = {tool.name: tool for tool in episode.tools}
+            (result,) = asyncio.run(run_calls(tools, [ToolCall("c", "put", {"item": "mug"})], 5.0))
+            assert (result.content, result.ok) == ("2", True)
+        assert [e.environment for e in episodes] == [["lamp", "mug"]] * 2
+        assert suite.cases[0].row["cart"] == ["lamp"]
+
+
+def speaking(sdk: Any, text: str) -> Any:
+    """A model of the SDK that always says the same."""
+    from agents.items import ModelResponse
+    from agents.usage import Usage
+    from openai.types.responses import ResponseOutputMessage, ResponseOutputText
+
+    class Speaks(sdk.Model):
+        async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
+            part = ResponseOutputText(text=text, type="output_text", annotations=[])
+            message = ResponseOutputMessage(
+                id="m", content=[part], role="assistant", status="completed", type="message"
+            )
+            return ModelResponse(output=[message], usage=Usage(), response_id=None)
+
+        def stream_response(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    return Speaks()

@@ -1,8 +1,10 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
+from palestra import Context, function_tool
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message
@@ -127,3 +129,56 @@ def test_no_measures_are_refused_with_the_remedy():
 def test_callable_instructions_are_refused():
     with pytest.raises(PalestraError, match="Pass a string"):
         SuiteEnvironment(Agent("clerk", instructions=lambda c, a: "x"), SUITE)
+
+
+@function_tool
+def put(item: str, cart: Context[list]) -> int:
+    """Put an item into the cart."""
+    cart.append(item)
+    return len(cart)
+
+
+def test_every_attempt_has_a_context_of_its_own_which_measures_see():
+    def full(ctx):
+        return len(ctx.context) == 2
+
+    records = [{"input": "Buy a mug.", "cart": ["lamp"]}]
+    suite = EvalSuite.from_records(records, measures=[full], context_fn=lambda record: record["cart"])
+    environment = SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), *suite_and_held_out(suite))
+    first, second = (environment.open(suite.cases[0]) for _ in range(2))
+    assert first.tools[0](item="mug") == 2
+    verdicts = [asyncio.run(episode.score([], [])) for episode in (first, second)]
+    assert [v["full"].passed for v in verdicts] == [True, False]
+    assert records[0]["cart"] == ["lamp"], "an attempt works on a copy of the record"
+
+
+def suite_and_held_out(suite):
+    """A held-out suite without a context_fn gets that of the other."""
+    return suite, replace(suite, context_fn=None)
+
+
+def test_a_tool_with_a_context_needs_a_suite_that_makes_one():
+    suite = EvalSuite.from_records([{"input": "Buy."}], measures=[len])
+    with pytest.raises(PalestraError, match=r"tool 'put' takes a context \(cart\).*context_fn=lambda record"):
+        SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), suite)
+
+
+def test_one_context_for_two_attempts_is_refused():
+    shared: list = []
+    suite = EvalSuite.from_records([{"input": "Buy."}], measures=[len], context_fn=lambda record: shared)
+    environment = SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), suite)
+    environment.open(suite.cases[0])
+    with pytest.raises(PalestraError, match="context_fn gave the same object twice"):
+        environment.open(suite.cases[0])
+
+
+def test_a_tool_that_changes_what_all_attempts_share_is_warned_about(caplog):
+    sold: list[str] = []
+
+    def sell(item: str) -> str:
+        """Sell an item."""
+        sold.append(item)
+        return item
+
+    SuiteEnvironment(Agent("a", "palestra/tiny", tools=[sell]), SUITE)
+    assert "tool sell changes sold, which all attempts share" in caplog.text

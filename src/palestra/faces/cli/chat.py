@@ -19,7 +19,7 @@ from palestra.core.messages import to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
-from palestra.faces.cli.agent_file import DEMO, load_agent_file
+from palestra.faces.cli.agent_file import DEMO, AgentFile, load_agent_file
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries, visible
 from palestra.faces.cli.find_run import find_run, model_of
 from palestra.faces.cli.summary import shorten, show_call
@@ -83,8 +83,8 @@ def _find_partner(run_or_model: str, agent_file: str | None, instructions: str |
     """The run's own agent, or the one in `agent_file`; a model without a run has none."""
     model, _ = model_of(run_or_model)
     if agent_file is not None:
-        agent = load_agent_file(DEMO if agent_file == "demo" else agent_file).agent
-        partner = Partner(model, agent.fixed_instructions, agent.tools)
+        file = load_agent_file(DEMO if agent_file == "demo" else agent_file)
+        partner = Partner(model, file.agent.fixed_instructions, _tools_of(file))
     else:
         run = find_run(run_or_model)
         partner = Partner(model) if run is None else _of_run(model, run.folder)
@@ -103,10 +103,16 @@ def _of_run(model: str, run: RunFolder) -> Partner:
         note = "The run was started from Python, so its tools are not known; name them with --agent FILE"
         return Partner(model, instructions, note=note)
     try:
-        agent = load_agent_file(str(source)).agent
+        tools = _tools_of(load_agent_file(str(source)))
     except PalestraError as error:
         return Partner(model, instructions, note=f"Without its tools: {error} (--agent FILE names another)")
-    return Partner(model, instructions, agent.tools)
+    return Partner(model, instructions, tools)
+
+
+def _tools_of(file: AgentFile) -> Sequence[Any]:
+    """The agent's tools; those that work on the state of an attempt get that of the first case."""
+    context = file.suite.context_of(file.suite.cases[0])
+    return tuple(tool.bind(context) for tool in file.agent.tools)
 
 
 def _of_environment(model: str, environment: dict[str, Any]) -> Partner:
