@@ -38,6 +38,7 @@ class RunFolder:
       model/              the trained weights, once training has ended
       export/             what `palestra export` made of them
       report.json, report.html
+      run.lock, index.json                  who trains in it, and its id
       request.json, settings.yaml, logs/    runs in the background
       wire/, env.yaml, tokenizer/           environments in processes of their own
     """
@@ -137,6 +138,16 @@ class RunFolder:
     @property
     def settings_file(self) -> Path:
         return self.path / "settings.yaml"
+
+    @property
+    def index_file(self) -> Path:
+        """What the index of runs needs to list the run again, should it be lost."""
+        return self.path / "index.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the process that trains."""
+        return self.path / "run.lock"
 
     @property
     def logs(self) -> Path:

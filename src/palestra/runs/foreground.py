@@ -15,6 +15,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
+from palestra.runs.folder_lock import hold, refuse_held
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
 from palestra.runs.recovery import reconcile
@@ -24,27 +25,32 @@ log = logging.getLogger("palestra")
 
 @contextlib.contextmanager
 def listed(folder: Path) -> Iterator[None]:
-    """List the run while it trains, unless its supervisor does. A folder in which another process trains is refused."""
-    if has_supervisor():
-        yield
-        return
-    run = ForegroundRun()
-    run.begin(folder)
-    try:
-        yield
-    except KeyboardInterrupt:
-        run.end("stopped")
-        raise
-    except BaseException as error:
-        run.end("failed", f"{type(error).__name__}: {error}")
-        raise
-    run.end("completed")
+    """Hold the folder's lock and list the run while it trains, unless its supervisor lists it.
+
+    A folder in which another process trains is refused.
+    """
+    with hold(folder):
+        if has_supervisor():
+            yield
+            return
+        run = ForegroundRun()
+        run.begin(folder)
+        try:
+            yield
+        except KeyboardInterrupt:
+            run.end("stopped")
+            raise
+        except BaseException as error:
+            run.end("failed", f"{type(error).__name__}: {error}")
+            raise
+        run.end("completed")
 
 
 def refuse_busy(folder: Path) -> None:
     """Refuse a folder in which another process trains, before anything is loaded."""
     if not has_supervisor():
         ForegroundRun().refuse_busy(folder)
+    refuse_held(folder)
 
 
 def has_supervisor() -> bool:
@@ -69,8 +75,9 @@ class ForegroundRun:
                 self._index = index
 
     def refuse_busy(self, folder: Path) -> None:
-        index = self._open_index()
-        row = None if index is None else index.row_of(str(folder.resolve()))
+        index, row = self._open_index(), None
+        with contextlib.suppress(sqlite3.Error, OSError):
+            row = None if index is None else index.row_of(str(folder.resolve()))
         if row is not None and row.state in ACTIVE:
             raise _busy(row)
 
@@ -97,7 +104,8 @@ class ForegroundRun:
             return
         self._run_id = row.run_id
         changes: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **process}
-        if not index.move(row.run_id, ENDED, "running", **changes):
+        is_mine = row.supervisor == me  # read from our folder, when the index was lost
+        if not index.move(row.run_id, (*ENDED, *ACTIVE) if is_mine else ENDED, "running", **changes):
             raise _busy(row)
 
     def end(self, state: State, reason: str | None = None) -> None:

@@ -7,8 +7,8 @@ import random
 import secrets
 import socket
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.runs.limits import Demand, Running, fits
 from palestra.runs.processes import Process
+from palestra.runs.rebuild import REBUILT, remember, rows_from_folders
 
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
@@ -114,49 +115,68 @@ def palestra_home() -> Path:
 class Index:
     """`runs.db` in PALESTRA_HOME. Every change is one transaction; a change of state names the states it may come from.
 
-    With `create=False` nothing is written: an index that does not exist is read as empty.
+    One that was lost or damaged is made again from the run folders. With `create=False` nothing is written.
     """
 
     def __init__(self, home: Path, *, create: bool = True) -> None:
         self.path = home / "runs.db"
+        self._writes = create
         if create:
             try:
-                home.mkdir(parents=True, exist_ok=True)
-                self._create(home / "runs.lock")
+                self._connection().close()
             except (OSError, sqlite3.Error) as error:
                 raise PalestraError(
                     f"the index of runs {self.path} cannot be opened ({error}); "
                     "set PALESTRA_HOME to a folder that you may write to"
                 ) from None
 
-    def _create(self, lock_path: Path) -> None:
-        """Made aside and renamed, so that whoever finds the file finds its tables in it."""
+    def _make(self) -> None:
+        """Make it, with the runs of the folders; what was there before is damaged, and kept under another name.
+
+        Made aside and renamed, so that whoever finds the file finds its tables in it.
+        """
         import fcntl  # Windows has none, and runs are not listed there
 
-        with lock_path.open("w") as lock:
+        home = self.path.parent
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / "runs.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for a lock when it switches to WAL
-            if not self.path.exists():
-                aside = self.path.with_suffix(".new")
-                aside.unlink(missing_ok=True)
-                with _connect(aside) as db:
-                    db.execute("PRAGMA journal_mode=WAL")
-                    db.executescript(_SCHEMA)
-                aside.rename(self.path)
+            if self.path.exists():
+                with _connect(self.path) as db:
+                    if _is_whole(db):  # another process was faster
+                        return
+                for path in home.glob("runs.db*"):
+                    path.rename(path.with_name(f"damaged-{path.name}"))
+            aside = self.path.with_suffix(".new")
+            aside.unlink(missing_ok=True)
+            with _connect(aside) as db:
+                db.execute("PRAGMA journal_mode=WAL")
+                _fill(db, home)
+            aside.rename(self.path)
+
+    def _connection(self) -> sqlite3.Connection:
+        """A connection for one use: none is carried through a fork or into another thread."""
+        for _ in range(2):
+            if self.path.exists():
+                db = _connected(self.path)
+                if _is_whole(db):
+                    return db
+                db.close()
+            if not self._writes:
+                db = _connected(":memory:")
+                _fill(db, self.path.parent)
+                return db
+            self._make()
+        raise sqlite3.DatabaseError("it is damaged, and was damaged again as soon as it was made anew")
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one use: none is carried through a fork or into another thread."""
-        if self.path.exists():
-            with _connect(self.path) as db:
-                yield db
-        else:
-            with _connect(":memory:") as db:
-                db.executescript(_SCHEMA)
-                yield db
+        with closing(self._connection()) as db:
+            yield db
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with _connect(self.path) as db:
+        with self._open() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -175,13 +195,24 @@ class Index:
 
     def add(self, *, max_active: int | None = None, **values: Any) -> None:
         """Add a run, unless `max_active` runs are running or queued already: then PalestraError."""
-        names = ", ".join(values)
         with self._change() as db:
             if max_active is not None and (active := len(_active_ids(db))) >= max_active:
                 raise TooManyRuns(
                     f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
                 )
-            db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
+            _insert(db, values)
+        remember(self.path.parent, values)
+
+    def keep(self, row: Row) -> None:
+        """A supervisor's sign of life; its run is listed again if the index was lost meanwhile."""
+        with self._change() as db:
+            found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
+            if found is None or found[0] == REBUILT:
+                db.execute("DELETE FROM runs WHERE run_id = ? OR folder = ?", (row.run_id, row.folder))
+                _insert(db, {name: getattr(row, name) for name in _COLUMNS if name != "number"})
+            else:
+                mine = (row.heartbeat, row.run_id, row.launched)
+                db.execute("UPDATE runs SET heartbeat = ? WHERE run_id = ? AND launched = ?", mine)
 
     def rows(self, limit: int | None = None, offset: int = 0) -> list[Row]:
         """The newest runs first; all without a limit."""
@@ -314,14 +345,41 @@ def _active_ids(db: sqlite3.Connection) -> list[str]:
     return [run_id for (run_id,) in db.execute(f"SELECT run_id FROM runs WHERE state IN {ACTIVE} ORDER BY number DESC")]
 
 
-@contextmanager
-def _connect(path: Path | str) -> Iterator[sqlite3.Connection]:
-    db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+def _insert(db: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+    names = ", ".join(values)
+    db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
+
+
+def _fill(db: sqlite3.Connection, home: Path) -> None:
+    """The tables, with the runs whose folders are known."""
+    db.executescript(_SCHEMA)
+    for values in rows_from_folders(home):
+        _insert(db, values)
+
+
+def _is_whole(db: sqlite3.Connection) -> bool:
+    """Whether all tables are there and can be read."""
     try:
+        for table in ("runs", "processes", "ports"):
+            db.execute(f"SELECT count(*) FROM {table}").fetchone()
+    except sqlite3.OperationalError as error:
+        if "no such table" not in str(error):  # it is locked, or cannot be opened
+            raise
+        return False
+    except sqlite3.DatabaseError:
+        return False
+    return True
+
+
+def _connected(path: Path | str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    with suppress(sqlite3.DatabaseError):  # it is damaged, which is found out next
         db.execute("PRAGMA synchronous=NORMAL")
-        yield db
-    finally:
-        db.close()
+    return db
+
+
+def _connect(path: Path | str) -> closing[sqlite3.Connection]:
+    return closing(_connected(path))
 
 
 def _is_free(port: int) -> bool:

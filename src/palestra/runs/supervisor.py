@@ -7,23 +7,28 @@ guard ends the processes it left behind and marks the run in the index.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import sys
 import time
 import traceback
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
 from palestra.runs import limits
-from palestra.runs.index import ACTIVE, PARTS, Index, State
+from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
 from palestra.runs.processes import Process, become_subreaper, descendants, end_all, reap, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
+from palestra.runs.rebuild import REBUILT
 from palestra.runs.recovery import reconcile, recover
 from palestra.runs.request import (
     LaunchStep,
@@ -39,12 +44,14 @@ _HEARTBEAT_S = 1.0
 _RECONCILE_S = 3.0
 _LAST_POSTS_S = 10.0  # what an environment posted before it ended may still be on its way to the trainer
 _TERMINATE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}
-_FIRST_STEP_S = (
-    120.0  # the trainer finishes its step and saves a checkpoint; so long while no step says how long one takes
-)
-_STEPS = 3  # … and as long as so many steps take
+_STEPS = 3  # the trainer finishes its step and saves a checkpoint: it may also take as long as so many steps took
+_FIRST_STEP_S = 120.0  # … while no step says how long one takes
 _MAX_TERMINATE_S = 600.0
 _TERMINATE_ORPHANS_S = 0.5
+_INDEX_S = 3600.0
+_INDEX_RETRY_S = 1.0
+
+T = TypeVar("T")
 _LOG_S = 2.0
 
 
@@ -61,8 +68,9 @@ class Supervisor:
 
     def __init__(self, index: Index, run_id: str) -> None:
         self._index, self._run_id = index, run_id
-        row = index.row(run_id)
+        self._row = row = index.row(run_id)  # as it was last, should the index be lost
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
+        self._api_port = 0
         self._request, self._cwd = RunRequest.load(self._folder)
         self._token: str | None = None
         self._guard = os.getppid()
@@ -91,10 +99,23 @@ class Supervisor:
             print(redact(traceback.format_exc()), flush=True)
             end, reason = "failed", redact(f"the supervisor failed: {type(error).__name__}: {error}")
         if end != "completed":  # so that the reason can be read while the trainer saves its step
-            self._index.move(self._run_id, ACTIVE, "stopping", of_launch=self._launched, reason=reason)
+            self._move(ACTIVE, "stopping", reason=reason)
         self._end_parts()
         print(f"{end}{f': {reason}' if reason else ''}", flush=True)
-        self._index.move(self._run_id, ACTIVE, end, of_launch=self._launched, reason=reason, ended=time.time())
+        self._move(ACTIVE, end, reason=reason, ended=time.time())
+
+    def _move(self, come_from: Sequence[State], to: State, **values: Any) -> None:
+        self._listed()
+        patiently(lambda: self._index.move(self._run_id, come_from, to, of_launch=self._launched, **values))
+        self._row = replace(self._row, state=to, reason=values.get("reason"))
+
+    def _listed(self) -> Row:
+        """The row as others may have changed it; written again where the index was lost meanwhile."""
+        with contextlib.suppress(PalestraError):
+            if (row := patiently(lambda: self._index.row(self._run_id))).reason != REBUILT:
+                return row
+        patiently(lambda: self._index.keep(replace(self._row, heartbeat=time.time())))
+        return patiently(lambda: self._index.row(self._run_id))
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -104,16 +125,16 @@ class Supervisor:
         last_reconcile = time.monotonic()
         while True:
             self._tick()
-            if self._index.admit(self._run_id, limits.free_memory_gib(), gpus, runs) is None:
+            if patiently(lambda: self._index.admit(self._run_id, limits.free_memory_gib(), gpus, runs)) is None:
+                self._row = replace(self._row, state="starting", reason=None)
                 return
             if time.monotonic() - last_reconcile > _RECONCILE_S:  # a dead run must not block the queue
-                reconcile(self._index)
+                patiently(lambda: reconcile(self._index))
                 last_reconcile = time.monotonic()
 
     def _start(self) -> None:
         self._token = launch_token(self._request, self._folder)
-        ports = partial(self._index.claim_port, self._run_id)
-        for step in launch_steps(self._request, self._folder, ports, self._token):
+        for step in launch_steps(self._request, self._folder, self._claim_port, self._token):
             self._tick()  # raises if the run was stopped: then nothing more is started
             self._spawn(step)
             until = time.monotonic() + step.ready_within_s
@@ -121,7 +142,12 @@ class Supervisor:
                 self._tick()
                 if time.monotonic() > until:
                     raise PalestraError(f"{step.part} was not ready within {step.ready_within_s:.0f} s; see its log")
-        self._index.move(self._run_id, ["starting"], "running", started=time.time())
+        self._move(["starting"], "running", started=time.time())
+
+    def _claim_port(self, part: str) -> int:
+        port = patiently(lambda: self._index.claim_port(self._run_id, part))
+        self._api_port = port if part == "api" else self._api_port
+        return port
 
     def _spawn(self, step: LaunchStep) -> None:
         command, log = step.command(), self._folder.log_file(step.part)
@@ -129,20 +155,21 @@ class Supervisor:
         environ = process_environment(step.part, self._run_id, self._request, self._token)
         process, writer = spawn(command, log, environ, self._cwd)
         self._parts[step.part], self._log_writers[step.part] = process, writer
-        self._index.part_started(self._run_id, step.part, process)
+        patiently(lambda: self._index.part_started(self._run_id, step.part, process))
 
     def _tick(self) -> None:
         """Write the heartbeat, collect ended processes, and raise if the run must end."""
         now = time.time()
         if now - self._last_heartbeat > _HEARTBEAT_S or now < self._last_heartbeat:
-            self._index.update(self._run_id, heartbeat=now)
+            patiently(lambda: self._index.keep(replace(self._row, heartbeat=now)))
             self._last_heartbeat = now
+        row = self._listed()
         self._reap()
         if self._stop_requested:
             raise Stopped("its supervisor got SIGTERM")
         if os.getppid() != self._guard:
             raise PalestraError("the guard of its supervisor has died")
-        if self._index.row(self._run_id).state not in ("pending", "starting", "running"):
+        if row.state not in ("pending", "starting", "running"):
             raise Stopped
         for part, code in self._exit_codes.items():
             self._on_exit(part, code)
@@ -153,7 +180,7 @@ class Supervisor:
         for part, process in self._parts.items():
             if process.pid in ended:
                 code = self._exit_codes[part] = ended[process.pid]
-                self._index.part_ended(self._run_id, part, code)
+                patiently(lambda: self._index.part_ended(self._run_id, part, code))  # noqa: B023 (called at once)
                 print(f"{part}: ended with {code}", flush=True)
                 self._end_orphans()
                 self._wait_for_log(part)
@@ -168,7 +195,7 @@ class Supervisor:
         """What the end of a process means for the run."""
         if part == "trainer" and code == 0:
             raise Completed
-        if part == "env" and has_all_batches(self._folder, self._index.ports(self._run_id)["api"], self._token):
+        if part == "env" and has_all_batches(self._folder, self._api_port, self._token):
             return
         if part == "env" and code == 0:
             self._env_ended = self._env_ended or time.monotonic()
@@ -186,7 +213,7 @@ class Supervisor:
             began = time.monotonic()
             send(process, signal.SIGTERM)
             while part not in self._exit_codes:
-                self._index.update(self._run_id, heartbeat=time.time())
+                patiently(lambda: self._index.keep(replace(self._row, heartbeat=time.time())))
                 self._reap()
                 waited_s = time.monotonic() - began
                 if waited_s > self._patience_s(part) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):
@@ -221,16 +248,30 @@ class Supervisor:
         end_all(orphans, _TERMINATE_ORPHANS_S)
 
 
+def patiently(call: Callable[[], T], patience_s: float = _INDEX_S) -> T:
+    """Call the index; while it is locked, or its disk full, again and again: that must not end a run."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except (sqlite3.Error, OSError) as error:
+            if time.monotonic() > until:
+                raise
+            print(f"the index of runs cannot be used: {error}", flush=True)
+            time.sleep(_INDEX_RETRY_S)
+
+
 def guard(index: Index, run_id: str, supervisor: int) -> None:
     """Wait for the supervisor to end; if it did not mark the run itself, end what is left and mark it."""
     launched = index.row(run_id).launched
     pid = status = 0
     while pid != supervisor:
         pid, status = os.waitpid(-1, 0)
-    row = index.row(run_id)
-    if row.state in ACTIVE and row.launched == launched:
-        killed = os.WIFSIGNALED(status)
-        recover(index, row, "its supervisor has died" if killed else "its supervisor failed; its log says why")
+    with contextlib.suppress(PalestraError):  # it is not listed any more
+        row = patiently(lambda: index.row(run_id))
+        if row.state in ACTIVE and row.launched == launched:
+            killed = os.WIFSIGNALED(status)
+            recover(index, row, "its supervisor has died" if killed else "its supervisor failed; its log says why")
     end_all(descendants(os.getpid()), _TERMINATE_ORPHANS_S)
 
 
@@ -250,7 +291,7 @@ def main(home: str, run_id: str) -> None:
         return
     become_subreaper()
     me = this_process()
-    index.update(run_id, pid=me.pid, born=me.born, heartbeat=time.time())
+    patiently(lambda: index.update(run_id, pid=me.pid, born=me.born, heartbeat=time.time()))
     supervisor = Supervisor(index, run_id)
     signal.signal(signal.SIGTERM, supervisor.request_stop)
     signal.signal(signal.SIGINT, supervisor.request_stop)

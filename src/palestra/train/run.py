@@ -30,6 +30,7 @@ from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, refuse_busy
+from palestra.tracking.base import Trackers
 from palestra.tracking.open import open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
@@ -66,6 +67,7 @@ class Run:
     training: Training
     evaluator: Evaluator | None
     resume_from: tuple[Path, TrainState] | None = None
+    resume_after: int | None = None  # the step after which all is done again; None for a new run
     train_cases: int | None = None  # None where there is no last one
 
     @classmethod
@@ -88,7 +90,8 @@ class Run:
         """Put the parts together; what is not given is built from the config.
 
         Learner and policy share one module, unless others are given. `resume` goes on from a checkpoint;
-        `state` says where learner and policy stand already. A resume that fails here has changed nothing on disk.
+        `state` says where learner and policy stand already. Nothing is written here: a resume that fails leaves the
+        run as it was.
         """
         watcher = watcher or Watcher()
         resume_from = None
@@ -106,25 +109,21 @@ class Run:
         parts = Parts(config, policy, tokenizer, runner, watcher, done)
         source, evaluator = task.source(parts), task.evaluator(parts)
         source.restore(state.source)
-        if resume is not None:
-            config.save(folder.config_file)
-        folder.add_to_record(steps=steps)
-        tracker = open_trackers(config, folder, folder.record, resume_after=done if resume or done else None)
         training = Training(
             config,
             source,
             policy,
             learner,
-            tracker,
+            Trackers(()),
             steps,
             folder.checkpoints if keeps_checkpoints else None,
             runner,
             watcher,
             state,
             lambda path: write_beside(model, tokenizer, path, folder.record),
-            folder.elapsed_s() if resume else 0.0,
         )
-        return cls(folder, model, tokenizer, training, evaluator, resume_from, task.problem_count)
+        resume_after = done if resume or done else None
+        return cls(folder, model, tokenizer, training, evaluator, resume_from, resume_after, task.problem_count)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
@@ -135,8 +134,9 @@ class Run:
             stack.enter_context(sigterm_as_ctrl_c())
             training.watcher.started(self.folder.path)
             stack.enter_context(listed(self.folder.path))
-            stack.callback(training.tracker.close)
             stack.callback(training.source.close)
+            self._open_records()
+            stack.callback(training.tracker.close)
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
@@ -158,6 +158,17 @@ class Run:
             device = gpu_name(self.model)
             page = write_report(self.folder, before, after, metrics, seconds, findings, device=device)
         return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
+
+    def _open_records(self) -> None:
+        """Write down what the run is, and cut its records back to where it goes on."""
+        training, folder, after = self.training, self.folder, self.resume_after
+        if self.resume_from is not None and not self.resume_from[0].exists():
+            raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
+        if after is not None:
+            training.config.save(folder.config_file)
+        folder.add_to_record(steps=training.total_steps)
+        training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
+        training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
     def _overview(self) -> Overview:
         training, scored = self.training, self.evaluator

@@ -37,6 +37,8 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
         ("report_page", "report.html"),
         ("request_file", "request.json"),
         ("settings_file", "settings.yaml"),
+        ("index_file", "index.json"),
+        ("lock_file", "run.lock"),
         ("logs", "logs"),
         ("wire", "wire"),
         ("env_settings_file", "env.yaml"),

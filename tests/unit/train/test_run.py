@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -272,3 +273,22 @@ def test_a_run_from_python_saves_and_stops_at_sigterm(lab: Lab, on_ctrl_c: Any) 
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_whatever_the_index_says(lab: Lab) -> None:
+    lab.train()
+    before = lab.files()
+    code = f"import sys, time; from pathlib import Path; from palestra.runs.folder_lock import hold\n\
+with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(PalestraError, match=rf"another process \(pid {other.pid} on .*\) trains in"):
+            lab.build(lab.resume(max_steps=9))
+        assert lab.files().keys() == before.keys()
+        assert lab.folder.config.train.max_steps == 6
+    finally:
+        other.kill()
+        other.wait()
+    lab.train(lab.resume(max_steps=7))  # the kernel gave the lock back
