@@ -33,6 +33,11 @@ class ModelSection(Section):
         "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads; default: 1 for a small model, else the processors that are idle at the start",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
     master_weights: bool = Field(
@@ -211,6 +216,9 @@ class TrackSection(Section):
     run_name: str | None = None
     entity: str | None = None
     log_every: int = Field(1, ge=1, description="steps between lines for people")
+    rollouts_every: int = Field(
+        1, ge=0, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
+    )
 
 
 class RunConfig(Section):

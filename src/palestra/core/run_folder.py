@@ -244,7 +244,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, float]]:
         """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""
-        return list(read_jsonl(self.metrics_file))
+        return [row for row in read_jsonl(self.metrics_file) if isinstance(row.get("step"), int | float)]
 
     def elapsed_s(self) -> float:
         """How long the run has taken by its metrics; of runs of 0.1, the steps alone."""

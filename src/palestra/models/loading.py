@@ -54,7 +54,14 @@ def canonical_name(name: str) -> str:
     return re.sub(r"-GGUF$", "", repository, flags=re.IGNORECASE)
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: Any | None = None) -> LoadedModel:
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Any | None = None,
+    threads: int | None = None,
+) -> LoadedModel:
     """Load palestra/tiny, palestra/smollm2, a local folder, a .gguf file or a hub id.
 
     The dtype `auto` is bfloat16 on a GPU, float32 on a CPU. A folder with a LoRA adapter gives its base with the
@@ -77,7 +84,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
     set_tokenizer_defaults(tokenizer)
     set_model_defaults(model, tokenizer)
     model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
-    choose_threads(model)
+    choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
 
 
@@ -89,14 +96,24 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def choose_threads(model: Any) -> None:
-    """One CPU thread for a small model, unless OMP_NUM_THREADS is set.
+def choose_threads(model: Any, threads: int | None = None) -> None:
+    """So many CPU threads; without a number, and OMP_NUM_THREADS, one for a small model, else the idle processors.
 
-    Its matrices are too small to split: synchronising threads costs more than it saves, several times as much on a
-    machine that is busy with other work.
+    The matrices of a small model are too small to split: synchronising threads costs more than it saves, several times
+    as much on a machine that is busy with other work.
     """
-    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS:
-        torch.set_num_threads(1)
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS
+    torch.set_num_threads(threads or (1 if is_small else idle_processors()))
+
+
+def idle_processors() -> int:
+    """The processors that this process may use and others do not, by the load of the last minute; at least one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    share = (os.cpu_count() or 1) - load
+    return max(1, min(allowed, torch.get_num_threads(), round(share)))
 
 
 def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:

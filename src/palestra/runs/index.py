@@ -56,6 +56,7 @@ CREATE TABLE IF NOT EXISTS processes (
 );
 CREATE TABLE IF NOT EXISTS ports (port INTEGER PRIMARY KEY, run_id TEXT NOT NULL, part TEXT NOT NULL);
 """
+_GPU_SCHEMA = "CREATE TABLE IF NOT EXISTS gpus (device TEXT PRIMARY KEY, run_id TEXT NOT NULL)"  # 0.1 has none
 
 
 class UnknownRun(PalestraError):
@@ -283,8 +284,18 @@ class Index:
                 db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
             return done
 
-    def admit(self, run_id: str, free_memory_gib: float, machine_gpus: int, default_runs: int) -> str | None:
-        """Let a pending run start if it is next and there is room; else return what it waits for."""
+    def admit(
+        self,
+        run_id: str,
+        free_memory_gib: float,
+        machine_gpus: int,
+        default_runs: int,
+        devices: Sequence[str] = (),
+    ) -> str | None:
+        """Let a pending run start if it is next and there is room; else return what it waits for.
+
+        A run that needs GPUs gets its own of `devices`; `gpus` says which.
+        """
         with self._change() as db:
             me = Row(*db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone())
             if me.state != "pending":
@@ -303,6 +314,7 @@ class Index:
             ) or (f"run {before[0].run_id} is before it" if before else None)
             if wait is None:
                 db.execute("UPDATE runs SET state = 'starting', reason = NULL WHERE run_id = ?", (run_id,))
+                _assign_gpus(db, run_id, devices, me.gpus)
             elif wait != me.reason:
                 db.execute("UPDATE runs SET reason = ? WHERE run_id = ?", (wait, run_id))
             return wait
@@ -317,6 +329,12 @@ class Index:
                     db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
                     return port
         raise PalestraError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
+
+    def gpus(self, run_id: str) -> list[str]:
+        """The devices that a run was given, by the names that CUDA_VISIBLE_DEVICES takes."""
+        with self._change() as db:
+            db.execute(_GPU_SCHEMA)
+            return [device for (device,) in db.execute("SELECT device FROM gpus WHERE run_id = ?", (run_id,))]
 
     def ports(self, run_id: str) -> dict[str, int]:
         with self._open() as db:
@@ -343,6 +361,16 @@ class Index:
 
 def _active_ids(db: sqlite3.Connection) -> list[str]:
     return [run_id for (run_id,) in db.execute(f"SELECT run_id FROM runs WHERE state IN {ACTIVE} ORDER BY number DESC")]
+
+
+def _assign_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str], count: int) -> None:
+    """The first that no active run has; where a run is alone on the machine, and asks for more than there are, all."""
+    db.execute(_GPU_SCHEMA)
+    db.execute(f"DELETE FROM gpus WHERE run_id NOT IN (SELECT run_id FROM runs WHERE state IN {ACTIVE})")
+    db.execute("DELETE FROM gpus WHERE run_id = ?", (run_id,))
+    taken = {device for (device,) in db.execute("SELECT device FROM gpus")}
+    free = [device for device in devices if device not in taken][:count]
+    db.executemany("INSERT INTO gpus VALUES (?, ?)", [(device, run_id) for device in free])
 
 
 def _insert(db: sqlite3.Connection, values: Mapping[str, Any]) -> None:

@@ -64,11 +64,16 @@ def default_max_runs() -> int:
     return int(value) if value.isdecimal() and int(value) else processors
 
 
-def count_gpus() -> int:
-    """The number of NVIDIA GPUs that may be used, without loading torch."""
+def gpu_names() -> list[str]:
+    """The NVIDIA GPUs that may be used, as CUDA_VISIBLE_DEVICES names them, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdecimal()])
-    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+    names = map(str, range(present)) if visible is None else map(str.strip, visible.split(","))
+    return [name for name in names if name][:present]
+
+
+def count_gpus() -> int:
+    return len(gpu_names())
 
 
 def free_memory_gib() -> float:

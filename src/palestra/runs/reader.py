@@ -181,7 +181,7 @@ def _process_state(part: PartRow | None, row: Row) -> str:
 def progress(folder: RunFolder) -> dict[str, float]:
     """The newest value of the main metrics, from the end of metrics.jsonl and the report."""
     values: dict[str, float] = {}
-    rows = last_rows(folder.metrics_file, _RECENT_ROWS)
+    rows = [row for row in last_rows(folder.metrics_file, _RECENT_ROWS) if isinstance(row.get("step"), int | float)]
     for row in rows:
         values |= {name: row[key] for key, name in _PROGRESS.items() if key in row}
     values |= _time_left(folder, rows)

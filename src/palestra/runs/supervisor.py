@@ -71,6 +71,7 @@ class Supervisor:
         self._row = row = index.row(run_id)  # as it was last, should the index be lost
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
         self._api_port = 0
+        self._gpus: list[str] = []
         self._request, self._cwd = RunRequest.load(self._folder)
         self._token: str | None = None
         self._guard = os.getppid()
@@ -121,16 +122,20 @@ class Supervisor:
         self._stop_requested = True
 
     def _wait_in_queue(self) -> None:
-        gpus, runs = limits.count_gpus(), limits.default_max_runs()
+        gpus, runs = limits.gpu_names(), limits.default_max_runs()
         last_reconcile = time.monotonic()
         while True:
             self._tick()
-            if patiently(lambda: self._index.admit(self._run_id, limits.free_memory_gib(), gpus, runs)) is None:
+            if patiently(lambda: self._admit(gpus, runs)) is None:
+                self._gpus = patiently(lambda: self._index.gpus(self._run_id))
                 self._row = replace(self._row, state="starting", reason=None)
                 return
             if time.monotonic() - last_reconcile > _RECONCILE_S:  # a dead run must not block the queue
                 patiently(lambda: reconcile(self._index))
                 last_reconcile = time.monotonic()
+
+    def _admit(self, gpus: Sequence[str], runs: int) -> str | None:
+        return self._index.admit(self._run_id, limits.free_memory_gib(), len(gpus), runs, gpus)
 
     def _start(self) -> None:
         self._token = launch_token(self._request, self._folder)
@@ -153,6 +158,8 @@ class Supervisor:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
         environ = process_environment(step.part, self._run_id, self._request, self._token)
+        if self._gpus and ":" not in str(self._request.settings.get("model.device")):  # not one chosen by its number
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         process, writer = spawn(command, log, environ, self._cwd)
         self._parts[step.part], self._log_writers[step.part] = process, writer
         patiently(lambda: self._index.part_started(self._run_id, step.part, process))

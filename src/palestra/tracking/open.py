@@ -22,7 +22,7 @@ def open_trackers(
     step. A service that cannot start raises here, before any training.
     """
     settings = {**config.model_dump(mode="json"), "run": dict(record)}
-    opened: list[Tracker] = [JsonlTracker(folder, resume_after)]
+    opened: list[Tracker] = [JsonlTracker(folder, resume_after, config.track.rollouts_every)]
     try:
         for name in dict.fromkeys(config.track.report_to):
             opened.append(GuardedTracker(name, _start(name, folder, config.track, settings, resume_after)))

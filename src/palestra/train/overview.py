@@ -62,7 +62,9 @@ class Overview:
         saved = (self.trainable if self.config.lora.r else self.weights) * self.bytes_per_weight
         keep = self.config.checkpoint
         checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
-        return checkpoints * (saved + self.state_bytes) + saved + self.rollouts * self.steps * _ROLLOUT_BYTES
+        every = self.config.track.rollouts_every
+        rollouts = self.rollouts * self.steps // every if every else 0
+        return checkpoints * (saved + self.state_bytes) + saved + rollouts * _ROLLOUT_BYTES
 
     @property
     def rollouts(self) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
@@ -37,7 +39,7 @@ from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluati
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
-from palestra.train.setup import load_for_run, policy_for, with_adapter
+from palestra.train.setup import load_for_run, policy_for, use_threads, with_adapter
 from palestra.train.tasks import Parts, Task
 from palestra.train.watcher import Watcher
 
@@ -101,6 +103,8 @@ class Run:
             config = resume.config(config, resume_from[1].step if resume_from else 0)
         steps = total_steps(config, task.problem_count) if steps is None else steps
         loaded = loaded or load_for_run(config)
+        if resume is not None:
+            use_threads(folder.record.get("threads"), config)
         model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
         learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
         policy = policy or policy_for(model, tokenizer, config)
@@ -166,7 +170,7 @@ class Run:
             raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         if after is not None:
             training.config.save(folder.config_file)
-        folder.add_to_record(steps=training.total_steps)
+        folder.add_to_record(steps=training.total_steps, threads=torch.get_num_threads())
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
@@ -219,6 +223,4 @@ class Run:
 
 def gpu_name(model: Any) -> str:
     """The name of the GPU that the model is on; empty for a CPU."""
-    import torch
-
     return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""

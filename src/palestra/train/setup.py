@@ -34,7 +34,14 @@ def load_for_run(config: RunConfig) -> LoadedModel:
         dtype=config.model.dtype,
         device=config.model.device,
         quantization=quantization_config(config.lora),
+        threads=config.model.threads,
     )
+
+
+def use_threads(threads: int | None, config: RunConfig) -> None:
+    """Go on with as many CPU threads as a run began with: their sums differ in the last bits."""
+    if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
 
 
 def with_adapter(model: Any, config: RunConfig) -> Any:

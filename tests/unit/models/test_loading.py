@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.models.loading import LoadedModel, canonical_name, load_model
+from palestra.models.loading import LoadedModel, canonical_name, choose_threads, idle_processors, load_model
 
 
 @pytest.mark.parametrize(
@@ -182,3 +182,24 @@ def test_a_small_model_runs_on_one_thread_wherever_it_is_loaded_for(monkeypatch:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (2.7, 1), (9.0, 1)])
+def test_a_larger_model_takes_the_processors_that_are_idle(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    assert idle_processors() == threads
+
+
+def test_the_setting_for_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    model = torch.nn.Linear(1, 1)
+    choose_threads(model)
+    choose_threads(model, 3)
+    assert chosen == [3]

@@ -163,3 +163,17 @@ def test_a_home_that_cannot_be_made_is_told_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PalestraError, match="PALESTRA_HOME"):
         Index(tmp_path / "file" / "home")
+
+
+def test_each_run_gets_a_gpu_of_its_own(index):
+    devices = ["0", "GPU-7f"]
+    for name in ("a", "b", "c", "cpu"):
+        add(index, name, gpus=0 if name == "cpu" else 1)
+        index.admit(name, 8.0, 2, 9, devices)
+    assert {name: index.gpus(name) for name in ("a", "b", "c", "cpu")} == {
+        "a": ["0"], "b": ["GPU-7f"], "c": [], "cpu": [],
+    }  # fmt: skip
+    assert index.row("c").state == "pending"
+    index.move("a", ["starting"], "completed")
+    assert index.admit("c", 8.0, 2, 9, devices) is None
+    assert index.gpus("c") == ["0"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score
 from palestra.evals.report import EvalReport
+from palestra.runs.reader import progress
 from palestra.tracking.jsonl import JsonlTracker
 from palestra.train.evaluation import read_evaluation, write_evaluation
 
@@ -30,6 +31,25 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats_and_a_cut_line(tmp_path: 
     assert run.metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 9.0}]
     assert [row["step"] for row in run.rollouts()] == [1, 2]
     assert next(run.rollouts())["messages"][0]["text"] == "line\u20281"
+
+
+def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_text('7\nnull\n{"step": null}\n{}\n[1]\n{"step": 1, "elapsed_seconds": 2}\n{"step": 2}\n')
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+    assert progress(run)["step"] == 2
+    JsonlTracker(run, resume_after=1)
+    assert run.metrics_file.read_text() == '{"step": 1, "elapsed_seconds": 2}\n'
+
+
+def test_rollouts_are_thinned_as_asked(tmp_path: Path) -> None:
+    for every, steps in ((1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])):
+        run = RunFolder(tmp_path / str(every))
+        run.path.mkdir()
+        tracker = JsonlTracker(run, rollouts_every=every)
+        for step in (1, 2, 3, 4):
+            tracker.rollouts(step, [Group("p", (rollout("p"),))])
+        assert [row["step"] for row in run.rollouts()] == steps
 
 
 def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp_path: Path) -> None:

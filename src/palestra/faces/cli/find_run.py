@@ -117,10 +117,10 @@ def recent_runs() -> list[Path]:
     return [run.path for run in folders[:_MAX_LISTED]]
 
 
-def run_argument(many: bool = False) -> Any:
+def run_argument(many: bool = False, required: bool = True) -> Any:
     """The argument RUN, or RUN…, of a command; the shell completes run ids."""
     if many:
-        return click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_Run())
+        return click.argument("runs", metavar="RUN…", nargs=-1, required=required, type=_Run())
     return click.argument("run", metavar="RUN", type=_Run())
 
 

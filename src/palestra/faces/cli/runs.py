@@ -19,6 +19,7 @@ from palestra.core.secrets import redact
 from palestra.faces.cli.common import debug_option, json_line_option, plot_option, visible
 from palestra.faces.cli.find_run import require_run, require_run_id, run_argument
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
+from palestra.faces.cli.runs_prune import prune
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import Run, RunReader, results
@@ -237,6 +238,9 @@ def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> Non
             click.echo(f"{run.run_id} {run.name}: {run.state}")
     if errors:
         raise PalestraError("\n".join(errors))
+
+
+command.add_command(prune)
 
 
 @contextmanager
