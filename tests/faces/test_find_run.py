@@ -12,7 +12,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import FORMAT, RunFolder
+from palestra.core.run_folder import FORMAT, Resume, RunFolder
 from palestra.faces.cli.find_run import find_run, model_of, require_run, require_run_id
 from palestra.runs.index import Index
 from palestra.runs.processes import this_host
@@ -102,11 +102,13 @@ def test_a_checkpoint_is_a_model_by_step_by_name_and_by_folder(add_run: AddRun, 
         model_of("k3f9@7")
 
 
-@pytest.mark.parametrize("arguments", [("serve",), ("chat",), ("export", "--to", "hf"), ("eval", "--model.name")])
+@pytest.mark.parametrize(
+    "arguments", [("serve",), ("chat",), ("export", "--to", "hf"), ("eval", "--model.name"), ("train", "--model.name")]
+)
 def test_every_command_with_a_model_takes_a_run(cli: Any, add_run: AddRun, arguments: tuple[str, ...]) -> None:
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     for word in ("k3f9", "clerk", str(run.path)):
-        answer = cli(*arguments, word) if arguments[0] == "eval" else cli(arguments[0], word, *arguments[1:])
+        answer = cli(*arguments, word) if arguments[0] in ("eval", "train") else cli(arguments[0], word, *arguments[1:])
         assert answer.code == 2
         assert f"{run.path} has no trained model and no checkpoint yet" in answer.err
         assert f"palestra train --resume {run.path}" in answer.err  # a name with blanks would be quoted
@@ -128,3 +130,38 @@ def test_a_newer_run_folder_is_refused_by_every_command(cli: Any, add_run: AddRu
     run.record_file.write_text(json.dumps({"format": FORMAT + 1, "name": "clerk"}))
     for arguments in (("train", "--resume"), ("serve",), ("chat",)):
         assert f"format {FORMAT + 1}, and this Palestra reads formats up to {FORMAT}" in cli(*arguments, "k3f9").err
+
+
+class Asked(Exception):
+    """With what a run would have been resumed."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("runs", "finish", "k3f9"), {"finish": True}),
+        (("runs", "finish", "k3f9", "--from-checkpoint", "best"), {"finish": True, "checkpoint": "best"}),
+        (("train", "--resume", "k3f9", "--from-checkpoint", "50"), {"checkpoint": "50"}),
+        (("train", "--resume", "clerk", "--train.max_steps", "60"), {"max_steps": 60}),
+    ],
+)
+def test_a_run_is_finished_or_resumed_as_asked(
+    cli: Any, add_run: AddRun, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
+    run.step_folder(50).mkdir(parents=True)
+    (run.step_folder(50) / "manifest.json").write_text("{}")
+
+    def resume(how: Resume, *_: Any) -> None:
+        raise Asked(how)
+
+    monkeypatch.setattr("palestra.faces.cli.train.resume_run", resume)
+    with pytest.raises(Asked) as asked:
+        cli(*arguments)
+    assert asked.value.args == (Resume(run.path, **expected),)
+
+
+def test_what_cannot_be_finished_is_told(cli: Any, add_run: AddRun) -> None:
+    run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
+    assert f"{run.path} has no checkpoint, so there is nothing to score" in cli("runs", "finish", "k3f9").err
+    assert "name the run with --resume" in cli("train", "--from-checkpoint", "5").err

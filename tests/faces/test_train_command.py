@@ -50,6 +50,15 @@ def test_summary_shows_the_table_the_talk_and_where_things_are(cli, agent_file):
     assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.out
 
 
+def test_a_dry_run_says_what_it_would_need_and_leaves_nothing(cli, agent_file):
+    answer = cli("train", str(agent_file()), "--dry-run")
+    assert answer.code == 0, answer.err
+    for words in ("palestra/tiny: ", "all trained, float32 on cpu", "1 steps of 2 × 2 rollouts", "nothing was trained"):
+        assert words in answer.out
+    assert "scoring" not in answer.out
+    assert not Path("runs").exists()
+
+
 def test_trained_model_can_be_scored(cli, agent_file):
     path = str(agent_file())
     run = json.loads(cli("train", path, "--json").out)["run_dir"]

@@ -107,7 +107,8 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
-    print_evaluation(console, env.name, report)
+    cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
+    print_evaluation(console, f"{env.name}, {cases} {'held-out' if held_out else 'training'} problems", report)
     for name, value in more.items():
         console.print(f"{name} {value:g}", highlight=False)
     if parameters["as_json"]:

@@ -26,7 +26,7 @@ from palestra.faces.cli.agent_file import AgentFile, load_agent_file, open_agent
 from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option, show_path
 from palestra.faces.cli.display import DryRun, training_display
 from palestra.faces.cli.env import open_env
-from palestra.faces.cli.find_run import require_run
+from palestra.faces.cli.find_run import require_run, with_model_of_run
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.summary import outcome_summary, print_training
@@ -83,6 +83,7 @@ def command(
       palestra train my_agent.py --seed 1
       palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
       palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
+      palestra train my_agent.py --model.name k3f9@best        go on from the model of another run
       palestra train --env calculator --env.operations 1
       palestra train my_agent.py --detach
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
@@ -99,7 +100,7 @@ def command(
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if from_checkpoint is not None and resume is None:
         raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
-    options = settings.from_options(parameters)
+    options = with_model_of_run(settings.from_options(parameters))
     if dry_run:
         if detach or resume or env_url or folder:
             raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
