@@ -88,7 +88,11 @@ class WireTask:
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
-        return None if self.scored_by is None else self.scored_by.evaluator(parts)
+        if self.scored_by is not None:
+            return self.scored_by.evaluator(parts)
+        if every := parts.config.eval.every:
+            parts.watcher.note(f"eval.every = {every} has no effect: these environments do their own evaluations")
+        return None
 
 
 @dataclass(slots=True)

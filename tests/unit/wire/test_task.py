@@ -264,3 +264,14 @@ def test_a_sampler_that_cannot_be_served_is_refused_with_the_remedy(api, tmp_pat
         policy = NaivePolicy(task.loaded.model, task.loaded.tokenizer)
         with pytest.raises(PalestraError, match=r"model\.engine"):
             task.source(Parts(config, policy, task.loaded.tokenizer, runner, Watcher()))
+
+
+@pytest.mark.parametrize(("every", "told"), [(5, ["eval.every = 5 has no effect: these environments"]), (0, [])])
+def test_it_is_told_that_foreign_environments_do_their_own_evaluations(every: int, told: list[str], tmp_path):
+    notes: list[str] = []
+    watcher = Watcher()
+    watcher.note = notes.append  # type: ignore[method-assign]
+    parts = Parts(RunConfig.build({"eval.every": every}), None, None, None, watcher)  # type: ignore[arg-type]
+    task = WireTask(None, Address(), None, RunFolder(tmp_path))  # type: ignore[arg-type]
+    assert task.evaluator(parts) is None
+    assert [note[: len(told[0])] for note in notes] == told
