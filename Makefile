@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: demo check test test-slow fuzz lint clean
+.PHONY: demo check test test-slow test-foreign fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -21,6 +21,9 @@ test-slow: lint  ## everything, and what CI samples in full: every dataset of re
 
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
 	$(BIN)/python scripts/fuzz.py
+
+test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
+	$(BIN)/python scripts/foreign.py
 
 lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .

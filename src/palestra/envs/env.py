@@ -54,6 +54,8 @@ class Env:
     reward_weights: Mapping[str, float] = {}  # where `score` gives several: how they add up; 1 each unless named
     pass_threshold: float = 1.0  # a score of at least this counts as passed
     scores_are_bounded: bool = True  # False: rewards of another library, which need not lie in 0..1
+    max_turns: int | None = None  # messages of the model in an attempt; None: as many as the run's limits allow
+    max_episodes: int | None = None  # attempts that may be open at a time; None: any number
     run_settings: ClassVar[Mapping[str, Any]] = {}  # settings of a training that suit it: {"train.learning_rate": 1e-3}
 
     problem: Problem  # during an attempt: what is being solved,

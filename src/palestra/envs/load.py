@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from palestra.core.config import explain
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.import_file import import_file
+from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
@@ -21,8 +23,13 @@ _WANTED = "An environment file defines a subclass of palestra.Env"
 
 
 def find_env(name_or_file: str) -> DiscoveredEnv:
-    """`calculator`, `my_env.py`, or `my_env.py:Class` where a file has several."""
+    """`calculator`, `my_env.py`, `my_env.py:Class` where a file has several, or `gymnasium:ID` of another library."""
     file, _, class_name = name_or_file.partition(":")
+    if file in BY_NAME and class_name:
+        cls = BY_NAME[file]
+        about = (cls.__doc__ or "").strip().splitlines()[0]
+        path = Path(inspect.getfile(cls))
+        return DiscoveredEnv(name_or_file, cls.__name__, path, about, "built-in", preset={"target": class_name})
     if not file.endswith(".py"):
         return discover().named(name_or_file)
     path = Path(file).resolve()
@@ -53,6 +60,8 @@ def env_class(found: DiscoveredEnv) -> type[Env]:
             f"{found.file_path} is written for {found.dialect}; run it as a service of its own: "
             f"palestra env run-{found.dialect} {found.file_path}"
         )
+    if found.name.partition(":")[0] in BY_NAME:
+        return BY_NAME[found.name.partition(":")[0]]
     if found.file_path.is_relative_to(LIBRARY):
         module = importlib.import_module(f"palestra.envs.library.{found.file_path.stem}")
     else:

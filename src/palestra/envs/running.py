@@ -35,6 +35,10 @@ class EnvEpisode:
     error: str | None = None  # it could not begin: the attempt fails as soon as the model has spoken
 
     @property
+    def max_turns(self) -> int | None:
+        return self.env.max_turns
+
+    @property
     def environment(self) -> Any:
         """What reward functions may look at: the attempt's own copy, or what an adapter plays with."""
         return getattr(self.env, "environment", self.env)
@@ -97,6 +101,10 @@ class RunningEnv:
     @property
     def reward_weights(self) -> Mapping[str, float]:
         return self.env.reward_weights
+
+    @property
+    def max_episodes(self) -> int | None:
+        return self.env.max_episodes
 
     @cached_property
     def _problems(self) -> dict[Split, ProblemList]:

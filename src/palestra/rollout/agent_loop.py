@@ -115,6 +115,8 @@ async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: Att
         if finish != "stop":
             full = finish == "length" and bool(speaker.turns) and speaker.sampled_tokens < sampling.max_new_tokens
             return "context_full" if full else "truncated"
+        if turn == getattr(episode, "max_turns", None):
+            return "answered"
         if message.tool_calls:
             if rounds == limits.max_tool_rounds:
                 return "tool_limit"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -189,7 +190,7 @@ def test_a_gymnasium_environment_is_played_by_answers():
     walks = iter(["jump", "1", "Right", "right"])
     (rollout,) = play(env, lambda messages: next(walks), count=1)
     assert [m.text for m in rollout.messages if m.role == "user"] == [
-        "Walk.\n\nYou are at 0.",
+        "Walk.\n\nYou are at 0.\n\nSay one of: left, right.",
         "That is no action. Say one of: left, right.",
         "You are at 1.",
         "You are at 2.",
@@ -200,10 +201,21 @@ def test_a_gymnasium_environment_is_played_by_answers():
 ACTION = {"type": "object", "properties": {"move": {"type": "integer"}, "metadata": {}}, "required": ["move"]}
 
 
-@pytest.fixture
-def openenv_server() -> Iterator[str]:
+@contextmanager
+def served(handle: Callable[[Any], None], action: dict) -> Iterator[str]:
     server = pytest.importorskip("websockets.sync.server")
 
+    def http(connection: Any, request: Any) -> Any:
+        return connection.respond(HTTPStatus.OK, json.dumps({"action": action})) if request.path == "/schema" else None
+
+    with server.serve(handle, "127.0.0.1", 0, process_request=http) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.socket.getsockname()[1]}"
+        running.shutdown()
+
+
+@pytest.fixture
+def openenv_server() -> Iterator[str]:
     def handle(socket: Any) -> None:
         total = 0
         for raw in socket:
@@ -218,13 +230,63 @@ def openenv_server() -> Iterator[str]:
             data = {"observation": {"at": total}, "reward": 0.25 if total else None, "done": total >= 4}
             socket.send(json.dumps({"type": "observation", "data": data}))
 
-    def http(connection: Any, request: Any) -> Any:
-        return connection.respond(HTTPStatus.OK, json.dumps({"action": ACTION})) if request.path == "/schema" else None
+    with served(handle, ACTION) as url:
+        yield url
 
-    with server.serve(handle, "127.0.0.1", 0, process_request=http) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.socket.getsockname()[1]}"
-        running.shutdown()
+
+def test_a_server_without_a_free_session_is_quoted_with_the_remedy():
+    def full(socket: Any) -> None:
+        data = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
+        socket.send(json.dumps({"type": "error", "data": data}))
+        socket.close()
+
+    with (
+        served(full, ACTION) as url,
+        pytest.raises(PalestraError, match=r"at capacity: 1/1 sessions active; set max_sessions to 1"),
+    ):
+        play(OpenEnv(url, SMALL), lambda _: "done", count=1)
+
+
+def test_no_more_sessions_are_open_than_the_server_has(openenv_server):
+    opened = [0]
+
+    class Counted(OpenEnv):
+        def start(self) -> str:
+            opened.append(opened[-1] + 1)
+            return super().start()
+
+        def close(self) -> None:
+            super().close()
+            opened.append(opened[-1] - 1)
+
+    play(Counted(openenv_server, SMALL, max_sessions=1), lambda _: "done", count=3)
+    assert max(opened) == 1
+    running = RunningEnv(OpenEnv(openenv_server, SMALL, max_sessions=1))
+    collector = Collector(running, AttemptLimits(SamplingParams(50)), endpoint_speakers(Says(repeat)))
+    with pytest.raises(PalestraError, match="1 attempts at a time, and a group has 2"):
+        asyncio.run(collector.collect(running.problems("train")[:1], 2, ["k"]))
+
+
+def test_the_tools_of_an_mcp_server_are_told_to_the_model():
+    echo = {"name": "echo", "description": "Say it.", "input_schema": {"type": "object", "properties": {"text": {}}}}
+
+    def handle(socket: Any) -> None:
+        for raw in socket:
+            action = json.loads(raw)["data"]
+            data: dict[str, Any] = {"observation": {}, "reward": 0.0}
+            if action.get("type") == "list_tools":
+                data["observation"] = {"tools": [echo]}
+            elif action.get("type") == "call_tool":
+                data = {"observation": [action["tool_name"], action["arguments"]], "reward": 1.0, "done": True}
+            socket.send(json.dumps({"type": "observation", "data": data}))
+
+    schema = {"type": "object", "properties": {"type": {}, "tool_name": {}, "arguments": {}}}
+    words = iter([Message("assistant", "", tool_calls=(ToolCall("c", "echo", {"text": "hi"}),)), "done"])
+    with served(handle, schema) as url:
+        (rollout,) = play(OpenEnv(url, SMALL), lambda _: next(words), count=1)
+    assert rollout.tool_names == ("echo",)
+    assert [m.text for m in rollout.messages if m.role == "tool"] == ['["echo", {"text": "hi"}]\nThe episode is over.']
+    assert rollout.reward == 1.0
 
 
 def test_an_openenv_server_is_played_through_its_one_action(openenv_server):
@@ -250,3 +312,72 @@ def test_an_openenv_server_is_played_through_its_one_action(openenv_server):
 def test_an_openenv_server_that_is_not_there_is_told():
     with pytest.raises(PalestraError, match="is no OpenEnv server"):
         RunningEnv(OpenEnv("ws://127.0.0.1:9"))
+
+
+class AttributeRubric:
+    """Reads messages as verifiers 0.1.14 and later make them: by attribute and by key."""
+
+    async def score_rollout(self, state: dict) -> None:
+        last = state["completion"][-1]
+        calls = [call.name for call in (last.tool_calls or ()) if last.role == last["role"] == "assistant"]
+        state["reward"] = float(calls == ["echo"] and state["prompt"][0].role == "user")
+
+
+def test_messages_of_verifiers_are_read_by_attribute_and_a_tool_environment_keeps_its_max_turns():
+    def speak(messages: Sequence[Message]) -> Message:
+        return Message("assistant", "", tool_calls=(ToolCall("c", "echo", {"text": "hi"}),))
+
+    (rollout,) = play(VerifiersEnv(WithTools(AttributeRubric(), max_turns=1)), speak, count=1)
+    assert rollout.reward == 1.0
+    assert [m.role for m in rollout.messages] == ["user", "assistant"]
+    assert rollout.stop == "answered"
+
+
+class Toolset: ...
+
+
+class TasksetWithTools(list):
+    config = None
+
+    @classmethod
+    def toolsets(cls, config: Any) -> list:
+        return [Toolset()]
+
+
+class SkippedMetric(Task):
+    def hooks(self, kind: str) -> list:
+        def pass_rate(trace: Any, runtime: Any) -> float: ...
+
+        return [pass_rate] if kind == "metric" else []
+
+
+class Prepared(Task):
+    async def setup(self, trace: Any, runtime: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("taskset", "reason"),
+    [
+        (TasksetWithTools([Task(1)]), "its tool server Toolset"),
+        ([SkippedMetric(1)], "a runtime for its metric pass_rate"),
+        ([Prepared(1)], "a runtime that its setup prepares"),
+    ],
+)
+def test_a_taskset_of_which_half_would_be_skipped_is_refused_before_training(taskset, reason):
+    with pytest.raises(PalestraError, match=reason):
+        RunningEnv(TasksetEnv(taskset))
+
+
+class LooksAround(Task):
+    async def score(self, trace: Any, runtime: Any = None) -> None:
+        assert trace.id
+        assert trace.stop_condition
+        assert trace.tool_messages == []
+        assert [m.content for m in trace.assistant_messages] == [trace.last_reply]
+        assert "[user]\nRepeat" in trace.transcript
+        trace.state.seen = trace.last_message.role
+        trace.record_reward("right", trace.state.seen == "assistant")
+
+
+def test_a_v1_task_finds_the_attributes_of_a_trace():
+    assert [r.reward for r in play(TasksetEnv([LooksAround(i) for i in range(40)]), repeat)] == [1.0] * 3

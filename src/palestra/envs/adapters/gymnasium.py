@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from palestra.core.errors import PalestraError
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig
@@ -16,8 +17,8 @@ _HELD_OUT_SEED = 1_000_000
 class GymEnv(Env):
     """The problems are seeds; the reward is the sum over the episode.
 
-    With a Discrete action space the answer names an action by its number, or by its name in `actions`;
-    any other space gets the answer as text.
+    With a Discrete action space the answer names an action by its number, or by its name in `actions`; a Text space
+    gets the answer as it is. Other spaces are refused: an ActionWrapper can turn text into their actions.
     """
 
     name = "gymnasium"
@@ -32,8 +33,26 @@ class GymEnv(Env):
     ) -> None:
         super().__init__(config)
         self._make, self._question, self._actions = make, question, [name.lower() for name in actions]
+        self._first = self._count = 0  # of the actions; none where the answer itself is the action
         self.environment: Any = None
         self.total = 0.0
+
+    def setup(self) -> None:
+        """Look at the actions once, so that a space that text cannot name is told before training."""
+        probe = self._make()
+        space = probe.action_space
+        probe.close()
+        kind = type(space).__name__
+        if kind == "Text":
+            return
+        if kind == "MultiBinary" or not hasattr(space, "n"):
+            raise PalestraError(
+                f"the environment's actions are {space}; only Discrete and Text can be answered in words. "
+                "Turn text into its actions with a gymnasium.ActionWrapper whose action_space is one of these"
+            )
+        self._first, self._count = int(getattr(space, "start", 0)), int(space.n)
+        if self._actions and len(self._actions) != self._count:
+            raise PalestraError(f"{len(self._actions)} names for {self._count} actions; name every one of {space}")
 
     def problems(self, split: Split) -> Sequence[Problem]:
         first = self.config.seed + (0 if split == "train" else _HELD_OUT_SEED)
@@ -44,7 +63,7 @@ class GymEnv(Env):
         self.environment = self._make()
         self.total = 0.0
         observation, _ = self.environment.reset(seed=self.problem.row["seed"])
-        return _text(observation)
+        return f"{_text(observation)}\n\n{self._known()}".strip()
 
     def step(self, answer: str) -> str | None:
         action = self._action(answer.strip())
@@ -55,17 +74,17 @@ class GymEnv(Env):
         return None if terminated or truncated else _text(observation)
 
     def _action(self, answer: str) -> Any:
-        count = getattr(self.environment.action_space, "n", None)
-        if count is None:
+        if not self._count:
             return answer
         if answer.lower() in self._actions:
-            return self._actions.index(answer.lower())
-        return int(answer) if answer.isdecimal() and int(answer) < count else None
+            return self._first + self._actions.index(answer.lower())
+        is_number = answer.removeprefix("-").isdecimal()
+        return int(answer) if is_number and self._first <= int(answer) < self._first + self._count else None
 
     def _known(self) -> str:
         if self._actions:
             return f"Say one of: {', '.join(self._actions)}."
-        return f"Say a number from 0 to {int(self.environment.action_space.n) - 1}."
+        return f"Say a number from {self._first} to {self._first + self._count - 1}." if self._count else ""
 
     def score(self, answer: str) -> float:
         return self.total
@@ -76,7 +95,7 @@ class GymEnv(Env):
 
 
 def _text(observation: Any) -> str:
+    """Text as it is; arrays and NumPy numbers, also inside of dicts and tuples, as JSON."""
     if isinstance(observation, str):
         return observation
-    plain = observation.tolist() if hasattr(observation, "tolist") else observation
-    return json.dumps(plain, default=str)
+    return json.dumps(observation, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))

@@ -1,9 +1,10 @@
-"""An OpenEnv server as an environment: one WebSocket session for each attempt, one tool that takes its action."""
+"""An OpenEnv server as an environment: one WebSocket session for each attempt, and its actions as tools."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -20,16 +21,27 @@ _MAX_BYTES = 16 * 2**20
 
 
 class OpenEnv(Env):
-    """The problems are seeds that the server is reset with; the reward is the sum of what its steps gave."""
+    """The problems are seeds that the server is reset with; the reward is the sum of what its steps gave.
+
+    A server takes one session at a time unless it was made with `create_app(…, max_concurrent_envs=N)`; give the same
+    number as `max_sessions`, at least the group size, and no more attempts than that run at a time.
+    """
 
     name = "openenv"
     instructions = "You act in an environment by calling the tool. Go on until the episode is over."
     scores_are_bounded = False
 
-    def __init__(self, base_url: str, config: EnvConfig | None = None, question: str = "Begin.") -> None:
+    def __init__(
+        self,
+        base_url: str,
+        config: EnvConfig | None = None,
+        question: str = "Begin.",
+        max_sessions: int | None = None,
+    ) -> None:
         super().__init__(config)
         self._url = base_url.rstrip("/")
         self._question = question
+        self.max_episodes = max_sessions
         self._socket: Any = None
         self.total = 0.0
         self.done = False
@@ -59,17 +71,41 @@ class OpenEnv(Env):
         return self._observe(self._ask("reset", dict(self.problem.row)))
 
     def tools(self) -> Sequence[Tool]:
-        return [Tool("act", self._about, self._parameters, self._act)]
+        """One tool that takes the server's action; of a server of MCP tools, its tools."""
+        if "tool_name" not in self._parameters["properties"]:
+            return [Tool("act", self._about, self._parameters, self._act)]
+        listed = self._ask("step", {"type": "list_tools"}).get("observation", {})
+        return [
+            Tool(
+                tool["name"],
+                tool.get("description") or tool["name"],
+                tool["input_schema"],
+                partial(self._call, tool["name"]),
+            )
+            for tool in listed.get("tools", ())
+        ]
 
     def _act(self, **action: Any) -> str:
         return _OVER if self.done else self._observe(self._ask("step", action))
 
+    def _call(self, tool_name: str, /, **arguments: Any) -> str:
+        return self._act(type="call_tool", tool_name=tool_name, arguments=arguments)
+
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._socket.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(self._socket.recv(timeout=_TIMEOUT_S))
+        from websockets.exceptions import ConnectionClosed
+
+        closed: ConnectionClosed | None = None
+        try:
+            self._socket.send(json.dumps({"type": kind, "data": data}))
+        except ConnectionClosed as error:  # what the server said before it closed can still be read
+            closed = error
+        try:
+            answer = json.loads(self._socket.recv(timeout=_TIMEOUT_S))
+        except ConnectionClosed as error:
+            raise RuntimeError(f"the server closed the session: {closed or error}") from None
         found: Mapping[str, Any] = answer.get("data") or {}
         if answer.get("type") == "error":
-            raise RuntimeError(found.get("message", "the server gave an error"))
+            raise RuntimeError(_reason(found))
         return found
 
     def _observe(self, result: Mapping[str, Any]) -> str:
@@ -85,6 +121,15 @@ class OpenEnv(Env):
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """The server's own words, and the remedy where it has too few sessions."""
+    message = str(error.get("message", "the server gave an error"))
+    if error.get("code") == "CAPACITY_REACHED" or "at capacity" in message:
+        most = error.get("max_sessions", "that many")
+        message += f"; set max_sessions to {most}, or start the server with create_app(…, max_concurrent_envs=N)"
+    return message
 
 
 def _with_scheme(url: str, kind: str) -> str:

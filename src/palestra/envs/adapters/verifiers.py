@@ -9,9 +9,12 @@ Neither imports verifiers: whatever has the same methods will do.
 from __future__ import annotations
 
 import inspect
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -33,6 +36,8 @@ class VerifiersEnv(Env):
         self.theirs = environment
         self.state: dict[str, Any] = {}
         self._is_ready = False
+        turns = int(getattr(environment, "max_turns", -1))
+        self.max_turns = turns if turns > 0 else None
         if hasattr(environment, "update_tool_args"):
             raise PalestraError(
                 f"{type(environment).__name__} fills in arguments of its tools itself, which is not supported; "
@@ -57,8 +62,9 @@ class VerifiersEnv(Env):
         row = self.problem.row
         self._is_ready = False
         self.state = {
-            "input": dict(row), "prompt": row["prompt"], "completion": [], "answer": row.get("answer", ""),
-            "task": row.get("task", "default"), "info": row.get("info") or {}, "example_id": row.get("example_id", 0),
+            "input": dict(row), "prompt": _as_theirs(_messages(row["prompt"])), "completion": [],
+            "answer": row.get("answer", ""), "task": row.get("task", "default"), "info": row.get("info") or {},
+            "example_id": row.get("example_id", 0),
             "trajectory": [], "turn": 0, "responses": [], "is_completed": False, "reward": None, "metrics": None,
             "timing": _Timing(),
         }  # fmt: skip
@@ -91,13 +97,13 @@ class VerifiersEnv(Env):
         await (score(state, score_sem=nullcontext()) if "score_sem" in takes else score(state))
         return {"reward": float(state["reward"])}
 
-    async def _record(self) -> list[dict[str, Any]]:
+    async def _record(self) -> list[Any]:
         """What was said so far, in the state where their methods look for it."""
         if not self._is_ready:
             self._is_ready = True
             if hasattr(self.theirs, "setup_state"):
                 self.state = await _awaited(self.theirs.setup_state(self.state)) or self.state
-        messages = [to_dict(message, arguments_as_text=True) for message in self.messages if message.role != "system"]
+        messages = _as_theirs([message for message in self.messages if message.role != "system"])
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first = said[0] if said else len(messages)
         self.state["completion"] = messages[first:]
@@ -105,7 +111,7 @@ class VerifiersEnv(Env):
         self.state["trajectory"] = [{"prompt": messages[:i], "completion": [messages[i]]} for i in said]
         return messages
 
-    async def _is_completed(self, messages: list[dict[str, Any]]) -> bool:
+    async def _is_completed(self, messages: list[Any]) -> bool:
         conditions = getattr(self.theirs, "_stop_conditions", None)
         if conditions is not None:
             return any([await _awaited(condition(self.state)) for condition in conditions])
@@ -134,14 +140,42 @@ class Trace:
     rewards: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    state: Any = field(default_factory=SimpleNamespace)
+    agent: Any = field(default_factory=SimpleNamespace)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    stop_condition: str | None = "agent_completed"
+    is_completed: bool = True
+    ok: bool = True
+    errors: Sequence[Any] = ()
+
+    @property
+    def assistant_messages(self) -> list[Any]:
+        return [m for m in self.messages if m["role"] == "assistant"]
+
+    @property
+    def tool_messages(self) -> list[Any]:
+        return [m for m in self.messages if m["role"] == "tool"]
+
+    @property
+    def last_message(self) -> Any:
+        return self.messages[-1]
 
     @property
     def last_reply(self) -> str:
-        return next((m["content"] for m in reversed(self.messages) if m["role"] == "assistant"), "")
+        said = self.assistant_messages
+        return (said[-1]["content"] or "").strip() if said else ""
+
+    @property
+    def transcript(self) -> str:
+        return "\n\n".join(f"[{m['role']}]\n{m['content']}" for m in self.messages if m["role"] != "tool")
 
     @property
     def num_turns(self) -> int:
-        return sum(m["role"] == "assistant" for m in self.messages)
+        return len(self.assistant_messages)
+
+    @property
+    def reward(self) -> float:
+        return float(sum(value for value in self.rewards.values() if value is not None))
 
     def record_reward(self, name: str, value: float, weight: float = 1.0) -> None:
         self.rewards[name] = float(value) * float(weight)
@@ -150,7 +184,8 @@ class Trace:
         self.metrics[name] = float(value)
 
     def record_metrics(self, values: Mapping[str, float]) -> None:
-        self.metrics |= {name: float(value) for name, value in values.items()}
+        for name, value in values.items():
+            self.record_metric(name, value)
 
 
 class TasksetEnv(Env):
@@ -162,6 +197,15 @@ class TasksetEnv(Env):
     def __init__(self, taskset: Any, config: EnvConfig | None = None) -> None:
         super().__init__(config)
         self.taskset = taskset
+
+    def setup(self) -> None:
+        """Refuse what a conversation alone cannot play or score, before anything is trained on half of it."""
+        task = next(iter(self.taskset))
+        if missing := [*_toolsets(self.taskset), *_needs(task)]:
+            raise PalestraError(
+                f"{type(task).__name__} needs {', '.join(missing)}, which this adapter has not; run it with verifiers' "
+                "own harness against `palestra serve`, or write it as a palestra.Env"
+            )
 
     def problems(self, split: Split) -> Sequence[Problem]:
         found: list[Problem] = []
@@ -175,22 +219,65 @@ class TasksetEnv(Env):
         return found
 
     def _problem(self, task: Any) -> Problem:
-        if task.data.prompt is None or getattr(task, "NEEDS_CONTAINER", False) or type(task).toolsets(task.config):
-            raise PalestraError(
-                f"{type(task).__name__} needs a container, tool servers or a user who opens, which this adapter has not"
-            )
         opening = [Message("system", task.data.system_prompt)] if task.data.system_prompt else []
         messages = (*opening, *_messages(task.data.prompt))
         return Problem("", messages, row={"task": task})
 
     async def score(self, answer: str) -> dict[str, float]:
         task = self.problem.row["task"]
-        trace = Trace(task, [to_dict(message, arguments_as_text=True) for message in self.messages])
+        trace = Trace(task, [AttributeDict.of(message) for message in self.messages])
         await task.score(trace, None)
-        given = {name: value for name, value in trace.rewards.items() if value is not None}
-        if not given:
+        if not any(value is not None for value in trace.rewards.values()):
             raise PalestraError(f"{type(task).__name__} has no reward that can be given without a runtime")
-        return {"reward": sum(given.values())}
+        return {"reward": trace.reward}
+
+
+def _toolsets(owner: Any) -> list[str]:
+    """The tool servers of a Task or a Taskset, which run beside verifiers' own harness."""
+    of = getattr(type(owner), "toolsets", None)
+    return [f"its tool server {type(toolset).__name__}" for toolset in (of(owner.config) if of else ())]
+
+
+def _needs(task: Any) -> list[str]:
+    """What a task needs beyond a conversation."""
+    needs = [] if task.data.prompt is not None else ["a user who opens the conversation"]
+    needs += ["a container"] if getattr(task, "NEEDS_CONTAINER", False) else []
+    needs += _toolsets(task)
+    hooks = getattr(task, "hooks", lambda kind: ())
+    for kind in ("metric", "reward"):
+        for function in hooks(kind):
+            runtime = inspect.signature(function).parameters.get("runtime")
+            if runtime is not None and runtime.default is inspect.Parameter.empty:
+                needs.append(f"a runtime for its {kind} {function.__name__}")
+    needs += ["a judge model"] if getattr(task.config, "judges", None) else []
+    prepares = [
+        c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")
+    ]
+    return needs + (["a runtime that its setup prepares"] if prepares else [])
+
+
+class AttributeDict(dict[str, Any]):
+    """A message or tool call that is read by key or by attribute, as verifiers' own are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    @classmethod
+    def of(cls, message: Message) -> AttributeDict:
+        plain = cls(to_dict(message, arguments_as_text=True))
+        if calls := plain.get("tool_calls"):
+            plain["tool_calls"] = [cls({**call, **call["function"]}) for call in calls]
+        return plain
+
+
+def _as_theirs(messages: Sequence[Message]) -> list[Any]:
+    """Messages of the installed verifiers, which reward functions may test by type; or the like of them."""
+    library = sys.modules.get("verifiers.utils.message_utils")
+    if (make := getattr(library, "from_raw_message", None)) is not None:
+        return [make(to_dict(message, arguments_as_text=True)) for message in messages]
+    return [AttributeDict.of(message) for message in messages]
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

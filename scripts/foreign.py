@@ -1,0 +1,207 @@
+"""`make test-foreign`: train unmodified environments of other projects for three steps each, and write docs/foreign.md.
+
+Each runs by the one documented command, and must train its three steps or end with a reason. The projects are
+cloned, and installed into virtual environments of their own below --work; nothing of them becomes part of Palestra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.core import children
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "foreign.md"
+SOURCES = {  # folder -> repository and tag or branch
+    "atropos": ("https://github.com/NousResearch/atropos", "main"),
+    "verifiers0": ("https://github.com/PrimeIntellect-ai/verifiers", "v0.1.14"),
+    "verifiers1": ("https://github.com/PrimeIntellect-ai/verifiers", "main"),
+    "openenv": ("https://github.com/meta-pytorch/OpenEnv", "main"),
+}
+PACKAGES = {
+    "verifiers0": ["verifiers==0.1.14"],
+    "verifiers1": ["verifiers==0.4.0"],
+    "openenv": ["openenv-core==0.3.0"],
+}
+SMALL = (
+    "--model.name palestra/tiny --train.max_steps 3 --train.problems_per_step 2 --rollout.group_size 4"
+    " --rollout.max_new_tokens 48 --eval.cases 2"
+)
+ATROPOS = [
+    "community/regex_generation/regex_env.py",
+    "community/selcube/rubiks_cube_environment.py",
+    "community/word_hunt/word_hunt_env.py",
+    "community/sanskrit_poetry/sanskrit_poetry_env.py",
+    "community/conversational_style_dpo/conversational_style_dpo_env.py",
+    "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py --with gymnasium",
+    "game_environments/gymnasium/gym_taxi.py --with gymnasium",
+    "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym",
+]
+VERIFIERS = {
+    "verifiers0": ["tool_test", "sentence_repeater", "doublecheck", "reverse_text", "alphabet_sort"],
+    "verifiers1": ["reverse_text", "scratchpad", "code_golf", "color_codeword", "interception"],
+}
+OPENENV = ["echo_env", "grid_world_env", "maze_env"]
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    name: str
+    result: str
+    seconds: float
+
+    @property
+    def row(self) -> str:
+        return f"| {self.kind} | {self.name} | {self.result} | {self.seconds:.0f} |"
+
+
+class Workshop:
+    """Where the projects are cloned and installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def source(self, name: str) -> Path:
+        path = self.folder / "src" / name
+        if not path.exists():
+            url, ref = SOURCES[name]
+            subprocess.run(["git", "clone", "-q", "--depth", "1", "-b", ref, url, str(path)], check=True)
+        return path
+
+    def python(self, name: str) -> str:
+        """A venv with the project's own packages first, and then ours."""
+        folder = self.folder / "venvs" / name
+        python = folder / "bin" / "python"
+        ready = folder / "ready"
+        if not ready.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
+            (site,) = folder.glob("lib/python*/site-packages")
+            (site / "zz_palestra.pth").write_text(f"{ROOT / 'src'}\n" + "\n".join(_site_packages()) + "\n")
+            ready.touch()
+        return str(python)
+
+
+def _site_packages() -> list[str]:
+    """Of this interpreter, and of those that its own venv borrows from."""
+    own = sysconfig.get_paths()["purelib"]
+    return [own, *(path for path in sys.path if path.endswith("site-packages") and path != own)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/palestra-foreign"))
+    parser.add_argument("--only", default="", help="names that contain this")
+    arguments = parser.parse_args()
+    shop = Workshop(arguments.work)
+    outcomes = []
+    for kind, name in _all():
+        if arguments.only not in f"{kind} {name}":
+            continue
+        outcome = _try(shop, kind, name)
+        print(outcome.row, flush=True)
+        outcomes.append(outcome)
+        if not arguments.only:
+            _write(outcomes)
+    if arguments.only:
+        print("docs/foreign.md is written only when all are run")
+
+
+def _all() -> Iterator[tuple[str, str]]:
+    yield from (("atropos", name) for name in ATROPOS)
+    yield from ((kind, name) for kind, names in VERIFIERS.items() for name in names)
+    yield from (("openenv", name) for name in OPENENV)
+
+
+def _try(shop: Workshop, kind: str, name: str) -> Outcome:
+    began = time.monotonic()
+    try:
+        source = shop.source(kind)
+        if kind == "atropos":
+            file, *more = name.split(" ", 1)
+            command = (
+                f"env run-atropos {source / 'environments' / file} {' '.join(more)} --env.max_token_length 256 {SMALL}"
+            )
+            result = _run(
+                sys.executable, shlex.split(command), {"PALESTRA_CACHE": str(shop.folder / "cache")}, shop.folder
+            )
+        elif kind == "openenv":
+            with _served(shop.python(kind), source, name) as url:
+                result = _run(shop.python(kind), shlex.split(f"train --env openenv:{url} {SMALL}"), {}, shop.folder)
+        else:
+            paths = {"PYTHONPATH": str(source / "environments" / name)}
+            result = _run(shop.python(kind), shlex.split(f"train --env verifiers:{name} {SMALL}"), paths, shop.folder)
+    except (subprocess.SubprocessError, OSError) as error:
+        result = f"could not be set up: {error}"
+    return Outcome(kind, name, result, time.monotonic() - began)
+
+
+def _run(python: str, words: Sequence[str], environ: dict[str, str], cwd: Path) -> str:
+    """`trained 3 steps`, or the reason for which the command ended."""
+    command = [python, "-c", "from palestra.faces.cli.main import main; main()", *words]
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env={**os.environ, "COLUMNS": "2000", "OMP_NUM_THREADS": "1", **environ},
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"**neither trained nor ended within {LIMIT_S:.0f} s**"
+    if done.returncode == 0:
+        return "trained 3 steps"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return f"ended: {_cell(lines[-1] if lines else f'status {done.returncode}')}"
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r"/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
+    return (text if len(text) < 260 else text[:260] + " …").replace("|", "\\|")
+
+
+@contextmanager
+def _served(python: str, source: Path, name: str) -> Iterator[str]:
+    """An OpenEnv server as its project starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, "-m", "uvicorn", f"{name}.server.app:app", "--port", str(port), "--log-level", "warning"]
+    server = children.start(command, cwd=source / "envs", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and server.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        children.end(server, 5.0)
+
+
+def _write(outcomes: Sequence[Outcome]) -> None:
+    versions = ", ".join(f"{name} {' '.join(packages)}" for name, packages in PACKAGES.items())
+    PAGE.write_text(
+        "# Environments that we did not write\n\n"
+        "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
+        "command, on a CPU with `palestra/tiny`. It trains three steps, or ends with the reason.\n\n"
+        f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`.\n\n"
+        "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
+        + "".join(f"{outcome.row}\n" for outcome in outcomes)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Environments of other libraries by name, for the command line: `palestra train --env gymnasium:FrozenLake-v1`.
+
+gymnasium:ID     gymnasium.make(ID)
+verifiers:NAME   an installed environment package: load_environment(NAME), or the Taskset of verifiers 0.3 and later
+openenv:URL      a server that runs there
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from palestra.core.errors import PalestraError
+from palestra.envs.adapters.gymnasium import GymEnv
+from palestra.envs.adapters.openenv import OpenEnv
+from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
+from palestra.envs.env import Env, EnvConfig
+
+
+class NamedConfig(EnvConfig):
+    target: str = Field("", description="which one: what follows the colon")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with, as JSON")
+    question: str = Field("Begin.", description="what the user says before the first observation")
+
+
+class GymConfig(NamedConfig):
+    actions: list[str] = Field(default_factory=list, description="a name for each action, as JSON")
+
+
+class OpenEnvConfig(NamedConfig):
+    max_sessions: int | None = Field(None, ge=1, description="sessions that the server has at a time")
+
+
+class NamedGymEnv(GymEnv):
+    """gymnasium.make(ID)."""
+
+    env_config_cls: ClassVar[type[BaseModel]] = GymConfig
+
+    def __init__(self, config: GymConfig) -> None:
+        make = _library("gymnasium").make
+        super().__init__(lambda: make(config.target, **config.arguments), config.question, config.actions, config)
+
+
+class NamedOpenEnv(OpenEnv):
+    """An OpenEnv server at a URL."""
+
+    env_config_cls: ClassVar[type[BaseModel]] = OpenEnvConfig
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        _library("websockets", "openenv")
+        super().__init__(config.target, config, config.question, config.max_sessions)
+
+
+class NamedVerifiersEnv(Env):
+    """An installed environment of verifiers; which generation it is of decides the adapter."""
+
+    env_config_cls: ClassVar[type[BaseModel]] = NamedConfig
+
+    def __new__(cls, config: NamedConfig) -> Any:
+        library = _library("verifiers")
+        if hasattr(library, "load_environment"):
+            return VerifiersEnv(library.load_environment(config.target, **config.arguments), config)
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        settings = loaders.taskset_config_type(config.target)(id=config.target, **config.arguments)
+        return TasksetEnv(loaders.load_taskset(settings), config)
+
+
+BY_NAME: dict[str, type[Env]] = {
+    "gymnasium": NamedGymEnv,
+    "openenv": NamedOpenEnv,
+    "verifiers": NamedVerifiersEnv,
+}
+
+
+def _library(name: str, extra: str = "") -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise PalestraError(f"this needs {missing.name}; pip install 'palestra[{extra or name}]'") from None
