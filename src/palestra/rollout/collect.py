@@ -39,13 +39,13 @@ class Collector:
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
         """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
-        own_limit = getattr(self.environment, "max_episodes", None) or self.max_open_episodes
-        if own_limit < group_size:
+        limit = getattr(self.environment, "max_episodes", None)
+        if limit is not None and limit < group_size:
             raise PalestraError(
-                f"the environment takes {own_limit} attempts at a time, and a group has {group_size}; "
+                f"the environment takes {limit} attempts at a time, and a group has {group_size}; "
                 "let it take more, or lower rollout.group_size"
             )
-        at_once = max(1, min(own_limit, self.max_open_episodes) // group_size)
+        at_once = max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
         opening = [asyncio.create_task(open_episodes(self.environment, p, group_size)) for p in problems[:at_once]]
         if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
             await asyncio.wait(opening)

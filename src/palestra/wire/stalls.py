@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from palestra.core.errors import PalestraError
 from palestra.serve.tally import Tally
@@ -19,6 +19,7 @@ _FIRST_NOTE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _REFUSALS = 3  # posts or requests, after which the next ones will hardly fare better
 _REPEATS = 8  # of the same message in the environment's log
+_DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, and none of them posted
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
 _TROUBLE = re.compile(r"error|exception|fail|skipp|refus|invalid|too long|cannot|not support", re.IGNORECASE)
 _FRAME = re.compile(r"File |raise |During handling|The above exception|Traceback")
@@ -28,12 +29,17 @@ _REMEDIES = {
 }
 
 
+class CountsGroups(Protocol):
+    groups: int  # requests for several completions of one prompt
+
+
 @dataclass(slots=True)
 class StallWatch:
     """Looked at while a batch is waited for. `status` asks the trajectory API, `inference` counts at our own server."""
 
     status: Callable[[], Awaitable[Mapping[str, Any]]]
     inference: Tally
+    requests: CountsGroups
     log: Path  # of the environment; it may be elsewhere, and then there is none
     note: Callable[[str], None]
     limit_s: float = WAIT_LIMIT_S  # 0: wait for ever
@@ -44,6 +50,7 @@ class StallWatch:
     _groups: int = -1
     _refused_posts: int = 0
     _before: Tally = field(default_factory=Tally)
+    _groups_before: int = 0
     _log_start: int = 0
 
     def begin(self) -> None:
@@ -76,6 +83,7 @@ class StallWatch:
     def _restart(self, now: float, groups: int, refused_posts: int) -> None:
         self._began, self._groups, self._refused_posts = now, groups, refused_posts
         self._before = Tally(self.inference.answered, self.inference.refused)
+        self._groups_before = self.requests.groups
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         self._next_note_s = _FIRST_NOTE_S
 
@@ -88,6 +96,11 @@ class StallWatch:
         answered = self.inference.answered - self._before.answered
         repeats, line = repeated_trouble(_read_from(self.log, self._log_start))
         parts = [f"{answered} requests to the model were answered"]
+        sampled = self.requests.groups - self._groups_before
+        if sampled >= _DROPPED_GROUPS:
+            parts.append(
+                f"{sampled} whole groups were sampled and none was posted, so the environment drops them itself"
+            )
         if posts:
             parts.append(f"{posts} posts were refused, the last because {status.get('last_refusal')}")
         if refused:
@@ -97,7 +110,8 @@ class StallWatch:
             parts += [remedy for text, remedy in _REMEDIES.items() if text in line]
         if self.log.is_file():
             parts.append(f"see {self.log}")
-        is_failing = posts >= _REFUSALS or (refused >= _REFUSALS and not answered) or repeats >= _REPEATS
+        is_refused = posts >= _REFUSALS or (refused >= _REFUSALS and not answered)
+        is_failing = is_refused or repeats >= _REPEATS or sampled >= _DROPPED_GROUPS
         return "; ".join(parts), is_failing
 
 

@@ -68,7 +68,8 @@ class WireTask:
             )
         limits = ModelLimits(parts.policy.engine.vocabulary, context_of(self.loaded))
         completer = completer_of(self.loaded, parts.policy)
-        completer.on_request = _TemperatureNote(parts.config.rollout.temperature, parts.watcher.note)
+        requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
+        completer.on_request = requests
         serving = Serving(completer, self.address, parts.runner)
         parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
         serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
@@ -80,7 +81,7 @@ class WireTask:
             serving,
             parts.watcher.note,
             self.check,
-            StallWatch(lambda: self.client.call("/status"), tally, log, note, self.wait_limit_s),
+            StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
             keeps_batches=parts.config.checkpoint.every > 0,
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
@@ -202,15 +203,18 @@ class Serving:
             self._runner.run(asyncio.wait_for(self._task, _SHUTDOWN_S))
 
 
-class _TemperatureNote:
-    """A note at the first request at another temperature than the learner's: their logprobs would not agree."""
+class RequestWatch:
+    """Counts requests for whole groups, and notes the first at another temperature than the learner's: their logprobs
+    would not agree."""
 
     def __init__(self, temperature: float, note: Callable[[str], None]) -> None:
+        self.groups = 0
         self._temperature = temperature
         self._note = note
         self._is_written = False
 
     def __call__(self, request: SamplingRequest) -> None:
+        self.groups += request.n > 1
         other = request.params.temperature
         if other != self._temperature and not self._is_written:
             self._is_written = True

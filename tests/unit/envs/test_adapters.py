@@ -234,17 +234,22 @@ def openenv_server() -> Iterator[str]:
         yield url
 
 
-def test_a_server_without_a_free_session_is_quoted_with_the_remedy():
+def test_a_server_without_a_free_session_is_quoted_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("palestra.envs.adapters.openenv._RELEASE_S", 0.0)
+    refused = []
+
     def full(socket: Any) -> None:
+        refused.append(json.loads(socket.recv())["type"])
         data = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
         socket.send(json.dumps({"type": "error", "data": data}))
         socket.close()
 
     with (
         served(full, ACTION) as url,
-        pytest.raises(PalestraError, match=r"at capacity: 1/1 sessions active; set max_sessions to 1"),
+        pytest.raises(PalestraError, match=r"at capacity: 1/1 sessions active; set max_sessions"),
     ):
         play(OpenEnv(url, SMALL), lambda _: "done", count=1)
+    assert refused == ["state", "reset"]
 
 
 def test_no_more_sessions_are_open_than_the_server_has(openenv_server):

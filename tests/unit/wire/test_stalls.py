@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ class Wait:
         self.now, self.log, self.notes = 0.0, log, list[str]()
         self.api: dict[str, Any] = {"environments": 1, "groups_accepted": 0, "posts_refused": 0, "last_refusal": ""}
         self.inference = Tally()
-        self.watch = StallWatch(self._status, self.inference, log, self.notes.append, limit_s, lambda: self.now)
+        self.requests = SimpleNamespace(groups=0)
+        note = self.notes.append
+        self.watch = StallWatch(self._status, self.inference, self.requests, log, note, limit_s, lambda: self.now)
         self.watch.begin()
         self.look_at(0.0)
 
@@ -66,6 +69,12 @@ def test_a_group_starts_the_wait_anew_and_what_was_refused_before_does_not_count
 def test_requests_that_are_all_refused_end_the_run(wait):
     wait.inference.refused, wait.inference.reason = 5, "/generate: the prompt has 9000 tokens"
     with pytest.raises(PalestraError, match="the prompt has 9000 tokens"):
+        wait.look_at(60)
+
+
+def test_an_environment_that_drops_its_groups_without_a_word_ends_the_run(wait):
+    wait.inference.answered = wait.requests.groups = 64
+    with pytest.raises(PalestraError, match="64 whole groups were sampled and none was posted"):
         wait.look_at(60)
 
 

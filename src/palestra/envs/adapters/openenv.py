@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +19,15 @@ _OVER = "The episode is over."
 _HELD_OUT_SEED = 1_000_000
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 16 * 2**20
+_RELEASE_S = 2.0
 
 
 class OpenEnv(Env):
     """The problems are seeds that the server is reset with; the reward is the sum of what its steps gave.
 
     A server takes one session at a time unless it was made with `create_app(…, max_concurrent_envs=N)`; give the same
-    number as `max_sessions`, at least the group size, and no more attempts than that run at a time.
+    number as `max_sessions`, at least the group size, and no more attempts than that run at a time. One that takes a
+    single session is noticed.
     """
 
     name = "openenv"
@@ -56,6 +59,19 @@ class OpenEnv(Env):
         properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         self._parameters = {**schema, "properties": properties}
         self._about = schema.get("description", "Act in the environment.").strip().splitlines()[0]
+        self.max_episodes = self.max_episodes or self._session_limit()
+
+    def _session_limit(self) -> int | None:
+        """The sessions of a server that has no second one; None where it has."""
+        with self._connect() as first, self._connect() as second:
+            try:
+                for socket in (first, second):
+                    _ask(socket, "state", {})
+            except NoSession as full:
+                return full.sessions
+            except RuntimeError:  # it does not like the question, and has taken both sessions
+                return None
+        return None
 
     def problems(self, split: Split) -> Sequence[Problem]:
         first = self.config.seed + (0 if split == "train" else _HELD_OUT_SEED)
@@ -63,18 +79,29 @@ class OpenEnv(Env):
         return [Problem("", self._question, row={"seed": seed}) for seed in range(first, first + size)]
 
     def start(self) -> str:
+        self.total, self.done = 0.0, False
+        until = time.monotonic() + (_RELEASE_S if self.max_episodes else 0.0)
+        while True:
+            self._socket = self._connect()
+            try:
+                return self._observe(_ask(self._socket, "reset", dict(self.problem.row)))
+            except NoSession:  # the server may still be ending the attempt before
+                self._socket.close()
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
+
+    def _connect(self) -> Any:
         from websockets.sync.client import connect
 
         url = f"{_with_scheme(self._url, 'ws')}/ws"
-        self._socket = connect(url, open_timeout=_TIMEOUT_S, max_size=_MAX_BYTES)
-        self.total, self.done = 0.0, False
-        return self._observe(self._ask("reset", dict(self.problem.row)))
+        return connect(url, open_timeout=_TIMEOUT_S, max_size=_MAX_BYTES)
 
     def tools(self) -> Sequence[Tool]:
         """One tool that takes the server's action; of a server of MCP tools, its tools."""
         if "tool_name" not in self._parameters["properties"]:
             return [Tool("act", self._about, self._parameters, self._act)]
-        listed = self._ask("step", {"type": "list_tools"}).get("observation", {})
+        listed = _ask(self._socket, "step", {"type": "list_tools"}).get("observation", {})
         return [
             Tool(
                 tool["name"],
@@ -86,27 +113,10 @@ class OpenEnv(Env):
         ]
 
     def _act(self, **action: Any) -> str:
-        return _OVER if self.done else self._observe(self._ask("step", action))
+        return _OVER if self.done else self._observe(_ask(self._socket, "step", action))
 
     def _call(self, tool_name: str, /, **arguments: Any) -> str:
         return self._act(type="call_tool", tool_name=tool_name, arguments=arguments)
-
-    def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        from websockets.exceptions import ConnectionClosed
-
-        closed: ConnectionClosed | None = None
-        try:
-            self._socket.send(json.dumps({"type": kind, "data": data}))
-        except ConnectionClosed as error:  # what the server said before it closed can still be read
-            closed = error
-        try:
-            answer = json.loads(self._socket.recv(timeout=_TIMEOUT_S))
-        except ConnectionClosed as error:
-            raise RuntimeError(f"the server closed the session: {closed or error}") from None
-        found: Mapping[str, Any] = answer.get("data") or {}
-        if answer.get("type") == "error":
-            raise RuntimeError(_reason(found))
-        return found
 
     def _observe(self, result: Mapping[str, Any]) -> str:
         self.total += float(result.get("reward") or 0.0)
@@ -123,13 +133,34 @@ class OpenEnv(Env):
             self._socket.close()
 
 
-def _reason(error: Mapping[str, Any]) -> str:
-    """The server's own words, and the remedy where it has too few sessions."""
-    message = str(error.get("message", "the server gave an error"))
-    if error.get("code") == "CAPACITY_REACHED" or "at capacity" in message:
-        most = error.get("max_sessions", "that many")
-        message += f"; set max_sessions to {most}, or start the server with create_app(…, max_concurrent_envs=N)"
-    return message
+class NoSession(RuntimeError):
+    """The server has no free session; `sessions` says how many it has."""
+
+    def __init__(self, message: str, sessions: int) -> None:
+        super().__init__(f"{message}; set max_sessions, and start the server with create_app(…, max_concurrent_envs=N)")
+        self.sessions = sessions
+
+
+def _ask(socket: Any, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The data of the server's answer; what it says instead is raised in its own words."""
+    from websockets.exceptions import ConnectionClosed
+
+    closed: ConnectionClosed | None = None
+    try:
+        socket.send(json.dumps({"type": kind, "data": data}))
+    except ConnectionClosed as error:  # what the server said before it closed can still be read
+        closed = error
+    try:
+        answer = json.loads(socket.recv(timeout=_TIMEOUT_S))
+    except ConnectionClosed as error:
+        raise RuntimeError(f"the server closed the session: {closed or error}") from None
+    found: Mapping[str, Any] = answer.get("data") or {}
+    if answer.get("type") == "error":
+        message = str(found.get("message", "the server gave an error"))
+        if found.get("code") == "CAPACITY_REACHED":
+            raise NoSession(message, int(found.get("max_sessions", 1)))
+        raise RuntimeError(message)
+    return found
 
 
 def _with_scheme(url: str, kind: str) -> str:
