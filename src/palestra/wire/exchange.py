@@ -199,7 +199,7 @@ class Exchange:
         async with self._taking:
             if self.registration is None:
                 return None
-            if after is not None and after > self.last_batch > 0:
+            if after is not None and after > self.last_batch > 0 and not self._is_back:
                 raise PalestraError(f"after={after}: the last batch that was made here is {self.last_batch}")
             if not self.started:
                 self.started = True

@@ -17,11 +17,9 @@ again. `/status` also says how many groups have arrived, how many posts were ref
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,6 +34,8 @@ from palestra.wire.types import EnvIdentifier, EnvRegistration, Registration
 
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip
+
+_MAX_KEY = 256
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -160,7 +160,10 @@ class _Api:
         return JSONResponse({"status": await self._accept(request, groups), "groups_processed": len(groups)})
 
     async def _accept(self, request: Request, groups: list[PostedGroup]) -> str:
-        new = await self._exchange.add(groups, request.headers.get("idempotency-key"))
+        key = request.headers.get("idempotency-key")
+        if key is not None and len(key) > _MAX_KEY:
+            raise refuse(400, f"the Idempotency-Key has {len(key)} characters; up to {_MAX_KEY} are kept")
+        new = await self._exchange.add(groups, key)
         return "received" if new else "received before"
 
     async def batch(self, request: Request) -> Response:
@@ -192,8 +195,9 @@ class _Api:
         return JSONResponse(self._exchange.env_status((await read_model(request, EnvIdentifier)).env_id))
 
     async def latest_example(self, request: Request) -> Response:
-        latest: dict[str, Any] | None = json.loads(self._exchange.latest) if self._exchange.latest else None
-        return JSONResponse(latest or {name: [] for name in _ABSENT})
+        if self._exchange.latest is None:
+            return JSONResponse({name: [] for name in _ABSENT})
+        return Response(self._exchange.latest, media_type="application/json")
 
     async def reset_data(self, request: Request) -> Response:
         await self._exchange.reset()

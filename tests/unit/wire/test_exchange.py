@@ -385,6 +385,8 @@ def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
         with pytest.raises(PalestraError, match="the last batch that was made here is 1"):
             await exchange.take(after=10**9)
         assert await exchange.take(after=0) == first, "and nothing is forgotten"
+        await exchange.register(trainer(2, step=50, run="b"))
+        assert (await exchange.take(after=50)).number == 51, "a run that was made at an API with another journal"
         exchange.close()
 
     asyncio.run(scenario())

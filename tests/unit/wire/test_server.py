@@ -191,6 +191,13 @@ def test_numbers_and_names_without_bound_are_refused(trained, path, body):
     assert trained.request("GET", "/status-env", json={"env_id": 0}).status_code == 200
 
 
+def test_an_idempotency_key_is_bounded_since_it_is_kept(trained):
+    for length, status in ((256, 200), (257, 400)):
+        assert (
+            trained.post("/scored_data", json=group(), headers={"Idempotency-Key": "k" * length}).status_code == status
+        )
+
+
 def test_changing_requests_are_posts_and_the_protocols_own_gets_stay(trained):
     for _ in range(4):
         trained.post("/scored_data", json=group())
