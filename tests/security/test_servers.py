@@ -171,3 +171,20 @@ async def _get(path: str) -> None:
 
 def test_an_error_does_not_repeat_all_that_was_sent():
     assert len(web.error_body(400, "x" * 10**6)["error"]["message"]) < 3000
+
+
+def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
+    from pydantic import ValidationError
+
+    from palestra.serve.generate_forms import SglangBody
+    from palestra.wire.types import ScoredGroup
+
+    wrong = ["x"] * 10_000
+    bodies = {
+        ScoredGroup: {"tokens": [wrong] * 10, "masks": [wrong], "scores": wrong},
+        SglangBody: {"input_ids": [[5]] * 10_000},
+    }
+    for form, body in bodies.items():
+        with pytest.raises(ValidationError) as error:
+            form.model_validate(body)
+        assert error.value.error_count() < 10

@@ -14,12 +14,12 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
 from palestra.policy.token_logprobs import TokenLogprobs
-from palestra.serve.sampling_fields import SamplingFields
+from palestra.serve.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
 _POLL_S = 0.01
 _SEED_STRIDE = 1_000_003
-_MAX_SEQUENCES = 1024  # prompts x n of one request
+_MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
 from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest
-from palestra.serve.sampling_fields import SamplingFields, known_fields
+from palestra.serve.sampling_fields import Prompts, SamplingFields, TokenIds, known_fields
 
 _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
 
@@ -21,8 +21,8 @@ class SglangBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_ids: list[int] | list[list[int]] | None = None
-    text: str | list[str] | None = None
+    input_ids: TokenIds | Prompts[TokenIds] | None = None
+    text: str | Prompts[str] | None = None
     sampling_params: SamplingFields = Field(default_factory=SamplingFields)
     return_logprob: bool = False
     return_text_in_logprobs: bool = False
@@ -112,7 +112,7 @@ class SglangBody(BaseModel):
 class VllmPrompt(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
 
 
 class VllmBody(SamplingFields):

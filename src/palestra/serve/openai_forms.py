@@ -17,13 +17,13 @@ from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message, ToolCall
 from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
-from palestra.serve.sampling_fields import SamplingFields, short
+from palestra.serve.sampling_fields import Prompts, SamplingFields, TokenIds, short
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionBody(SamplingFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
     max_tokens: int | None = Field(None, ge=0, description="0 with echo: the prompt's logprobs and no more")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None

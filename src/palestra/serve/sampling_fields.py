@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import SamplingParams
+
+T = TypeVar("T")
 
 # What would change the response but is not supported: refused, unless it has the value that it has here anyway.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -57,10 +59,13 @@ _NO_EFFECT = frozenset(
     "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid "
     "priority log_metrics spaces_between_special_tokens".split()
 )
+MAX_PROMPTS = 1024
 _GREEDY_BELOW = 1e-5  # logits divided by less are no numbers any more
 _QUOTED = 80  # characters of a refused value
 _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_GRAMMAR = 64, 256, 1 << 18
 
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompts = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 StopId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 StopText = Annotated[str, Field(max_length=_MAX_STOP_LENGTH)]
 Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=_MAX_STOPS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,6 +16,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Value = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
 Name = Annotated[str, Field(max_length=4096)]
+T = TypeVar("T")
+Row = Annotated[list[T], Field(fail_fast=True)]  # one entry for each token: the first wrong one is enough to tell
 
 
 class Body(BaseModel):
@@ -72,21 +74,21 @@ class ToolCallResult(Body):
 class ScoredGroup(Body):
     """The scored sequences of one problem. Masks are -100 where a token is not trained."""
 
-    tokens: list[list[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
-    masks: list[list[Int32]]
-    scores: list[Value]
-    advantages: list[list[Value]] | None = None
-    ref_logprobs: list[list[Value]] | None = None
+    tokens: Row[Row[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
+    masks: Row[Row[Int32]]
+    scores: Row[Value]
+    advantages: Row[Row[Value]] | None = None
+    ref_logprobs: Row[Row[Value]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[Value]] | None = None
+    inference_logprobs: Row[Row[Value]] | None = None
     overrides: list[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: Int32 | None = None
     # what Palestra's own environments add, so that a trainer knows as much as of rollouts in its own process
     turns: list[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] | None = None
-    versions: list[list[Int32]] | None = None
+    versions: Row[Row[Int32]] | None = None
     stops: list[StopReason] | None = None
     errors: list[str | None] | None = None
     verdicts: list[dict[str, Verdict]] | None = None
@@ -94,8 +96,8 @@ class ScoredGroup(Body):
     tool_results: list[list[ToolCallResult]] | None = None
     seconds: list[Value] | None = None
     tool_seconds: list[Value] | None = None
-    distill_token_ids: list[list[list[Int32]]] | None = None
-    distill_logprobs: list[list[list[Value]]] | None = None
+    distill_token_ids: Row[Row[Row[Int32]]] | None = None
+    distill_logprobs: Row[Row[Row[Value]]] | None = None
 
     @field_validator(
         "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "distill_token_ids",
