@@ -18,6 +18,7 @@ from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.envs.base import Split
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
@@ -107,12 +108,15 @@ def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = Non
 def evaluate_env(
     env: RunningEnv, config: RunConfig, *, openai: OpenAISettings | None = None, watcher: Watcher | None = None
 ) -> tuple[EvalReport, dict[str, float]]:
-    """Score a model, or an OpenAI-style endpoint, on the held-out problems; with the environment's own numbers."""
-    problems = env.problems("held_out") or env.problems("train")
+    """Score a model, or an OpenAI-style endpoint, on the held-out problems; with the environment's own numbers.
+
+    Where an environment holds none out, the training problems are scored, and the report's `split` says so.
+    """
+    split: Split = "held_out" if env.problems("held_out") else "train"
 
     def score() -> EvalReport:
         with asyncio.Runner() as runner:
-            evaluator = Evaluator(_collector(env, config, openai, training=False), problems, config)
+            evaluator = Evaluator(_collector(env, config, openai, training=False), env.problems(split), config, split)
             return evaluator.run(runner, watcher or Watcher(), "scoring")
 
     report = outside_event_loop(score)

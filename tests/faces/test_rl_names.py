@@ -125,7 +125,7 @@ def test_the_report_of_a_run_over_the_wire_is_told(started):
     write_json(folder.report_file, {"before": {"pass_rate": {"rate": 0.1}}, "after": {"pass_rate": {"rate": 0.9}}})
     write_text(folder.report_page, "<html>")
     results = tools.rl_get_results(answer["run_id"])
-    assert results["report"] == {"before": {"rate": 0.1}, "after": {"rate": 0.9}}
+    assert results["report"] == {"before": {"rate": 0.1}, "after": {"rate": 0.9}, "split": "held_out"}
     assert results["report_path"] == str(folder.report_page)
 
 

@@ -132,6 +132,9 @@ def test_an_evaluation_shows_means_and_what_stood_in_the_way() -> None:
     print_evaluation(out, "clerk", EvalReport.of(cut_off, seconds=1.0))
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert "0.250 (0.250–0.250)" in text
+    assert "training cases" not in text
+    print_evaluation(out, "clerk", replace(EvalReport.of(cut_off, seconds=1.0), split="train"))
+    assert "training cases (none are held out)" in out.file.getvalue()  # type: ignore[attr-defined]
     assert "! 100% of the rollouts in the evaluation were cut off because the model's context" in text
 
 

@@ -70,6 +70,13 @@ def outcome_findings(
     return [*found, *(finding for finding in evaluation_findings(evaluation) if finding.kind not in known)]
 
 
+def recorded_findings(report: Mapping[str, Any] | None, rows: Sequence[Row], *, ended: bool) -> list[str]:
+    """The sentences for a run on disk: those of its report.json, or what its metrics say so far."""
+    if report is not None and "findings" in report:
+        return [finding["sentence"] for finding in report["findings"]]
+    return [finding.sentence for finding in run_findings(rows, ended=ended)]
+
+
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
     """Why no rollout can use a tool: all call it, and it raises or hangs each time with the same words.
 

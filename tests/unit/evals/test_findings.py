@@ -8,7 +8,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Rollout, Score, StopReason, ToolCall, ToolResult, Turn
-from palestra.evals.findings import Finding, broken_tool, evaluation_findings, run_findings
+from palestra.evals.findings import Finding, broken_tool, evaluation_findings, recorded_findings, run_findings
 from palestra.evals.rollout_stats import loops, rollout_stats
 
 GOOD = {
@@ -96,6 +96,13 @@ def test_a_finding_reads_as_its_sentence_and_goes_into_json() -> None:
     finding = Finding("looping", "It loops.", ("model.name",))
     assert str(finding) == "It loops."
     assert finding.to_dict() == {"kind": "looping", "sentence": "It loops.", "settings": ("model.name",)}
+
+
+def test_a_run_on_disk_is_judged_by_its_report_or_else_by_its_metrics() -> None:
+    idle = steps(4, equal_reward_groups=1.0)
+    assert recorded_findings({"findings": [{"sentence": "It loops."}]}, idle, ended=True) == ["It loops."]
+    assert "in 4 of 4 steps" in recorded_findings({"agent": "of Palestra 0.1"}, idle, ended=True)[0]
+    assert "in the last 4 steps" in recorded_findings(None, idle, ended=False)[0]
 
 
 # What the rollouts themselves tell.

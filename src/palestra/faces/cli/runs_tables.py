@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.files import folder_size
+from palestra.core.run_folder import RunFolder
+from palestra.evals.findings import recorded_findings
 from palestra.faces.cli.common import show_path, show_seconds, show_size
 from palestra.runs.reader import Run
 
@@ -22,7 +24,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     table.add_column("run", no_wrap=True)
     table.add_column("name", overflow="fold")  # wraps on a narrow terminal
     table.add_column("state", no_wrap=True)
-    for heading in ("step", "reward", "correct", "held-out", "age", "took", "left", "size"):
+    for heading in ("step", "reward", "correct", "scored", "age", "took", "left", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         numbers = run.progress
@@ -51,6 +53,9 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
     for name, value in rows.items():
         if value is not None:
             console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
+    folder = RunFolder(run.folder)
+    for sentence in recorded_findings(folder.report(), folder.metrics(), ended=not run.is_active):
+        console.print(Text(f"! {sentence}", style="yellow"))
     if run.state in ("stopped", "failed"):
         console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
 
@@ -85,7 +90,7 @@ def _numbers(run: Run) -> str:
 _FORMS = (
     ("reward_mean", "reward", ".2f"),
     ("percent_correct", "correct", ".0%"),
-    ("eval_percent_correct", "held-out", ".0%"),
+    ("eval_percent_correct", "scored", ".0%"),
     ("loss", "loss", ".4f"),
 )
 

@@ -57,9 +57,9 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
         for message in opening(failed.messages):
             _print_message(console, message, 2)
         _print_rollout(console, failed, 2)
-    table = Table(
-        title=f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}", title_justify="left"
-    )
+    cases = "" if report.split == "held_out" else ", training cases (none are held out)"
+    title = f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}{cases}"
+    table = Table(title=title, title_justify="left")
     table.add_column("measure")
     table.add_column("pass rate (95 % interval)", justify="right")
     graded = any(measure.graded for measure in report.measures)

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
-from palestra.evals.findings import run_findings
+from palestra.evals.findings import recorded_findings
 from palestra.faces.rl_tools.draft import Draft
 from palestra.faces.rl_tools.fields import TRACKING_NAME
 from palestra.runs.index import PARTS
@@ -176,9 +176,7 @@ def _where(run: Run) -> dict[str, Any]:
 def _findings(run: Run) -> list[str]:
     """Why nothing, or little, is learned, each with the setting to change; empty if all is well."""
     folder = RunFolder(run.folder)
-    if (report := folder.report()) is not None and "findings" in report:
-        return [finding["sentence"] for finding in report["findings"]]
-    return [finding.sentence for finding in run_findings(folder.metrics(), ended=not run.is_active)]
+    return recorded_findings(folder.report(), folder.metrics(), ended=not run.is_active)
 
 
 def _tracking(run: Run) -> dict[str, Any]:
@@ -195,9 +193,10 @@ def _logs(run: Run) -> dict[str, Any]:
 
 
 def _rates(report: Any) -> Any:
-    """Held-out pass rates before and after; the whole report is a file."""
+    """Pass rates before and after, and of which split: held_out, or train where none was. The rest is in the file."""
     if not isinstance(report, Mapping):
         return None
-    return {
-        when: report[when].get("pass_rate") for when in ("before", "after") if isinstance(report.get(when), Mapping)
-    }
+    scored = {when: report[when] for when in ("before", "after") if isinstance(report.get(when), Mapping)}
+    rates = {when: evaluation.get("pass_rate") for when, evaluation in scored.items()}
+    splits = [evaluation.get("split", "held_out") for evaluation in scored.values()]
+    return rates | ({"split": splits[-1]} if splits else {})
