@@ -20,6 +20,9 @@ CONTAINER_IMAGE = "docker.io/library/python:3.11-slim"
 _BOOT = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 
 
+_NAMESPACES = Path(__file__).with_name("namespaces.py")
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """What one attempt may use up, all its processes together; `seconds` and `output_bytes` are for each command."""
@@ -43,10 +46,6 @@ class Shell:
     remove: list[str] | None = None  # ends a container that does not end by itself
 
 
-def program(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
 def visible() -> dict[str, str]:
     """What of the system a command may read, programs and libraries: path → what it is a link to, or nothing."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
@@ -67,7 +66,7 @@ def shut_in(isolation: Isolation, limits: SandboxLimits, folder: Path, uid: int 
             setup = {
                 "visible": visible(), "root": uid is not None, "disk_mib": limits.disk_mib, "files": limits.files
             }  # fmt: skip
-            return Shell([PYTHON, "-ISc", program("namespaces.py"), json.dumps(setup), *inside], "/work", True, uid)
+            return Shell([PYTHON, "-IS", str(_NAMESPACES), json.dumps(setup), *inside], "/work", True, uid)
         case "podman" | "docker":
             name = folder.name
             command = [*_container(isolation, limits, name, uid or os.getuid(), image), "python3", "-ISc", _BOOT]

@@ -1,6 +1,6 @@
 """Runs a command in new namespaces, with a root folder of its own: what bubblewrap does, where it is not installed.
 
-    python3 -ISc '<this file>' '{"visible": …, "root": false, "disk_mib": 64, "files": 2000}' COMMAND…
+    python3 -IS namespaces.py '{"visible": …, "root": false, "disk_mib": 64, "files": 2000}' COMMAND…
 
 It runs before anything of ours can be imported, so it uses the standard library alone.
 """

@@ -33,7 +33,6 @@ from palestra.envs.sandbox.isolation import (
     SandboxLimits,
     environment,
     installed,
-    program,
     shut_in,
 )
 from palestra.envs.sandbox.seccomp import seccomp_filter
@@ -42,6 +41,7 @@ Stopped = Literal["time", "output", "memory", "processes", "disk", "lost"]
 
 _START_S = 30.0  # the first process inside answers by then; a container may have to be made
 _GRACE_S = 5.0  # for what comes after a command's own time: ending its processes, sending its output
+_INSIDE = Path(__file__).with_name("inside.py")
 log = logging.getLogger("palestra")
 
 
@@ -160,7 +160,7 @@ class _FirstProcess:
             raise PalestraError(f"a sandbox ({isolation}) could not be started: {reason}") from None
 
     def _start(self, limits: SandboxLimits) -> None:
-        source, shell = program("inside.py").encode(), self._shell
+        source, shell = _INSIDE.read_bytes(), self._shell
         refused = seccomp_filter(os.uname().machine)
         if refused is None and shell.tmpfs:
             raise ValueError(f"there is no list of system calls for {os.uname().machine}")
