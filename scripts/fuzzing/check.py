@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -40,7 +41,7 @@ class Tally:
         counts = ", ".join(f"{count:,} {outcome}" for outcome, count in self.outcomes.most_common())
         print(f"{self.name}: {counts}; slowest {self.slowest_s:.1f} s; {seconds:.0f} s in all", flush=True)
         for fault in self.faults[:20]:
-            print(f"  {fault}", flush=True)
+            print(f"  {fault[:2000]}", flush=True)
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
@@ -104,8 +105,6 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 def run(fuzzers: dict[str, Callable[[int, random.Random, Path], Tally]], counts: dict[str, int], seed: int) -> int:
     """Run the fuzzers; the exit status is 1 if there was a fault."""
-    import tempfile
-
     failed = False
     for name, count in counts.items():
         began = time.monotonic()

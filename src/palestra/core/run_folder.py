@@ -208,7 +208,7 @@ class RunFolder:
         """run.json: what the run is."""
         try:
             return dict(json.loads(self.record_file.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
 
     def add_to_record(self, **values: Any) -> None:
@@ -230,7 +230,15 @@ class RunFolder:
     def config(self) -> RunConfig:
         import yaml
 
-        return RunConfig.build(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
+        try:
+            settings = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            settings, reason = None, (str(error).splitlines() or [""])[0]
+        else:
+            reason = "it holds no settings"
+        if not isinstance(settings, dict):
+            raise PalestraError(f"{self.config_file} cannot be read ({reason}); restore it from a copy")
+        return RunConfig.build(settings)
 
     def tracking(self) -> dict[str, str | None]:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""

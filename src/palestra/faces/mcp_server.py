@@ -20,7 +20,7 @@ from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.clients import MAX_SESSIONS, Clients, call_in_thread, is_refusal
 from palestra.faces.rl_tools.tools import TOOLS, Effect, RlTools
-from palestra.serve.web import Guard
+from palestra.serve.web import MIB, Guard, WholeBody
 
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
@@ -137,7 +137,7 @@ def http_app(server: Server[Any], token: str | None) -> ASGIApp:
     app = server.streamable_http_app(
         transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S, max_sessions=MAX_SESSIONS
     )
-    return Guard(WithSessions(app), token)
+    return Guard(WholeBody(WithSessions(app), 4 * MIB), token)
 
 
 class WithSessions:

@@ -193,6 +193,30 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+class WholeBody:
+    """Reads a body, of limited size, before an application of others sees the request."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await read_body(Request(scope, receive), self._limit)
+        except HTTPException as refusal:
+            answer = JSONResponse(error_body(refusal.status_code, refusal.detail), refusal.status_code)
+            await answer(scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+
 async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The pieces of a body; 408 for a sender that pauses or takes too long.
 
