@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from fuzzing import gguf_files, http_requests, wire_posts  # noqa: E402
+from fuzzing import gguf_files, http_requests, wire_posts
 
 
 @pytest.mark.parametrize(("fuzzer", "count"), [(gguf_files, 40), (wire_posts, 100), (http_requests, 40)])
