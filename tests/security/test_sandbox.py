@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,6 +259,20 @@ def test_names_lead_nowhere_outside(sandbox, tmp_path):
     assert sandbox.run(["cat", "link", "folder/new.txt", "pipe", "place"]).output == "mine" * 4
     assert secret.read_text() == "sesame"
     assert [path.name for path in tmp_path.iterdir()] == ["secret.txt"]
+
+
+def test_closing_ends_a_command_that_another_thread_waits_for(sandbox):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(sandbox.run(["sleep", "9"])))
+    sandbox.run(["true"])
+    thread.start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    sandbox.close()
+    thread.join()
+    assert time.monotonic() - began < 3
+    assert results[0].stopped == "lost"
+    assert sandbox.run(["echo", "again"]).stopped == "lost"
 
 
 def test_two_sandboxes_share_nothing(sandbox):

@@ -192,6 +192,8 @@ class Inside:
             output.pump(POLL_S)
             exit_code = self.reap(process)
             stopped = self.broken_limit(time.monotonic() - began, output.size)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # all that there is without /proc
         self.end_all()
         if exit_code is None:
             exit_code = -signal.SIGKILL
@@ -212,7 +214,8 @@ class Inside:
             (resource.RLIMIT_CPU, seconds),
             (resource.RLIMIT_NOFILE, 256),
         ):
-            resource.setrlimit(kind, (most, most))
+            with contextlib.nullcontext() if LINUX else contextlib.suppress(ValueError):  # macOS knows not all of them
+                resource.setrlimit(kind, (most, most))
         if self.private:  # elsewhere all processes of the user would count
             resource.setrlimit(resource.RLIMIT_NPROC, (self.limits["processes"],) * 2)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -108,10 +108,9 @@ class Sandbox:
 
     def close(self) -> None:
         """End the sandbox with everything in it."""
-        if self._first is not None:
-            self._first.close()
-            self._first = None
-        self._lost = True
+        first, self._first, self._lost = self._first, None, True
+        if first is not None:
+            first.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,8 +185,10 @@ class _FirstProcess:
 
     def close(self) -> str:
         """End it; gives the last line of what it complained about."""
-        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread of ours that waits for an answer
         self._read.close()
+        self._socket.close()
         complaint = b""
         if process := self._process:
             try:
