@@ -29,6 +29,7 @@ import bombs
 
 LIMITS = SandboxLimits(seconds=10, memory_mib=256, processes=16, disk_mib=8, files=200, output_bytes=2000)
 ISOLATING = [kind for kind in ("bubblewrap", "namespaces") if sys.platform == "linux" and why_not(kind) is None]  # type: ignore[arg-type]
+LONG = f"77.{os.getpid()}"  # seconds that no other test sleeps
 needs_isolation = pytest.mark.skipif(not ISOLATING, reason="this machine permits no namespaces")
 
 
@@ -176,17 +177,17 @@ for name in ("mem", "environ", "fd/0", "fd/1", "maps"):
 def test_it_ends_an_endless_loop_with_all_that_it_started():
     for kind in ISOLATING:
         with Sandbox(SandboxLimits(seconds=1), kind) as sandbox:
-            loop = "setsid sleep 77.77 & (setsid sh -c 'while :; do :; done' &) ; while :; do :; done"
+            loop = f"setsid sleep {LONG} & (setsid sh -c 'while :; do :; done' &) ; while :; do :; done"
             ran = sandbox.run(["sh", "-c", loop])
             assert ran.stopped == "time"
-            assert "77.77" not in processes()
+            assert LONG not in processes()
             assert sandbox.run(["echo", "alive"]).output == "alive\n"
 
 
 def test_what_a_finished_command_leaves_behind_is_ended_too(sandbox):
-    ran = sandbox.run(["sh", "-c", "setsid sleep 66.66 >/dev/null 2>&1 & setsid sleep 66.67 & echo done"])
+    ran = sandbox.run(["sh", "-c", f"setsid sleep {LONG} >/dev/null 2>&1 & setsid sleep {LONG} & echo done"])
     assert ran.output == "done\n"
-    assert "66.6" not in processes()
+    assert LONG not in processes()
 
 
 @pytest.mark.parametrize("kind", [*ISOLATING, "none"])
@@ -198,15 +199,15 @@ from palestra.envs.sandbox import Sandbox
 sandbox = Sandbox(isolation={kind!r})
 sandbox.run(["true"])
 print("started", flush=True)
-sandbox.run(["sh", "-c", "setsid sleep 55.55 & sleep 55.55"])
+sandbox.run(["sh", "-c", "setsid sleep {LONG} & sleep {LONG}"])
 """
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert trainer.stdout is not None
     trainer.stdout.readline()
-    wait_until(lambda: processes().count("55.55") >= 2)
+    wait_until(lambda: processes().count(LONG) >= 2)
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.wait()
-    wait_until(lambda: "55.55" not in processes())
+    wait_until(lambda: LONG not in processes())
     wait_until(lambda: not list(open_folder.iterdir()))
 
 
@@ -333,8 +334,8 @@ def test_unsandboxed_code_is_allowed_by_name_and_the_whole_truth_is_told_once(no
 def test_limits_hold_without_isolation():
     limits = SandboxLimits(seconds=2, memory_mib=128, processes=8, disk_mib=4, files=50, output_bytes=2000)
     with Sandbox(limits, "none") as sandbox:
-        assert sandbox.run(["sh", "-c", "setsid sleep 44.44 & while :; do :; done"]).stopped == "time"
-        assert "44.44" not in processes()
+        assert sandbox.run(["sh", "-c", f"setsid sleep {LONG} & while :; do :; done"]).stopped == "time"
+        assert LONG not in processes()
         assert not sandbox.run(["sh", "-c", "head -c 9000000 /dev/zero > big || { rm big; exit 1; }"]).ok
         assert (
             sandbox.run(["sh", "-c", "mkdir m; cd m; for i in $(seq 99); do : > f$i; done; sleep 1"]).stopped == "disk"
