@@ -442,8 +442,11 @@ def test_a_delegated_control_group_bounds_an_attempt(tmp_path, monkeypatch):
         (path / "cgroup.procs").touch()
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
+    stale = parent / "palestra-sandbox-99999999-0"
+    os.mkdir(stale)
     made = cgroup.make_cgroup(LIMITS, tmp_path, own)
     assert made is not None
+    assert not stale.exists()
     assert int((made.path / "memory.max").read_text()) == (256 + 8 + 32) * 2**20
     assert int((made.path / "pids.max").read_text()) == 24
     assert subprocess.run([*made.enter(), "echo", "hello"], capture_output=True, check=True).stdout == b"hello\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from palestra.envs.sandbox.isolation import SandboxLimits
 
 ROOT = Path("/sys/fs/cgroup")
+_NAME = "palestra-sandbox"
 _OURS_MIB = 32  # for the first process inside
 
 
@@ -21,24 +23,31 @@ class Cgroup:
     path: Path
 
     def enter(self) -> list[str]:
-        """What is put before a command line so that it starts in the group."""
-        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs")]
+        """What is put before a command line so that it starts in the group; where that is refused, the watcher stays."""
+        return ["/bin/sh", "-c", '{ echo $$ > "$0"; } 2>/dev/null; exec "$@"', str(self.path / "cgroup.procs")]
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
             (self.path / "cgroup.kill").write_text("1")
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+        for _ in range(20):  # its processes take a moment to end
+            try:
+                self.path.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.05)
 
 
 def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Cgroup | None:
     """A group beside or below our own; None where that is not permitted."""
     for parent in _parents(root, own):
-        path = parent / f"palestra-sandbox-{uuid.uuid4().hex[:12]}"
+        path = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         try:
             given = (parent / "cgroup.subtree_control").read_text().split()
             if "memory" not in given or "pids" not in given:
                 continue
+            _remove_stale(parent)
             path.mkdir()
         except OSError:
             continue
@@ -53,6 +62,15 @@ def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/pro
             pass
         Cgroup(path).remove()
     return None
+
+
+def _remove_stale(parent: Path) -> None:
+    """The groups of trainers that were killed."""
+    for path in parent.glob(f"{_NAME}-*-*"):
+        pid = path.name.split("-")[-2]
+        if not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _parents(root: Path, own: Path) -> list[Path]:
