@@ -23,7 +23,7 @@ class Cgroup:
     path: Path
 
     def enter(self) -> list[str]:
-        """What is put before a command line so that it starts in the group; where that is refused, the watcher stays."""
+        """Put before a command line, so that it starts in the group; where that is refused, the watcher is left."""
         return ["/bin/sh", "-c", '{ echo $$ > "$0"; } 2>/dev/null; exec "$@"', str(self.path / "cgroup.procs")]
 
     def remove(self) -> None:
