@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,12 +46,11 @@ def run_python(sandbox: Sandbox, code: str):
 
 
 @pytest.fixture
-def open_folder(tmp_path: Path) -> Path:
+def open_folder() -> Iterator[Path]:
     """A folder that other users can reach: pytest's own are closed to them."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    tmp_path.chmod(0o1777)
-    return tmp_path
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
 
 
 def sleeping() -> int:

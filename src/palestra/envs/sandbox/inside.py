@@ -135,7 +135,7 @@ class Inside:
 
     def __init__(self, limits: dict[str, Any], private: bool, tmpfs: bool, program: bytes) -> None:
         self.limits, self.private, self.tmpfs, self.program = limits, private, tmpfs, program
-        self.folder = os.getcwd()
+        self.folder = "."  # which stays ours, whatever becomes of the folders above it
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "read" in request:
@@ -244,13 +244,10 @@ class Inside:
     def descendants(self) -> list[int]:
         """The processes of the command. Orphans come to this process, so all have it above them."""
         parents = processes()
-        me, found = os.getpid(), []
-        for pid in parents:
-            above = pid
-            while above in parents and above not in (me, 1):
-                above = parents[above]
-            if pid != me and above == me:
-                found.append(pid)
+        found: list[int] = []
+        above = {os.getpid()}
+        while above := {pid for pid, parent in parents.items() if parent in above and pid not in found}:
+            found += above
         return found
 
     def reap(self, process: subprocess.Popen[bytes]) -> int | None:
