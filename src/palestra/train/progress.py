@@ -37,6 +37,7 @@ class Bar(Watcher):
             console=console,
         )
         self._task: TaskID | None = None
+        self._numbers, self._rollouts = "", 0  # of the last step, and in the one that is under way
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -53,8 +54,14 @@ class Bar(Watcher):
         self._task = same.id if same else self._progress.add_task(name, total=total, numbers="")
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
+        self._numbers, self._rollouts = _numbers(metrics), 0
         if self._task is not None:
-            self._progress.update(self._task, completed=done, numbers=_numbers(metrics))
+            self._progress.update(self._task, completed=done, numbers=self._numbers)
+
+    def rollout(self) -> None:
+        self._rollouts += 1
+        if self._task is not None:
+            self._progress.update(self._task, numbers=f"{self._numbers}  {self._rollouts} rollouts".lstrip())
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -67,6 +74,7 @@ class Lines(Watcher):
         self._console = console
         self._every_s = every_s
         self._status = "starting"
+        self._rollouts = 0  # in the step that is under way
         self._name, self._total, self._began = "", 0, time.perf_counter()
         self._ended = threading.Event()
 
@@ -85,7 +93,11 @@ class Lines(Watcher):
         self._status = f"{name}: 0/{total}"
         self.note(f"{name}: {total} {'steps' if name == 'training' else 'rollouts'}")
 
+    def rollout(self) -> None:
+        self._rollouts += 1
+
     def advance(self, done: int, metrics: dict[str, float]) -> None:
+        self._rollouts = 0
         self._status = f"{self._name}: {done}/{self._total}  {_numbers(metrics)}".rstrip()
         if done == self._total:
             self.note(self._line())
@@ -94,7 +106,8 @@ class Lines(Watcher):
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self) -> str:
-        return f"{self._status}  ({time.perf_counter() - self._began:.0f} s)"
+        more = f"  {self._rollouts} rollouts since" if self._rollouts else ""
+        return f"{self._status}{more}  ({time.perf_counter() - self._began:.0f} s)"
 
     def _tell(self) -> None:
         while not self._ended.wait(self._every_s):

@@ -28,9 +28,10 @@ def test_the_bar_shows_the_phase_and_its_numbers() -> None:
         bar.phase("evaluating at step 2", 3)
         bar.phase("training", 5)
         bar.advance(3, {"reward_mean": 0.75})
+        bar.rollout()
     text = out.getvalue()
     assert "run folder runs/[a]" in text
-    assert "reward 0.750" in text
+    assert "reward 0.750  1 rollouts" in text
     assert "3/5" in text
 
 
@@ -39,8 +40,9 @@ def test_a_line_is_written_every_so_often_also_while_nothing_advances() -> None:
     with Lines(Console(file=out, width=200), every_s=0.01) as lines:
         lines.phase("training", 5)
         lines.advance(2, {"reward_mean": 0.25})
+        lines.rollout()
         until = time.monotonic() + 5
-        while out.getvalue().count("training: 2/5  reward 0.250") < 2 and time.monotonic() < until:
+        while out.getvalue().count("training: 2/5  reward 0.250  1 rollouts since") < 2 and time.monotonic() < until:
             time.sleep(0.01)
     assert out.getvalue().startswith("training: 5 steps\n")
-    assert out.getvalue().count("training: 2/5  reward 0.250") >= 2
+    assert out.getvalue().count("training: 2/5  reward 0.250  1 rollouts since") >= 2
