@@ -40,7 +40,7 @@ SMALL = (
     " --rollout.max_new_tokens 48 --eval.cases 2"
 )
 ATROPOS = [
-    "community/regex_generation/regex_env.py",
+    "community/regex_generation/regex_env.py --env.max_token_length 64",
     "community/selcube/rubiks_cube_environment.py --with matplotlib",
     "community/word_hunt/word_hunt_env.py",
     "community/sanskrit_poetry/sanskrit_poetry_env.py",
@@ -133,7 +133,7 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
         if kind == "atropos":
             file, *more = name.split(" ", 1)
             command = (
-                f"env run-atropos {source / 'environments' / file} {' '.join(more)} --env.max_token_length 256 {SMALL}"
+                f"env run-atropos {source / 'environments' / file} --env.max_token_length 256 {' '.join(more)} {SMALL}"
             )
             result = _run(
                 sys.executable, shlex.split(command), {"PALESTRA_CACHE": str(shop.folder / "cache")}, shop.folder

@@ -56,6 +56,7 @@ class StallWatch:
     def begin(self) -> None:
         """From now on a batch is waited for."""
         self._groups = -1
+        shorten_log(self.log)
 
     async def look(self) -> None:
         """Say why nothing comes; raise when it has failed for longer than the limit."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env
+from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
@@ -336,6 +338,24 @@ def test_messages_of_verifiers_are_read_by_attribute_and_a_tool_environment_keep
     assert rollout.reward == 1.0
     assert [m.role for m in rollout.messages] == ["user", "assistant"]
     assert rollout.stop == "answered"
+
+
+def test_an_installed_environment_of_verifiers_is_loaded_by_its_name(monkeypatch):
+    asked = []
+    library = SimpleNamespace(load_environment=lambda name, **more: asked.append((name, more)) or SingleTurn())
+    monkeypatch.setitem(sys.modules, "verifiers", library)
+    running = load_env("verifiers:repeat", {"arguments": '{"level": 2}', "train_size": "9"})
+    assert asked == [("repeat", {"level": 2})]
+    assert running.name == "verifiers"
+    assert running.env.config.train_size == 9
+    with pytest.raises(PalestraError, match="there is no environment 'verifers:repeat'"):
+        load_env("verifers:repeat")
+
+
+def test_a_library_that_is_not_installed_is_told_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(PalestraError, match=r"palestra\[gymnasium\]"):
+        load_env("gymnasium:FrozenLake-v1")
 
 
 class Toolset: ...

@@ -119,6 +119,14 @@ def test_the_message_is_found_among_the_frames_of_tracebacks():
     assert repeated_trouble("all is well\n") == (0, "")
 
 
+def test_a_log_is_shortened_also_where_nobody_has_to_wait(wait, monkeypatch):
+    monkeypatch.setattr(stalls, "_MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(stalls, "_LOG_TAIL_BYTES", 100)
+    wait.log.write_text("x" * 2000)
+    wait.watch.begin()
+    assert wait.log.stat().st_size < 200
+
+
 def test_a_log_that_grows_too_large_keeps_its_end_and_its_writer_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(stalls, "_MAX_LOG_BYTES", 1000)
     monkeypatch.setattr(stalls, "_LOG_TAIL_BYTES", 100)
