@@ -363,3 +363,19 @@ def test_a_complete_run_goes_on_only_with_more_steps(runs):
     runs.manager.resume(run_id, max_steps=5)
     folder = runs.wait(run_id, "completed").folder
     assert "max_steps: 5" in (folder / "config.yaml").read_text()
+
+
+def test_a_run_goes_on_and_is_listed_again_when_the_index_is_lost(runs):
+    run_id = runs.start("begin()\nwhile not (folder / 'go').exists():\n    time.sleep(0.05)\nsys.exit(0)")
+    folder = runs.wait(run_id, "running").folder
+    before = runs.index.row(run_id)
+    for path in runs.home.glob("runs.db*"):
+        path.unlink()
+    (runs.home / "runs.db").write_bytes(b"garbage" * 1000)
+    assert eventually(
+        lambda: (row := runs.index.row(run_id)).state == "running" and row.supervisor == before.supervisor
+    )
+    assert runs.index.row(run_id).launched == before.launched
+    (folder / "go").touch()
+    assert runs.wait(run_id, "completed").reason is None
+    assert eventually(lambda: not runs.all_processes(run_id))
