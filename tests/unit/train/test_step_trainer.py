@@ -131,7 +131,8 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     history = trainer.train(ROWS)
     assert [row["step"] for row in history["rows"]] == [1, 2, 3]
     assert [row["epoch"] for row in history["rows"]] == pytest.approx([2 / 3, 4 / 3, 2.0])
-    files = ["config.yaml", "metrics.jsonl", "report.html", "report.json", "rollouts.jsonl", "run.json"]
+    files = ["config.yaml", "index.json", "metrics.jsonl", "report.html", "report.json", "rollouts.jsonl"]
+    files += ["run.json", "run.lock"]
     assert sorted(p.name for p in trainer.folder.iterdir() if p.is_file()) == files
     assert sorted(p.name for p in trainer.folder.iterdir() if p.is_dir()) == ["checkpoint-2", "final", "model"]
     assert history["loss"] == [row["loss"] for row in history["rows"]]
