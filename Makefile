@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: demo check test test-slow test-foreign fuzz lint clean
+.PHONY: docs demo check test test-slow test-foreign fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -24,6 +24,9 @@ fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no
 
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py
+
+docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .
