@@ -16,7 +16,7 @@ class Stock(Env):
 
     instructions = "Use the tools to answer."
     run_settings = {
-        "train": {"learning_rate": 1e-3, "max_steps": 12, "problems_per_step": 8},
+        "train": {"max_steps": 12, "problems_per_step": 8},
         "rollout": {"group_size": 8, "temperature": 1.0, "max_new_tokens": 120},
     }
 

@@ -133,7 +133,6 @@ agent = Agent(
 suite = make_suite(make_cases(600, held_out=False, seed=1))
 held_out = make_suite(make_cases(210, held_out=True, seed=2))
 config = {
-    "train.learning_rate": 1e-3,
     "train.scheduler": "linear",
     "train.max_steps": 24,
     "train.problems_per_step": 16,

@@ -85,4 +85,4 @@ def test_the_agent_of_the_tutorial_is_scored_and_trained(tmp_path, monkeypatch) 
     assert run(["eval", "my_agent.py"]) == 0
     options = ["--train.max_steps", "1", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
     assert run(["train", "my_agent.py", "--folder", "r", "--rollout.max_new_tokens", "60", *options]) == 0
-    assert run(["export", "r", "--to", "hf", "--output", "out"]) == 0
+    assert run(["export", "r", "--to", "hf", "--out", "out"]) == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from palestra.core.config import RunConfig, explain
+from palestra.core.config import FULL_LEARNING_RATE, LORA_LEARNING_RATE, RunConfig, explain
 from palestra.core.errors import NotYetError, PalestraError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class GRPOTrainingConfig(BaseModel):
     # train.tokens_per_micro_batch (RunConfig), not by them.
     per_device_batch_size: int = 2
     gradient_accumulation_steps: int = 2
-    learning_rate: float = 1e-5  # 1e-4 with LoRA, unless given
+    learning_rate: float | None = None  # suited to the model
     max_grad_norm: float = 1.0
     num_generations: int = 4
     max_completion_length: int = 1024  # all turns of a rollout together
@@ -101,8 +101,6 @@ class GRPOTrainingConfig(BaseModel):
     def _settings(self, problems: int | None = None) -> dict[str, Any]:
         batch = self.per_device_batch_size * self.gradient_accumulation_steps
         same = {key: getattr(self, name) for name, key in _SAME.items()}
-        if "learning_rate" not in self.model_fields_set:
-            del same["train.learning_rate"]
         return same | {
             "train.problems_per_step": batch,
             "lora.r": self._lora_rank(),
@@ -128,6 +126,7 @@ class GRPOTrainingConfig(BaseModel):
         dtype = self.torch_dtype if "torch_dtype" in self.model_fields_set and self.torch_dtype != "auto" else usual
         same = {name: value for name, value in self if name in GRPOConfig.__dataclass_fields__}
         different = {
+            "learning_rate": self.learning_rate or (LORA_LEARNING_RATE if self._lora_rank() else FULL_LEARNING_RATE),
             "vllm_max_model_length": self.vllm_max_model_len,
             "per_device_train_batch_size": self.per_device_batch_size * self.num_generations,  # TRL counts completions
             "max_steps": -1 if self.max_steps is None else self.max_steps,

@@ -38,7 +38,7 @@ class Optimizer:
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
-            lr=train.learning_rate,
+            lr=0.0,  # each step says its own
             betas=(train.adam_beta1, train.adam_beta2),
             fused=True,
         )

@@ -39,7 +39,7 @@ from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluati
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
-from palestra.train.setup import load_for_run, policy_for, use_threads, with_adapter
+from palestra.train.setup import load_for_run, parameter_count, policy_for, use_threads, with_adapter
 from palestra.train.tasks import Parts, Task
 from palestra.train.watcher import Watcher
 
@@ -105,6 +105,7 @@ class Run:
         loaded = loaded or load_for_run(config)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)
+        config = config.suited_to(parameter_count(loaded.model))
         model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
         learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
         policy = policy or policy_for(model, tokenizer, config)
@@ -168,8 +169,7 @@ class Run:
         training, folder, after = self.training, self.folder, self.resume_after
         if self.resume_from is not None and not self.resume_from[0].exists():
             raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
-        if after is not None:
-            training.config.save(folder.config_file)
+        training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
         folder.add_to_record(steps=training.total_steps, threads=torch.get_num_threads())
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from palestra.algo.echo import coefficient_at
 from palestra.algo.entropy import next_entropy_coefficient
-from palestra.core.config import RunConfig, TrainSection
+from palestra.core.config import FULL_LEARNING_RATE, RunConfig, TrainSection
 from palestra.core.errors import PalestraError
 
 
@@ -42,12 +42,13 @@ def next_entropy(coefficient: float, metrics: dict[str, float], train: TrainSect
 
 def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:
     """The learning rate of a step counted from 0: warm-up, then the schedule, which ends at 0."""
+    highest = train.learning_rate or FULL_LEARNING_RATE  # a run suits it to its model
     if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
+        return highest * (step + 1) / train.warmup_steps
     if train.scheduler == "constant":
-        return train.learning_rate
+        return highest
     if total_steps is None:
         raise PalestraError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
     done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
     factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return train.learning_rate * factor
+    return highest * factor

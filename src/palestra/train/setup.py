@@ -44,6 +44,10 @@ def use_threads(threads: int | None, config: RunConfig) -> None:
         torch.set_num_threads(threads)
 
 
+def parameter_count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def with_adapter(model: Any, config: RunConfig) -> Any:
     """The model with fresh LoRA adapters where the config asks for them and it has none yet."""
     return add_lora(model, config.lora) if config.lora.r and not hasattr(model, "disable_adapter") else model

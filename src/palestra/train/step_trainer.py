@@ -44,7 +44,7 @@ from palestra.train.prompts import (
 )
 from palestra.train.run import Run
 from palestra.train.samples import group_advantages
-from palestra.train.setup import load_for_run, with_adapter
+from palestra.train.setup import load_for_run, parameter_count, with_adapter
 from palestra.train.step_progress import ProgressBar
 
 log = logging.getLogger("palestra")
@@ -102,7 +102,7 @@ class StepTrainer:
         """`config` is an object, or the path of a YAML file like `config_path`; `output_dir` becomes the run folder."""
         if config is not None and config_path is not None:
             raise PalestraError("config and config_path are one setting; give one of them")
-        self.config = _resolve(config if config_path is None else config_path)
+        self.config = _resolve(config if config_path is None else config_path).suited_to(parameter_count(model))
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
         self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on

@@ -62,3 +62,10 @@ def test_what_is_not_built_yet_says_so() -> None:
 def test_the_flat_config_refuses_a_typo() -> None:
     with pytest.raises(PalestraError, match="Did you mean 'num_generations'"):
         GRPOTrainingConfig(num_generation=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("parameters", "rate"), [(7_000_000_000, 1e-5), (135_000_000, 1e-5), (1_800_000, 1e-3)])
+def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate):
+    assert RunConfig().suited_to(parameters).train.learning_rate == rate
+    assert RunConfig.build({"lora.r": 8}).suited_to(parameters).train.learning_rate == 1e-4
+    assert RunConfig.build({"train.learning_rate": 3e-6}).suited_to(parameters).train.learning_rate == 3e-6

@@ -136,7 +136,15 @@ def other_value(name: str, config: Any) -> Any:
     if isinstance(value, int | float):
         return value + (1 if isinstance(value, int) else 0.5)
     choices = [choice for choice in get_args(kind) if isinstance(choice, str) and choice != value]
-    return choices[-1] if choices else ["q_proj"] if "list" in str(kind) else 7 if "int" in str(kind) else "elsewhere"
+    return (
+        choices[-1]
+        if choices
+        else ["q_proj"]
+        if "list" in str(kind)
+        else 7
+        if {int, float} & set(get_args(kind))
+        else "elsewhere"
+    )
 
 
 # What a field needs beside it to have a meaning.
@@ -161,7 +169,8 @@ def test_every_vllm_field_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), TRANSLATIONS.items())
 def test_every_name_of_another_trainers_file_is_a_setting_here(theirs: str, ours: str) -> None:
-    given: Any = {"wandb.enabled": True, "model.base_model_name": "palestra/smollm2"}.get(theirs)
+    known = {"wandb.enabled": True, "model.base_model_name": "palestra/smollm2", "rl.training.learning_rate": 2e-5}
+    given: Any = known.get(theirs)
     if given is None:
         default = RunConfig.settings()[ours].get_default(call_default_factory=True)
         given = default / 2 if isinstance(default, float) else 7 if "int" in str(RunConfig.settings()[ours]) else "mine"
@@ -179,7 +188,7 @@ def test_asynchronous_training_is_refused_wherever_a_config_is_made() -> None:
 
 def test_four_bits_imply_an_adapter_through_every_door() -> None:
     config = RunConfig.build({"lora.load_in_4bit": "true"})
-    assert (config.lora.r, config.train.learning_rate) == (16, 1e-4)
+    assert (config.lora.r, config.suited_to(135_000_000).train.learning_rate) == (16, 1e-4)
     assert RunConfig.build({"lora.load_in_4bit": True, "lora.r": 4}).lora.r == 4
 
 
