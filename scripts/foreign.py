@@ -140,7 +140,7 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
             )
         elif kind == "openenv":
             with _served(shop.python(kind), source, name) as url:
-                result = _run(shop.python(kind), shlex.split(f"train --env openenv:{url} {SMALL}"), {}, shop.folder)
+                result = _run(sys.executable, shlex.split(f"train --env openenv:{url} {SMALL}"), {}, shop.folder)
         else:
             paths = {"PYTHONPATH": str(source / "environments" / name)}
             result = _run(shop.python(kind), shlex.split(f"train --env verifiers:{name} {SMALL}"), paths, shop.folder)
@@ -162,12 +162,13 @@ def _run(python: str, words: Sequence[str], environ: dict[str, str], cwd: Path) 
     if done.returncode == 0:
         return "trained 3 steps"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return f"ended: {_cell(lines[-1] if lines else f'status {done.returncode}')}"
+    first = max((i for i, line in enumerate(lines) if line.startswith("Error")), default=len(lines) - 1)
+    return f"ended: {_cell(' '.join(lines[first:]))}"
 
 
 def _cell(text: str) -> str:
     text = re.sub(r"/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
-    return (text if len(text) < 260 else text[:260] + " …").replace("|", "\\|")
+    return (text if len(text) < 400 else text[:400] + " …").replace("|", "\\|")
 
 
 @contextmanager
@@ -195,7 +196,7 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
     page.write_text(
         "# Environments that we did not write\n\n"
         "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
-        "command, on a CPU with `palestra/tiny`. It trains three steps, or ends with the reason.\n\n"
+        "command, on a CPU with `palestra/tiny`. It should train three steps, or end with the reason.\n\n"
         f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`.\n\n"
         "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
         + "".join(f"{outcome.row}\n" for outcome in outcomes)

@@ -274,6 +274,22 @@ def test_no_more_sessions_are_open_than_the_server_has(openenv_server):
         asyncio.run(collector.collect(running.problems("train")[:1], 2, ["k"]))
 
 
+def test_a_server_with_a_single_session_is_noticed_before_training():
+    sessions = threading.Semaphore(1)
+
+    def one_at_a_time(socket: Any) -> None:
+        if not sessions.acquire(blocking=False):
+            data = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
+            socket.send(json.dumps({"type": "error", "data": data}))
+            return
+        for _ in socket:
+            socket.send(json.dumps({"type": "error", "data": {"message": "no state before a reset"}}))
+        sessions.release()
+
+    with served(one_at_a_time, ACTION) as url:
+        assert RunningEnv(OpenEnv(url, SMALL)).max_episodes == 1
+
+
 def test_the_tools_of_an_mcp_server_are_told_to_the_model():
     echo = {"name": "echo", "description": "Say it.", "input_schema": {"type": "object", "properties": {"text": {}}}}
 

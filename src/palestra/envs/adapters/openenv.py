@@ -64,13 +64,13 @@ class OpenEnv(Env):
     def _session_limit(self) -> int | None:
         """The sessions of a server that has no second one; None where it has."""
         with self._connect() as first, self._connect() as second:
-            try:
-                for socket in (first, second):
+            for socket in (first, second):
+                try:
                     _ask(socket, "state", {})
-            except NoSession as full:
-                return full.sessions
-            except RuntimeError:  # it does not like the question, and has taken both sessions
-                return None
+                except NoSession as full:
+                    return full.sessions
+                except RuntimeError:  # it has taken the session, and has no state before a reset
+                    continue
         return None
 
     def problems(self, split: Split) -> Sequence[Problem]:
