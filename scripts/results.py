@@ -37,7 +37,6 @@ COMMON = {  # how long, and how many at once; how it learns is left to the defau
     "train.problems_per_step": 64,
     "train.tokens_per_micro_batch": 8192,
     "rollout.group_size": 16,
-    "rollout.max_open_episodes": 1024,
     "env.train_size": 20000,
     "env.held_out_size": 500,
     "checkpoint.every": 0,

@@ -126,7 +126,7 @@ class RolloutSection(Section):
         20_000, ge=100, description="a longer tool result is cut, and says so, before the model reads it"
     )
     max_open_episodes: int = Field(
-        256, ge=1, description="attempts that are open at once; fewer where each holds a program or a server"
+        1024, ge=1, description="attempts that are open at once; environments with a sandbox have a limit of their own"
     )
     policy_url: str | None = Field(
         None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"

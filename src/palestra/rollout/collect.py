@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
+QUICK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Collector:
     limits: AttemptLimits
     start: Callable[[Sequence[Episode]], list[Speaker]]
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
-    max_open_episodes: int = 256
+    max_open_episodes: int = 1024
 
     async def collect(
         self,
@@ -148,8 +150,9 @@ class NotOpened:
 
 async def open_episodes(environment: Environment, problem: Problem, count: int) -> list[Episode] | NotOpened:
     """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
-    calls = (asyncio.to_thread(environment.open, problem) for _ in range(count))
-    opened = await asyncio.gather(*calls, return_exceptions=True)
+    opened = await asyncio.to_thread(_open_quickly, environment, problem, count)
+    rest = (asyncio.to_thread(environment.open, problem) for _ in range(count - len(opened)))
+    opened += await asyncio.gather(*rest, return_exceptions=True)
     error = next((e for e in opened if isinstance(e, BaseException)), None)
     episodes = [e for e in opened if not isinstance(e, BaseException)]
     if error is None:
@@ -158,6 +161,19 @@ async def open_episodes(environment: Environment, problem: Problem, count: int) 
     if not isinstance(error, Exception):
         raise error
     return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
+
+
+def _open_quickly(environment: Environment, problem: Problem, count: int) -> list[Episode | BaseException]:
+    """One after the other as long as it is quick: most environments only copy themselves, in less time than a thread
+    is handed the work. The rest is for the caller."""
+    opened: list[Episode | BaseException] = []
+    began = time.perf_counter()
+    while len(opened) < count and time.perf_counter() - began < QUICK_S * max(1, len(opened)):
+        try:
+            opened.append(environment.open(problem))
+        except BaseException as error:
+            opened.append(error)
+    return opened
 
 
 def close_all(episodes: Sequence[Episode]) -> None:

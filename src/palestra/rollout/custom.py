@@ -37,7 +37,7 @@ class FunctionCollector:
     chat: ChatFormat
     policy: Policy[Any]
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
-    max_open_episodes: int = 256
+    max_open_episodes: int = 1024
 
     async def collect(
         self,

@@ -1,4 +1,5 @@
 import asyncio
+import os
 import threading
 import time
 
@@ -90,6 +91,7 @@ def test_a_thread_that_does_not_start_is_our_failure(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     async def no_thread_left():
+        monkeypatch.setattr(calls, "_idle", [])
         monkeypatch.setattr(threading.Thread, "start", refuse)
         try:
             await call_with_limit(print, timeout_s=1)
@@ -106,6 +108,23 @@ def test_a_timeout_error_of_the_function_itself_is_not_taken_for_ours():
 
     with pytest.raises(TimeoutError, match="database"):
         call(fails)
+
+
+def test_threads_are_used_again():
+    async def one_after_the_other():
+        return {await call_with_limit(threading.get_ident, timeout_s=5) for _ in range(50)}
+
+    assert len(asyncio.run(one_after_the_other())) < 10
+
+
+def test_a_forked_child_starts_threads_of_its_own():
+    async def child():
+        return await call_with_limit(lambda: 42, timeout_s=5)
+
+    call(print)  # leaves an idle thread, which a fork does not copy
+    if (pid := os.fork()) == 0:
+        os._exit(0 if asyncio.run(child()) == 42 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_hundreds_of_blocking_calls_run_at_once():

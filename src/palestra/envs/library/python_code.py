@@ -12,7 +12,7 @@ from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.envs.library._functions import TASKS, Task
 from palestra.envs.sandbox import SandboxLimits
-from palestra.envs.sandbox.config import SandboxConfig
+from palestra.envs.sandbox.config import MAX_SANDBOXES, SandboxConfig
 
 _LIMITS = SandboxLimits(seconds=5.0, memory_mib=256, processes=8, output_bytes=32_000)
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -57,6 +57,7 @@ class PythonCode(Env):
 
     name = "python-code"
     env_config_cls = SandboxConfig
+    max_episodes = MAX_SANDBOXES
     instructions = (
         "Write the Python function that is asked for, named solve. You may try code out with the tool. "
         "Answer with the whole function in one ```python block."

@@ -9,7 +9,7 @@ from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.envs.library._numbers import is_number
 from palestra.envs.sandbox import SandboxLimits
-from palestra.envs.sandbox.config import SandboxConfig
+from palestra.envs.sandbox.config import MAX_SANDBOXES, SandboxConfig
 from palestra.evals.measures import fail_reason, pass_reason
 
 _WORDS = "amber birch cedar dune ember fjord grove heath islet jetty knoll ledge marsh north ocean".split()
@@ -21,6 +21,7 @@ class Shell(Env):
 
     name = "shell"
     env_config_cls = SandboxConfig
+    max_episodes = MAX_SANDBOXES
     instructions = "You work on a computer with a shell. Use it to do what you are asked, then answer."
 
     def setup(self) -> None:

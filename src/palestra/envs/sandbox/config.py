@@ -11,6 +11,8 @@ from palestra.envs.env import EnvConfig
 from palestra.envs.sandbox.isolation import CONTAINER_IMAGE, SandboxLimits
 from palestra.envs.sandbox.sandbox import Sandbox, choose_isolation, why_not
 
+MAX_SANDBOXES = 128  # attempts at a time: each may fill its memory and its tmpfs
+
 
 class SandboxConfig(EnvConfig):
     """An environment that runs the model's code: how that is isolated."""
