@@ -87,7 +87,7 @@ def test_a_run_without_a_model_and_a_model_that_is_none_are_named(cli, run_folde
 
     run = run_folder()
     shutil.rmtree(run.model)
-    assert "no trained model yet" in cli("chat", str(run.path)).err
+    assert "has no trained model and no checkpoint yet" in cli("chat", str(run.path)).err
     assert "there is no folder" in cli("chat", "./nothing/here").err
 
 

@@ -22,8 +22,14 @@ def test_the_cases_are_those_that_training_holds_out_unless_asked(
     agent_file, tmp_path: Path, split: str, count: int, words: str
 ) -> None:
     file = load_agent_file(str(agent_file()))
-    suite, named = _cases(file, split)
-    assert (len(suite), named) == (count, words)
+    suite, named, scored = _cases(file, split)
+    assert (len(suite), named, scored) == (count, words, split)
     trained, held = file.suite.split(0.2, seed=0)  # as train_grpo does it
     expected = {"held-out": held, "train": trained, "all": file.suite}[split]
     assert [case.id for case in suite] == [case.id for case in expected]
+
+
+def test_where_nothing_is_held_out_the_training_cases_are_scored_and_called_so(agent_file) -> None:
+    file = load_agent_file(str(agent_file(more="held_out = 0")))
+    suite, named, scored = _cases(file, "held-out")
+    assert (len(suite), named, scored) == (5, "the 5 cases that are trained on; none are held out", "train")

@@ -37,10 +37,12 @@ def test_a_run_becomes_a_gguf_file_in_its_folder(cli: Any, run: RunFolder) -> No
 
 def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    answer = cli("export", str(run.path), "--to", "ollama", "--name", "clerk", "--type", "f16")
-    assert answer.code == 0, answer.err
-    folder = run.path / "export" / "ollama"
+    for name in ("clerk-two", "clerk"):
+        answer = cli("export", str(run.path), "--to", "ollama", "--name", name, "--type", "f16")
+        assert answer.code == 0, answer.err
+    folder = run.path / "export" / "ollama" / "clerk"
     assert f"ollama create clerk -f {folder}/Modelfile" in answer.out
+    assert "clerk-two-f16.gguf" in (folder.with_name("clerk-two") / "Modelfile").read_text(), "each name has its own"
     assert sorted(path.name for path in folder.iterdir()) == ["Modelfile", "clerk-f16.gguf"]
     assert 'SYSTEM """Use the tools."""' in (folder / "Modelfile").read_text()
 

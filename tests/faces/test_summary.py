@@ -15,9 +15,10 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.findings import Finding
 from palestra.evals.report import EvalReport, pick_transcripts
-from palestra.faces.cli.summary import change_table, print_evaluation, score_command
+from palestra.faces.cli.summary import change_table, outcome_summary, print_evaluation, score_command
 from palestra.report.page import render
 from palestra.report.write import report_data
+from palestra.train.run import Outcome
 
 TALK = (
     Message("system", "Be kind."),
@@ -147,3 +148,12 @@ def test_the_page_leads_with_the_mean_where_pass_rates_say_nothing(tmp_path: Pat
     assert "It &lt;loops&gt;." in words
     assert "mean close" in words
     assert "(0 to 0.75)" in words
+
+
+@pytest.mark.parametrize("split", ["held_out", "train"])
+def test_the_json_of_a_training_calls_its_pass_rates_by_what_was_scored(tmp_path: Path, split: str) -> None:
+    before, after = (EvalReport.of([rollout("1", value=v)], 1.0, split) for v in (0.0, 1.0))  # type: ignore[arg-type]
+    outcome = Outcome(None, None, tmp_path, before, after, [], 1.0, tmp_path / "report.html")
+    summary = outcome_summary(RunFolder(tmp_path), outcome)
+    rates = {key: value for key, value in summary.items() if key.endswith(("_before", "_after"))}
+    assert rates == {f"{split}_before": 0.0, f"{split}_after": 1.0}

@@ -103,7 +103,7 @@ def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
     for tool in tools:
         if tool.needs_context and suite.context_fn is None:
             raise PalestraError(
-                f"tool {tool.name!r} takes a context ({tool.context}), and the suite makes none. Say how: "
+                f"tool {tool.name!r} takes a context, and the suite makes none. Say how: "
                 "EvalSuite.from_records(…, context_fn=lambda record: …)"
             )
         if names := shared_state(tool.fn):

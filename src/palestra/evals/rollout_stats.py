@@ -31,7 +31,6 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward_max": max(rewards),
         "reward_min": min(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "pass_rate": statistics.fmean(r.passed for r in good),
         "completion_length_mean": statistics.fmean(lengths),
         "completion_length_max": float(max(lengths)),
         "sampled_tokens": float(sum(lengths)),
@@ -39,6 +38,8 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "context_full_rate": statistics.fmean(r.stop == "context_full" for r in good),
         "looping_rate": statistics.fmean(r.cut_off and loops(r) for r in good),
     }
+    if judged := [r for r in good if any(s.passed is not None for s in r.scores.values())]:
+        out["pass_rate"] = statistics.fmean(r.passed for r in judged)
     out |= _tool_stats(good)
     for name, scores in _scores(good).items():
         if valid := [score for score in scores if not score.error]:

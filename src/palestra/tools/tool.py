@@ -123,11 +123,11 @@ _SDK_FAILURE = "An error occurred while running the tool"
 
 
 def from_openai_agents(sdk_tool: Any) -> Tool:
-    """A FunctionTool of openai-agents: it takes a context and the arguments as JSON text."""
+    """A FunctionTool of openai-agents: it is called with the SDK's context and the arguments as JSON text."""
     _refuse_untrainable(sdk_tool)
     limit_s = getattr(sdk_tool, "timeout_seconds", None)
 
-    async def invoke(palestra_context: Any = None, **arguments: Any) -> Any:
+    async def invoke(palestra_context: Any, **arguments: Any) -> Any:
         text = json.dumps(arguments, ensure_ascii=False)
         async with asyncio.timeout(limit_s):
             result = await sdk_tool.on_invoke_tool(_sdk_context(sdk_tool, palestra_context, text), text)
@@ -135,8 +135,16 @@ def from_openai_agents(sdk_tool: Any) -> Tool:
             raise RuntimeError(result)  # the SDK reports its tools' exceptions as ordinary text
         return result
 
+    fn = invoke if _reads_context(sdk_tool) else partial(invoke, palestra_context=None)
     schema = dict(sdk_tool.params_json_schema)
-    return Tool(sdk_tool.name, sdk_tool.description or "", schema, invoke, context="palestra_context")
+    return Tool(sdk_tool.name, sdk_tool.description or "", schema, fn, context="palestra_context")
+
+
+def _reads_context(sdk_tool: Any) -> bool:
+    """Whether its function has a parameter for the SDK's context; False where the SDK does not show the function."""
+    invoke = getattr(sdk_tool.on_invoke_tool, "_invoke_tool_impl", sdk_tool.on_invoke_tool)
+    schema = inspect.getclosurevars(invoke).nonlocals.get("schema") if inspect.isfunction(invoke) else None
+    return bool(getattr(schema, "takes_context", False))
 
 
 def _refuse_untrainable(sdk_tool: Any) -> None:

@@ -155,6 +155,17 @@ class TestOpenAIAgents:
         assert [e.environment for e in episodes] == [["lamp", "mug"]] * 2
         assert suite.cases[0].row["cart"] == ["lamp"]
 
+    def test_a_tool_that_reads_a_context_needs_a_suite_that_makes_one(self, sdk):
+        def put(wrapper, item: str) -> int:
+            """Put an item into the cart."""
+            return len(wrapper.context)
+
+        put.__annotations__["wrapper"] = sdk.RunContextWrapper[list]
+        suite = EvalSuite.from_records([{"input": "Buy a mug."}], measures=[len])
+        with pytest.raises(PalestraError, match="tool 'put' takes a context, and the suite makes none"):
+            SuiteEnvironment(Agent("clerk", tools=[sdk.function_tool(put)]), suite)
+        SuiteEnvironment(Agent("clerk", tools=[sdk.function_tool(price)]), suite)
+
 
 def speaking(sdk: Any, text: str) -> Any:
     """A model of the SDK that always says the same."""

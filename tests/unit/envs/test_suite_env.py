@@ -159,7 +159,7 @@ def suite_and_held_out(suite):
 
 def test_a_tool_with_a_context_needs_a_suite_that_makes_one():
     suite = EvalSuite.from_records([{"input": "Buy."}], measures=[len])
-    with pytest.raises(PalestraError, match=r"tool 'put' takes a context \(cart\).*context_fn=lambda record"):
+    with pytest.raises(PalestraError, match=r"tool 'put' takes a context, and.*context_fn=lambda record"):
         SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), suite)
 
 

@@ -195,6 +195,17 @@ def test_a_resume_that_fails_changes_nothing_on_disk(
     assert lab.files() == before
 
 
+def test_a_run_that_has_ended_without_a_checkpoint_is_not_trained_again(lab: Lab) -> None:
+    RunConfig.build(lab.folder.config.model_dump(mode="json"), {"checkpoint.every": 0}).save(lab.folder.config_file)
+    lab.train()
+    lab.folder.model.mkdir()
+    before = lab.files()
+    words = r"has ended without a checkpoint \(checkpoint\.every: 0\).*--model\.name .*model"
+    with pytest.raises(PalestraError, match=words):
+        lab.build(lab.resume(max_steps=50))
+    assert lab.files() == before
+
+
 def test_a_run_ends_where_it_is_and_is_scored_and_saved(lab: Lab) -> None:
     lab.train()
     lab.folder.report_page.unlink()

@@ -129,6 +129,13 @@ def test_scores_and_logged_numbers_are_in_the_metrics_of_the_step() -> None:
     assert (metrics["score/right"], metrics["pass_rate/right"], metrics["words"]) == (0.5, 0.5, 3.0)
 
 
+def test_where_no_score_has_a_verdict_there_is_no_pass_rate() -> None:
+    graded = rollout(0.5, scores={"brief": Score(0.5, None)})
+    assert "pass_rate" not in rollout_metrics([Group("p", (graded, graded))], [[0.0, 0.0]], 0)
+    passed = rollout(1.0, scores={"right": Score(1.0, True)})
+    assert rollout_metrics([Group("p", (graded, passed))], [[0.0, 0.0]], 0)["pass_rate"] == 1.0
+
+
 def test_metrics_of_advantages_are_of_those_that_came_along() -> None:
     posted = np.array([0, 0, 0, 2, 4, 0, 0, 0, 0, -3], np.float32)  # the mean of the model's three tokens is 1
     group = Group("p", (rollout(1.0, advantages=posted), rollout(0.0)))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from palestra.core.files import slug
 from palestra.faces.cli.common import debug_option, json_line_option, load_libraries
 from palestra.faces.cli.find_run import model_of
 
@@ -60,7 +61,8 @@ def command(
         case "gguf":
             made = _to_gguf(console, _open(console, model, name), folder, out, options)
         case _:
-            made = _to_ollama(console, _open(console, model, name), out or folder / "ollama", options)
+            source = _open(console, model, name)
+            made = _to_ollama(console, source, out or folder / "ollama" / slug(source.name), options)
     if as_json:
         click.echo(json.dumps({"to": kind, **made}))
 
