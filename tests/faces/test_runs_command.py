@@ -114,6 +114,20 @@ def test_what_has_ended_is_not_stopped_and_the_others_are_told_of_too(cli, add_r
     assert "it is completed" in answer.err
 
 
+def test_a_stop_says_that_it_waits_for_the_end_of_the_step(cli, add_run, home, monkeypatch):
+    add_run("aaaa2222", [0.5], state="running", ended=None, heartbeat=time.time())
+
+    def stop(self, run_id, wait_s, on_wait):
+        for waited_s in (1.0, 4.0, 5.0, 8.0):
+            on_wait(waited_s)
+        return self.get(run_id)
+
+    monkeypatch.setattr("palestra.runs.manager.RunManager.stop", stop)
+    told = [line for line in cli("runs", "stop", "aaaa").err.splitlines() if "finishing its step" in line]
+    assert [line.split()[0] for line in told] == ["aaaa2222"] * 2
+    assert [line.split()[-2] for line in told] == ["4", "8"]
+
+
 def test_a_completed_run_is_not_resumed(cli, add_run):
     add_run("aaaa2222", [0.5])
     assert "the run aaaa2222 is complete" in cli("runs", "resume", "aaaa").err

@@ -59,6 +59,16 @@ def test_what_is_not_built_yet_says_so() -> None:
         GRPOTrainingConfig(use_vllm=True).to_run_config()
 
 
+def test_adapters_have_no_dropout_unless_it_is_given() -> None:
+    """The sampler has none, so that it would sample from another policy than the learner's."""
+    assert RunConfig().lora.dropout == GRPOTrainingConfig(use_lora=True).to_run_config().lora.dropout == 0.0
+
+
+@pytest.mark.parametrize(("strategy", "every"), [("no", 0), ("steps", 7), ("epoch", 3)])
+def test_the_save_strategy_says_when_checkpoints_are_written(strategy, every) -> None:
+    assert GRPOTrainingConfig(save_strategy=strategy, save_steps=7).to_run_config(problems=10).checkpoint.every == every
+
+
 def test_the_flat_config_refuses_a_typo() -> None:
     with pytest.raises(PalestraError, match="Did you mean 'num_generations'"):
         GRPOTrainingConfig(num_generation=4)  # type: ignore[call-arg]

@@ -337,8 +337,7 @@ def test_a_checkpoint_with_a_missing_or_corrupt_file_is_refused_by_name(file: st
 
 
 def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
-    config = settings(train={"learning_rate": 1e-6}, model={"master_weights": True})
-    learner = Steps(build(torch.bfloat16), config=config)
+    learner = Steps(build(torch.bfloat16), config=settings(train={"learning_rate": 1e-6}))  # they are the default
     masters = [m.clone() for m in learner.learner.optimizer.masters]
     learner.step(make_samples())
     moved = [not torch.equal(a, b) for a, b in zip(masters, learner.learner.optimizer.masters, strict=True)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,27 @@ def test_reward_functions_know_how_far_the_training_is(parts: Parts) -> None:
 
     parts.runner.run(EnvironmentTask(Unscored(), [rate]).source(parts).next(1, 6))
     assert (seen[0].global_step, seen[0].max_steps, seen[0].epoch) == (6, 12, 2.0)
+
+
+class CountsOpen(ScriptedEnvironment):
+    """Ten held-out problems, and how many episodes were open at once."""
+
+    most: int = 0
+
+    def problems(self, split: str) -> list[Problem]:
+        return [Problem(str(i), f"What is {i} + 3?") for i in range(10)]
+
+    def open(self, problem: Problem) -> Any:
+        episode = super().open(problem)
+        self.most = max(self.most, sum(not other.closed for other in self.episodes))
+        return episode
+
+
+def test_an_evaluation_opens_no_more_episodes_at_once_than_allowed(parts: Parts) -> None:
+    parts = replace(parts, config=RunConfig.build({"rollout.max_open_episodes": 3}))
+    environment = CountsOpen()
+    report = EnvironmentTask(environment).evaluator(parts).run(parts.runner, parts.watcher, "scoring")
+    assert (report.pass_rate.n, environment.most) == (10, 3)
 
 
 class AllTrained(Unscored):
