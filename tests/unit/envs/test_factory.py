@@ -12,6 +12,7 @@ from palestra.core.types import Message, SamplingParams, ToolCall
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.rollout_stats import rollout_stats
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 
@@ -106,6 +107,8 @@ def test_a_dict_of_factories_is_chosen_from_by_the_row():
     groups = play(env, 1)
     assert [g.rollouts[0].reward for g in groups] == [2.0, -1.0, 0.0]
     assert "expected one of one, two" in groups[2].rollouts[0].error
+    stats = rollout_stats([r for g in groups for r in g.rollouts])
+    assert (stats["score/Counter"], stats["score/Other"], stats["rollout_failures"]) == (2.0, -1.0, 1.0)
 
 
 def test_an_async_or_senseless_reward_is_dealt_with():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from palestra.core.config import LoraSection
+from palestra.core.config import LoraSection, RunConfig
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
+from palestra.train import setup
 
 
 def build() -> torch.nn.Module:
@@ -49,3 +52,13 @@ def test_four_bits_without_a_gpu_is_a_clear_error() -> None:
     assert quantization_config(LoraSection(r=4)) is None
     with pytest.raises(PalestraError, match="CUDA"):
         quantization_config(LoraSection(r=4, load_in_4bit=True))
+
+
+def test_four_bits_are_nf4_with_double_quantisation_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("peft" if name == "bitsandbytes" else name))
+    monkeypatch.setattr(setup, "load_model", lambda name, **options: options["quantization"])
+    loaded = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True}))
+    assert (loaded.load_in_4bit, loaded.bnb_4bit_quant_type, loaded.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert setup.load_for_run(RunConfig.build({"lora.r": 4})) is None
