@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -178,19 +179,40 @@ def test_logs_are_for_their_owner_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / "logs" / "trainer.log").stat().st_mode) == 0o600
 
 
-def test_a_log_is_redacted_while_it_is_written_also_a_secret_that_comes_in_two_parts(tmp_path, monkeypatch):
+def written_log(path: Path, environ: dict[str, str], parts: Iterable[bytes]) -> bytes:
     from palestra.runs.processes import _write_log
 
-    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
     reads, writes = os.pipe()
-    thread = threading.Thread(target=_write_log, args=(reads, tmp_path / "log"))
+    thread = threading.Thread(target=_write_log, args=(reads, path, environ))
     thread.start()
-    for part in (b"one sk-01234", b"56789\ntwo \xff", b" sk-0123456789"):
+    for part in parts:
         os.write(writes, part)
     os.close(writes)
     thread.join(10)
     os.close(reads)
-    assert (tmp_path / "log").read_bytes() == b"one [MY_API_KEY]\ntwo \xff [MY_API_KEY]"
+    return path.read_bytes()
+
+
+def test_a_log_is_redacted_while_it_is_written_also_a_secret_that_comes_in_two_parts(tmp_path):
+    parts = (b"one sk-01234", b"56789\ntwo \xff", b" sk-0123456789")
+    written = written_log(tmp_path / "log", {"MY_API_KEY": "sk-0123456789"}, parts)
+    assert written == b"one [MY_API_KEY]\ntwo \xff [MY_API_KEY]"
+
+
+def test_the_log_of_a_process_holds_no_secret_that_only_this_process_has(tmp_path):
+    """Such as the token of a run's own servers, which is made when the run is launched."""
+    code = f"""
+import os
+from pathlib import Path
+from palestra.runs.processes import spawn
+words = ["/bin/sh", "-c", "echo it is $PALESTRA_TOKEN and $MY_API_KEY"]
+spawn(words, Path({str(tmp_path / "log")!r}), {{"PALESTRA_TOKEN": "run-0123456789", **os.environ}}, Path("/"))
+os.wait(), os.wait()
+"""
+    environ = {**os.environ, "MY_API_KEY": "sk-0123456789"}
+    environ.pop("PALESTRA_TOKEN", None)
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+    assert (tmp_path / "log").read_text() == "it is [PALESTRA_TOKEN] and [MY_API_KEY]\n"
 
 
 class Redirects(BaseHTTPRequestHandler):

@@ -268,9 +268,11 @@ class RunConfig(Section):
             raise PalestraError(explain(error, list(cls.keys()))) from None
 
     def save(self, path: Path) -> None:
+        """As one YAML document, from `---` to `...`: without its end a file was cut off, though the rest parses."""
         import yaml
 
-        write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        data = self.model_dump(mode="json")
+        write_text(path, yaml.safe_dump(data, sort_keys=False, explicit_start=True, explicit_end=True))
 
     def refuse(self, keys: Iterable[str], why: str) -> None:
         """Refuse settings that nobody would heed here; `echo` stands for all settings of its section."""

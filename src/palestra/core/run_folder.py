@@ -231,7 +231,10 @@ class RunFolder:
         import yaml
 
         try:
-            settings = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            text = self.config_file.read_text(encoding="utf-8")
+            if text.startswith("---") and not text.rstrip().endswith("\n..."):  # files of 0.1 have neither
+                raise ValueError("it was cut off: its last line, '...', is missing")
+            settings = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
             settings, reason = None, (str(error).splitlines() or [""])[0]
         else:

@@ -69,7 +69,7 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) 
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
     reads, output = os.pipe()
-    writer = _start_log_writer(reads, output, log)
+    writer = _start_log_writer(reads, output, log, env)
     os.close(reads)
     pid = os.fork()
     if pid == 0:
@@ -93,8 +93,9 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) 
     return identify(pid) or Process(pid, "ended at once"), writer
 
 
-def _start_log_writer(reads: int, output: int, log: Path) -> Process:
-    """A process between a command and its log, which only its owner may read: it replaces the secrets that we have.
+def _start_log_writer(reads: int, output: int, log: Path, env: Mapping[str, str]) -> Process:
+    """A process between a command and its log, which only its owner may read. It replaces the secrets that we have,
+    and those of the command's environment `env`, such as the token of a run's own servers.
 
     It ends with the last process that writes, and outlives us: the command must be able to write while it saves.
     """
@@ -108,13 +109,13 @@ def _start_log_writer(reads: int, output: int, log: Path) -> Process:
             nothing = os.open(os.devnull, os.O_RDWR)
             for standard in (0, 1, 2):
                 os.dup2(nothing, standard)
-            _write_log(reads, log)
+            _write_log(reads, log, {**os.environ, **env})
         finally:
             os._exit(0)
     return identify(pid) or Process(pid, "ended at once")
 
 
-def _write_log(reads: int, log: Path) -> None:
+def _write_log(reads: int, log: Path, environ: Mapping[str, str]) -> None:
     """Line by line, so that no secret is cut in two; a line that is not finished waits a moment for its rest."""
     rest = b""
     with open_private(log) as file:
@@ -126,7 +127,8 @@ def _write_log(reads: int, log: Path) -> None:
             whole = whole if len(rest) <= _MAX_LINE_BYTES else len(rest)
             lines, rest = rest[:whole], rest[whole:]
             with contextlib.suppress(OSError):  # a full disk must not end the run
-                file.write(redact(lines.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"))
+                text = redact(lines.decode("utf-8", "surrogateescape"), environ)
+                file.write(text.encode("utf-8", "surrogateescape"))
             if is_ready and not chunk:
                 return
 

@@ -18,7 +18,6 @@ from palestra.core.files import write_json, write_text
 from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import own_environment, redact
-from palestra.core.yaml_config import load_yaml
 from palestra.runs.processes import RUN_VARIABLE
 
 PALESTRA = [sys.executable, "-P", "-m", "palestra"]
@@ -176,7 +175,7 @@ def write_env_settings(request: RunRequest, folder: RunFolder) -> Path:
     """The trainer's settings (group size, temperature, model, …), which sampling must follow, and the environment's."""
     import yaml
 
-    config = load_yaml(folder.config_file)
+    config = folder.config.model_dump(mode="json")
     if "train.filter_equal_groups" not in request.settings:
         del config["train"]["filter_equal_groups"]  # over the wire it is the environment that filters
     config |= {"env": dict(request.env_settings), "openai": dict(request.server_settings)}

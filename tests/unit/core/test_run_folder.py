@@ -106,6 +106,18 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, record: str | None, wo
         RunFolder.open(tmp_path)
 
 
+def test_a_config_that_was_cut_at_the_end_of_a_line_is_refused(tmp_path: Path) -> None:
+    run = make(tmp_path, {"max_steps": 7})
+    lines = run.config_file.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        run.config_file.write_text("".join(lines[:count]))
+        with pytest.raises(PalestraError, match=r"cannot be read \(.*\); restore it from a copy"):
+            _ = run.config
+    for whole in ("".join(lines), "".join(lines[1:-1])):  # without both marks: as Palestra 0.1 wrote it
+        run.config_file.write_text(whole)
+        assert run.config.train.max_steps == 7
+
+
 def test_a_cut_last_line_is_not_read(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.metrics_file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
