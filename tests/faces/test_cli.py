@@ -210,3 +210,16 @@ def test_debug_shows_the_traceback(cli, monkeypatch):
 
     with pytest.raises(PalestraError):
         cli("train", "nope.py", "--debug")
+
+
+def test_a_full_disk_is_told_in_one_sentence(cli, monkeypatch):
+    from palestra.core.config import RunConfig
+
+    def full(config, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(RunConfig, "save", full)
+    answer = cli("train", "--train.max_steps", "1")
+    assert answer.code == 2
+    assert "No space left on device" in answer.err
+    assert "free some space" in answer.err

@@ -24,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
 
 KEY = "sk-endpoint-0123456789"
-TELLTALE = "import os, sys; print(dict(os.environ), file=sys.stderr)"
+TELLTALE = """
+import os, sys
+print(dict(os.environ), file=sys.stderr)
+try:
+    print("LOOKED INTO ITS PARENT", open(f"/proc/{os.getppid()}/environ", "rb").read(), file=sys.stderr)
+except OSError:
+    pass
+"""
 
 
 class Models(BaseHTTPRequestHandler):
@@ -101,6 +108,8 @@ def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, ur
     assert told[-1][:2] == (4, 6)
     assert len(Path(good["output_file"]).read_text().splitlines()) == 3
     assert "'PATH'" in Path(good["log_file"]).read_text()  # it told all that it saw,
+    if sys.platform == "linux":
+        assert "LOOKED INTO" not in Path(good["log_file"]).read_text()
     for path in (folder / "home").rglob("*"):  # and saw neither key
         text = path.read_text(errors="replace") if path.is_file() else ""
         assert KEY not in text, path

@@ -351,18 +351,30 @@ def test_limits_hold_without_isolation():
     assert not Path(folder).exists()
 
 
-@needs_isolation
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that all users may run")
-@pytest.mark.parametrize("kind", ISOLATING)
-def test_all_of_it_holds_for_an_ordinary_user_too(kind, open_folder):
-    place = open_folder
+def copy_of_the_sandbox(place: Path) -> Path:
+    """The sandbox's code where every user may read it."""
     ours = Path(palestra.__file__).parent
     for file in ("__init__.py", "core/__init__.py", "core/errors.py", "envs/__init__.py"):
         (place / "palestra" / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ours / file, place / "palestra" / file)
     shutil.copytree(ours / "envs" / "sandbox", place / "palestra" / "envs" / "sandbox")
     shutil.copy(Path(__file__).with_name("bombs.py"), place)
+    return place
+
+
+def as_nobody(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/usr/bin/python3", "-c", program], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
+        timeout=120, check=False, cwd="/", env={"PATH": os.environ["PATH"], "MY_SECRET_KEY": "sesame"},
+    )  # fmt: skip
+
+
+@needs_isolation
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that all users may run")
+@pytest.mark.parametrize("kind", ISOLATING)
+def test_all_of_it_holds_for_an_ordinary_user_too(kind, open_folder):
+    place = copy_of_the_sandbox(open_folder)
     program = f"""
 import json, os, sys
 sys.path.insert(0, {str(place)!r})
@@ -384,10 +396,7 @@ for name in ("MANY_FILES", "MANY_PROCESSES_WITH_MEMORY"):
         bomb(name)
 print(json.dumps(seen))
 """
-    done = subprocess.run(
-        ["/usr/bin/python3", "-c", program], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
-        timeout=120, check=False, cwd="/", env={"PATH": os.environ["PATH"], "MY_SECRET_KEY": "sesame"},
-    )  # fmt: skip
+    done = as_nobody(program)
     if "could not be started" in done.stderr:
         pytest.skip(f"ordinary users get no namespaces here: {done.stderr.splitlines()[-1]}")
     seen = json.loads(done.stdout or done.stderr)
@@ -398,6 +407,23 @@ print(json.dumps(seen))
     assert "root:x" not in seen["secrets"]
     assert "sesame" not in seen["secrets"]
     assert seen["alive"].endswith("alive\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that all users may run")
+def test_without_isolation_nothing_of_an_ordinary_users_code_outlives_its_limit(open_folder):
+    program = f"""
+import sys, tempfile
+sys.path.insert(0, {str(copy_of_the_sandbox(open_folder))!r})
+tempfile.tempdir = {str(open_folder)!r}
+from palestra.envs.sandbox import Sandbox, SandboxLimits
+with Sandbox(SandboxLimits(seconds=1), "none") as sandbox:
+    loop = "(setsid sh -c 'setsid sleep {LONG} & sleep {LONG}' &) ; while :; do :; done"
+    print(sandbox.run(["sh", "-c", loop]).stopped)
+"""
+    done = as_nobody(program)
+    assert done.stdout == "time\n", done.stderr
+    assert not sleeping()
 
 
 @pytest.mark.parametrize("runtime", ["podman", "docker"])

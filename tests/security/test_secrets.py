@@ -90,6 +90,18 @@ def test_an_isolated_child_reads_no_environment_and_keeps_its_user(uid):
     assert said.stdout == f"refused {uid}\n", said.stderr
 
 
+def test_a_file_written_for_atropos_is_started_as_an_isolated_child(tmp_path):
+    """What one of those can see is shown above and below."""
+    from palestra.wire.atropos import process_command, serve_command
+
+    python = Path("/venv/bin/python")
+    for command in (
+        serve_command(python, tmp_path / "a.py", {}, {}),
+        process_command(python, tmp_path / "a.py", python),
+    ):
+        assert command[:3] == children.isolated(python=python)
+
+
 def test_code_of_others_imports_nothing_from_the_folder_of_the_server(tmp_path):
     (tmp_path / "planted.py").write_text("")
     (tmp_path / "code").mkdir()

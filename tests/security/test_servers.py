@@ -55,6 +55,39 @@ def test_a_page_of_another_site_is_refused_whatever_it_sends(method, headers):
     assert ask(headers, method) == 403
 
 
+def all_servers(folder):
+    """The application of every server, with a path that changes or tells something."""
+    from types import SimpleNamespace
+
+    from palestra.faces import http_api, mcp_server
+    from palestra.faces.rl_tools import RlTools
+    from palestra.faces.rl_tools.clients import Clients
+    from palestra.runs.locks import Site
+    from palestra.runs.manager import RunManager
+    from palestra.serve.inference import inference_app
+    from palestra.wire.server import trajectory_app
+
+    clients = Clients(lambda: RlTools(RunManager(folder / "home"), Site()))
+    model = SimpleNamespace(name="m", context_tokens=8)
+    yield trajectory_app(folder / "wire"), "/reset_data"
+    yield inference_app(model), "/v1/completions"
+    yield http_api.http_app(clients, None), "/tools/rl_list_runs"
+    yield mcp_server.http_app(mcp_server.make_server(clients), None), "/mcp"
+
+
+def test_every_server_refuses_pages_of_other_sites(tmp_path):
+    async def statuses(application, path) -> set[int]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            pages = [{"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "null"}]
+            pages += [{"Origin": "https://evil.example"}, {"Host": "evil.example"}]
+            asked = [client.request(method, path, headers=page) for page in pages for method in ("GET", "POST")]
+            return {(await each).status_code for each in asked}
+
+    for application, path in all_servers(tmp_path):
+        assert asyncio.run(statuses(application, path)) == {403}, path
+
+
 @pytest.mark.parametrize(
     "headers", [{}, {"Host": "localhost:8000"}, {"Host": "[::1]:1"}, {"Origin": "http://localhost:3000"},
                 {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}]

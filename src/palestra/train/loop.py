@@ -153,7 +153,7 @@ class Training:
                 metrics["entropy_coefficient"] = coefficients.entropy
             version += 1
             self.policy.update(self.learner.weights(version))
-        self.state = replace(
+        after = replace(
             state,
             step=state.step + 1,
             source=self.source.state(),
@@ -166,8 +166,9 @@ class Training:
             "elapsed_seconds": self.elapsed_s,
             "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(rollouts.seconds, 1e-9),
         }
-        self.tracker.rollouts(self.state.step, groups)
-        self.tracker.metrics(self.state.step, metrics)
+        self.tracker.rollouts(after.step, groups)
+        self.tracker.metrics(after.step, metrics)
+        self.state = after
         return metrics
 
     @contextmanager

@@ -189,9 +189,9 @@ class Run:
             return known
         try:
             report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
+            write_evaluation(path, report)
         except Exception as error:
             raise self.training.failure(f"scoring {name}", error) from error
-        write_evaluation(path, report)
         return report
 
     def _check_before(self, before: EvalReport | None) -> None:

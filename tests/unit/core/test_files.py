@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from palestra.core.files import cache_folder, replacing, write_text
+from palestra.core.files import cache_folder, filter_jsonl, read_jsonl, replacing, write_text
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,14 @@ def test_a_file_is_replaced_when_writing_has_ended(tmp_path: Path) -> None:
     write_text(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_records_are_cut_back_without_being_loaded_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f'{{"step": {i}, "text": "{"x" * 10_000}"}}\n' for i in range(1000)))
+    tracemalloc.start()
+    filter_jsonl(path, lambda row: row["step"] < 900)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(1 for _ in read_jsonl(path)) == 900
+    assert peak < path.stat().st_size / 10

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from palestra.core import calls
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Score, ToolCall, ToolResult
 from palestra.evals.measures import (
@@ -168,3 +169,9 @@ def test_a_reward_model_is_a_measure_and_its_values_may_be_any_number():
     ctx = MeasureContext([Message("assistant", "It is 5.")], expect="5")
     assert asyncio.run(run_measure(taste, ctx, 1.0)) == Score(2.5, True)
     assert asyncio.run(run_measure(taste, replace(ctx, expect="6"), 1.0)) == Score(-1.0, False)
+
+
+def test_a_measure_for_which_there_is_no_thread_left_gets_no_score(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_HUNG_CALLS", -1)
+    with pytest.raises(calls.OutOfThreads):
+        score(lambda ctx: time.sleep(0.1), timeout_s=0.001)

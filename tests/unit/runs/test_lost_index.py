@@ -11,9 +11,12 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.faces.cli.find_run import require_run_id
+from palestra.runs import reader
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
-from palestra.runs.index import Index, Row
+from palestra.runs.index import Index, Row, UnknownRun
+from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.processes import this_host, this_process
 from palestra.runs.reader import RunReader
 from palestra.runs.rebuild import REBUILT
@@ -122,8 +125,7 @@ def test_a_run_trains_where_there_can_be_no_index(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_five_thousand_runs_are_listed_in_a_second(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+def many_runs(index: Index) -> None:
     now = time.time()
     with index._change() as db:
         db.executemany(
@@ -131,7 +133,36 @@ def test_five_thousand_runs_are_listed_in_a_second(tmp_path: Path) -> None:
             "VALUES (?, 'n', 'e', ?, 'managed', 'completed', ?, ?, 'h')",
             [(f"r{i}", f"/runs/{i}", now, now) for i in range(5000)],
         )
+
+
+def test_five_thousand_runs_are_listed_in_a_second(tmp_path: Path) -> None:
+    many_runs(Index(tmp_path))
     began = time.perf_counter()
     runs, count = RunReader(tmp_path).page(20)
     assert time.perf_counter() - began < 1.0
     assert (len(runs), count, runs[0].run_id) == (20, 5000, "r4999")
+
+
+def test_one_of_five_thousand_runs_is_found_without_reading_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many_runs(Index(tmp_path))
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path))
+    read, reads = [], reader.read_run
+    monkeypatch.setattr(reader, "read_run", lambda index, row: read.append(row.run_id) or reads(index, row))
+    assert RunReader(tmp_path).get(require_run_id("r1234")).run_id == "r1234"
+    with pytest.raises(UnknownRun, match="there is no run 'nobody'") as refused:
+        RunReader(tmp_path).get(require_run_id("nobody"))
+    assert len(str(refused.value)) < 300
+    assert read == ["r1234"]
+
+
+def test_a_run_is_resumed_by_its_id_after_the_index_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(RunManager, "_launch", lambda manager, run_id, folder: launched.append(folder.path))
+    manager = RunManager(tmp_path / "home")
+    run = manager.start(RunRequest(environment="calculator"))
+    Index(manager.home).move(run.run_id, ["pending"], "failed")
+    lose(manager.home, "deleted")
+    assert RunManager(manager.home).resume(run.run_id).state == "pending"
+    assert launched == [run.folder] * 2

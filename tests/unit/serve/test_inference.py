@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import httpx
@@ -12,7 +13,7 @@ import torch
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.serve.completer import Completion, SamplingRequest, TextStream, certain
+from palestra.serve.completer import Completer, Completion, SamplingRequest, TextStream, certain
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import load_completer
 from palestra.serve.openai_forms import read_reply
@@ -320,12 +321,33 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model, http,
     assert http.post("/generate", content=b" " * (17 << 20)).status_code == 413
 
 
+def test_the_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
+    monkeypatch.setattr("palestra.serve.completer._MAX_TOKENS", 15)
+    body = {"input_ids": [[5] * 4] * 2, "sampling_params": {"n": 2, "max_new_tokens": 1}}
+    answer = http.post("/generate", json=body)
+    assert (answer.status_code, "16 tokens x n together" in answer.text) == (400, True)
+
+
+def test_a_body_of_nothing_but_brackets_is_refused(http):
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        for body in (b"[" * 100_000, b'{"a":' * 100_000):
+            assert http.post(path, content=body).status_code == 400
+
+
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
+    threads, prepare = [], Completer.requests
+
+    def noted(self, *args):
+        threads.append(threading.current_thread().name)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(Completer, "requests", noted)
     body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
     small = http.post("/v1/completions", json=body).json()["choices"]
     monkeypatch.setattr("palestra.serve.inference._LARGE", 10)
     assert http.post("/v1/completions", json=body).json()["choices"] == small
     assert http.post("/v1/completions", json=body | {"temprature": 1}).status_code == 400
+    assert [name.startswith("palestra-tokenise") for name in threads] == [False, True]
 
 
 def test_tool_calls_have_ids_of_their_own(model):

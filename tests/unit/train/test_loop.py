@@ -458,6 +458,20 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_named(tmp_path: Path, monkeyp
         loop.training.run()
 
 
+def test_a_disk_that_is_full_while_records_are_written_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path)
+
+    def full(step: int, *rest: Any) -> None:
+        if step == 4:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.tracker, "rollouts", full)
+    with pytest.raises(PalestraError, match=r"^step 4: .*No space left on device.*checkpoint is .*step-000002$"):
+        loop.training.run()
+
+
 class Hears(Watcher):
     """Keeps what it is told."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import math
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from palestra.wire import posts
 from palestra.wire.server import trajectory_app
 
 REGISTRATION = {
@@ -221,6 +224,45 @@ def test_a_large_post_is_parsed_in_a_process_of_its_own_with_the_same_result(ser
         batch = api.get("/batch").json()["batch"]
         assert [g["scores"] for g in batch] == [[1.0, 0.0], [0.5, 1.0]]
         assert batch[0]["messages"] == large["messages"]
+
+
+def test_large_posts_do_not_add_up(monkeypatch):
+    """Few are read at once, and one is parsed: that takes thirty times its memory."""
+    under_way, most = {"read": 0, "parse": 0}, {"read": 0, "parse": 0}
+
+    async def count(what):
+        under_way[what] += 1
+        most[what] = max(most[what], under_way[what])
+        await asyncio.sleep(0.001)
+        under_way[what] -= 1
+
+    async def read_body(request, limit):
+        await count("read")
+        return b"x" * 200
+
+    async def parse_apart(body, is_list):
+        await count("parse")
+        return []
+
+    async def all_at_once():
+        reader, request = posts.PostReader(1 << 20), SimpleNamespace(headers={"content-length": "200"})
+        await asyncio.gather(*(reader.read(request) for _ in range(20)))
+
+    monkeypatch.setattr(posts, "_LARGE", 100)
+    monkeypatch.setattr(posts, "read_body", read_body)
+    monkeypatch.setattr(posts, "_parse_apart", parse_apart)
+    asyncio.run(all_at_once())
+    assert most["read"] <= posts._LARGE_AT_ONCE
+    assert most["parse"] == 1
+
+
+def test_a_number_of_a_batch_that_was_never_made_is_refused(trained):
+    for _ in range(2):
+        trained.post("/scored_data", json=group())
+    first = trained.post("/batch?after=0").json()
+    for method in ("GET", "POST"):
+        assert trained.request(method, "/batch?after=1000000000000000").status_code == 422
+    assert trained.post("/batch?after=0").json() == first
 
 
 def test_unknown_environment_and_a_group_that_no_batch_can_hold_are_refused(trained):

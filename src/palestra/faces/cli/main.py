@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -84,10 +85,12 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.secho("Stopped.", fg="yellow", err=True)
         return 130
-    except PalestraError as error:
-        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0"):
+    except (PalestraError, OSError) as error:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):
             raise
-        click.secho(f"Error: {error}", fg="red", err=True)
+        remedy = "; free some space, or choose another output_dir" if is_full else ""
+        click.secho(f"Error: {error}{remedy}", fg="red", err=True)
         return 2
 
 
