@@ -58,7 +58,7 @@ def test_every_setting_is_listed_with_its_default(cli):
     listing = cli("config", "--keys").out
     for key in list(RunConfig.keys()):
         assert f"  {key} = " in listing
-    assert "train.learning_rate = 1e-05" in listing
+    assert "train.learning_rate = none" in listing
     assert "dr_grpo" in listing
 
 

@@ -426,6 +426,25 @@ with Sandbox(SandboxLimits(seconds=1), "none") as sandbox:
     assert not sleeping()
 
 
+@pytest.mark.parametrize("uid", [None, 65000])
+def test_bubblewrap_is_asked_for_the_same_isolation(uid, tmp_path):
+    """Its words alone: where it is installed, all tests above run in it."""
+    shell = isolation.shut_in("bubblewrap", LIMITS, tmp_path, uid, "")
+    words = " ".join(shell.command)
+    for option in (
+        "--as-pid-1",
+        "--new-session",
+        f"--size {8 * 2**20} --tmpfs /work",
+        "--remount-ro /",
+        "--proc /proc",
+    ):
+        assert option in words
+    alone = {"--unshare-all"} if uid is None else {f"--unshare-{what}" for what in ("pid", "net", "ipc", "uts")}
+    assert alone <= set(shell.command)
+    assert not {"--bind", "--dev-bind", "--share-net"} & set(shell.command)
+    assert (shell.folder, shell.tmpfs, shell.uid) == ("/work", True, uid)
+
+
 @pytest.mark.parametrize("runtime", ["podman", "docker"])
 def test_a_container_runtime_is_asked_for_the_same_limits(runtime, tmp_path, monkeypatch):
     """With a stand-in for the runtime, which runs the command itself: no container was made by this test."""

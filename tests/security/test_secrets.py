@@ -167,6 +167,29 @@ def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
     assert told == {"error": "401 for [MY_SECRET]", "[MY_SECRET]": ["[MY_SECRET]"]}
 
 
+@pytest.mark.parametrize("kind", ["report", "metrics", "rollouts", "log"])
+def test_what_an_agent_reads_of_a_run_holds_no_secret(kind, tmp_path, monkeypatch):
+    from palestra.core.config import RunConfig
+    from palestra.core.run_folder import RunFolder
+    from palestra.faces.rl_tools import RlTools
+    from palestra.faces.rl_tools.resources import KINDS, read_resource
+    from palestra.runs.index import Index
+    from palestra.runs.manager import RunManager
+
+    assert kind in KINDS
+    home, row = tmp_path / "home", json.dumps({"step": 1, "note": "it is sk-0123456789"}) + "\n"
+    folder = RunFolder.create(tmp_path, "run", RunConfig(), {}, at=tmp_path / "run")
+    folder.logs.mkdir()
+    for path in (folder.report_file, folder.metrics_file, folder.rollouts_file, folder.log_file("trainer")):
+        path.write_text(row)
+    about = {"run_id": "abcd", "name": "n", "environment": "e", "folder": str(folder.path), "host": "h"}
+    Index(home).add(**about, kind="managed", state="completed", created=1.0, launched=1.0)
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    _, text = read_resource(RlTools(RunManager(home)), "abcd", kind)
+    assert "it is [MY_API_KEY]" in text
+    assert "sk-0123456789" not in text
+
+
 def test_every_line_of_a_secret_is_one():
     key = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0B\nAQEFAASCBKcwggSjAgEAAoIB"
     assert redact("a\nAQEFAASCBKcwggSjAgEAAoIB\nb", {"SSH_KEY": key}) == "a\n[SSH_KEY]\nb"

@@ -187,6 +187,12 @@ def test_what_clients_can_cause_without_end_is_logged_so_many_times_a_minute(mon
     assert passed == ["too many open files"] * 3 + ["too many open files (997 lines were left out before)"]
 
 
+def test_a_server_limits_the_lines_of_its_clients(serve):
+    serve(app())
+    for name in ("asyncio", "uvicorn.error"):
+        assert any(isinstance(each, LimitLines) for each in logging.getLogger(name).filters)
+
+
 def test_a_request_is_one_line_without_control_characters(caplog):
     with caplog.at_level(logging.INFO, logger=request_log.name):
         ask({})

@@ -328,6 +328,11 @@ def test_the_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
     assert (answer.status_code, "16 tokens x n together" in answer.text) == (400, True)
 
 
+def test_a_server_that_was_not_asked_to_takes_no_weights(http):
+    answer = http.post("/update_weights_from_disk", json={"model_path": "/etc/passwd"})
+    assert (answer.status_code, "takes no weights" in answer.text) == (400, True)
+
+
 def test_a_body_of_nothing_but_brackets_is_refused(http):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
         for body in (b"[" * 100_000, b'{"a":' * 100_000):
