@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from palestra.chat.render import RENDER_S
+from palestra.faces import mcp_server
 from palestra.faces.rl_tools import RlTools
+from palestra.faces.rl_tools.clients import MAX_SESSIONS
 from palestra.runs.manager import RunManager
+from palestra.serve import completer, connections, inference, web
+from palestra.serve.sampling_fields import MAX_PROMPTS
+from palestra.wire import posts, stalls
+from palestra.wire.types import MAX_VALUE
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +27,29 @@ def test_every_test_that_the_page_names_exists():
     }
     assert len(named) > 30
     assert named <= written, sorted(named - written)
+
+
+def test_the_limits_that_the_pages_name_are_those_of_the_code():
+    def says(page: str, *sentences: str) -> None:
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
+
+    says(
+        "docs/wire.md",
+        f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {web._SILENCE_S:g} s",
+        f"up to {connections._MAX_CONNECTIONS:,} connections",
+        f"up to {MAX_PROMPTS:,} completions (prompts × n) and {completer._MAX_TOKENS >> 20} M prompt tokens × n",
+        f"in {inference._MAX_BODY >> 20} MiB",
+        f"Bodies above {posts._LARGE >> 20} MiB",
+        f"go up to {MAX_VALUE:g}".replace("e+", "e"),
+        f"at most {stalls._MAX_LOG_BYTES >> 20} MiB",
+    )
+    says(
+        "docs/agent_tools.md",
+        f"keep {MAX_SESSIONS:,} sessions",
+        {86400.0: "a session ends after a day without a request"}[mcp_server._SESSION_IDLE_S],
+    )
+    says("SECURITY.md", f"a chat template has {RENDER_S:g} s")
 
 
 @pytest.mark.parametrize(("field", "value"), [("allow_unsandboxed", True), ("isolation", "docker")])

@@ -118,6 +118,20 @@ def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(
     assert row.state == "completed"
 
 
+def test_a_run_in_a_terminal_goes_on_while_the_index_is_locked(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PALESTRA_HOME", str(home))
+    monkeypatch.setattr("palestra.runs.index._BUSY_S", 0.05)
+    folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
+    lock = sqlite3.connect(home / "runs.db", isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    with listed(folder.path):
+        trained = True
+    lock.close()
+    assert trained
+
+
 def test_a_run_trains_where_there_can_be_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PALESTRA_HOME", "/dev/null/x")
     folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
