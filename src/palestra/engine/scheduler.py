@@ -99,6 +99,9 @@ class Scheduler:
             self._take(session, min(self.pool.needed(want) - len(session.table), self.pool.free))
 
     def _admit(self) -> None:
+        """Older sessions first, whichever tool answered first: the order of rows changes the last bits of a product."""
+        if len(self.waiting) > 1:
+            self.waiting = deque(sorted(self.waiting, key=lambda job: job.session.number))
         blocked: list[Job] = []
         while self.waiting and len(self.running) < self.max_running:
             job = self.waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Session:
     job: Job | None = None
     running: bool = False  # in the scheduler's batch
     slot: int = -1  # of contiguous KV on the CPU, while it runs
+    number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were opened
 
     @property
     def fill_target(self) -> int:

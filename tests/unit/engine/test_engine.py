@@ -302,3 +302,12 @@ def test_memory_that_cuts_turns_off_is_warned_of_once(model: Any, caplog: pytest
     [message] = caplog.messages
     assert "model.kv_memory_gib" in message
     assert "32 tokens" in message
+
+
+def test_rows_stand_in_the_order_of_their_sessions_whichever_tool_answered_first(model: Any) -> None:
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01, self_check=False)
+    sessions = [engine.open([5, 6, 7 + i]) for i in range(4)]
+    jobs = [engine.submit(sessions[i], SamplingParams(2, seed=i)) for i in (2, 0, 3, 1)]
+    assert [chunk.job.session for chunk in engine.scheduler.plan()] == sessions
+    for job in jobs:
+        engine.cancel(job)
