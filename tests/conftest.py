@@ -13,6 +13,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HOME = tempfile.TemporaryDirectory(prefix="palestra-home-", ignore_cleanup_errors=True)
 os.environ["PALESTRA_HOME"] = HOME.name  # trainings are listed; those of tests not among the user's
 
+# Each takes a good part of a minute. They go first, half of them to each of two workers, so that none is left over
+# for the end, when the other worker has nothing more to do.
+LONG = (
+    "faults/",
+    "parity/test_engine_cuda_path",
+    "contract/test_two_processes",
+    "learn/",
+    "faces/test_rl_",
+    "faces/test_env_serve",
+)
+
+
+def pytest_collection_modifyitems(items):
+    long = [item for item in items if any(name in item.nodeid for name in LONG)]
+    others = [item for item in items if item not in set(long)]
+    files = list(dict.fromkeys(item.path for item in long))  # whole files: their fixtures are made once
+    first, second = ([item for item in long if item.path in set(files[start::2])] for start in (0, 1))
+    half = (len(items) + 1) // 2 - len(first)
+    items[:] = [*first, *others[:half], *second, *others[half:]]
+
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer():

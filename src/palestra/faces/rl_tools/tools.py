@@ -157,7 +157,7 @@ class RlTool(Tool):
 
 def _tool(function: Callable[..., views.Data], effect: Effect) -> RlTool:
     shown = function_tool(MethodType(function, object()))  # bound, so that the signature lacks the Call
-    return RlTool(shown.name, shown.description, shown.parameters, function, shown.readers, effect)
+    return RlTool(shown.name, shown.description, shown.parameters, function, shown.readers, effect=effect)
 
 
 TOOLS: Mapping[str, RlTool] = {
