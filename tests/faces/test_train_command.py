@@ -87,9 +87,8 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agen
         env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert first.stdout is not None
-    for line in first.stdout:
-        if line.startswith("step 2/5"):
-            first.send_signal(signal.SIGINT)
+    next(line for line in first.stdout if line.startswith("step 2/5"))
+    first.send_signal(signal.SIGINT)  # once: a second one would not wait for anything
     _, err = first.communicate(timeout=60)
     assert first.returncode == 130, err
     assert "Traceback" not in err

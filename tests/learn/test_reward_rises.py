@@ -1,5 +1,6 @@
 """The embedded model on the demo task, shortened: it really learns, with every kind of objective."""
 
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ def mean_of(result: GRPOTrainingResult, name: str, steps: slice) -> float:
     return statistics.fmean(row[name] for row in result.metrics[steps])
 
 
+SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-slow trains with every loss")
+
+
 @pytest.mark.parametrize(
     "layer",
     [
         pytest.param({}, id="default"),
-        pytest.param({"train.loss": "dr_grpo", **TWO_PASSES}, id="dr_grpo"),
+        pytest.param({"train.loss": "dr_grpo", **TWO_PASSES}, id="dr_grpo", marks=SLOW),
         pytest.param({"train.loss": "cispo", **TWO_PASSES}, id="cispo"),
-        pytest.param({"train.loss": "gspo"}, id="gspo"),
+        pytest.param({"train.loss": "gspo"}, id="gspo", marks=SLOW),
         pytest.param({"lora.r": 8, "train.learning_rate": 5e-3}, id="lora"),
     ],
 )
