@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,14 @@ class GRPOTrainer:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
         train_suite, held = hold_out(suite, held_out)
         scored_elsewhere = bool(self._reward_functions) or (self._factory is not None and owns_reward(self._factory))
-        environment: Environment = SuiteEnvironment(
+        cases = SuiteEnvironment(
             self.agent, train_suite, held, self._measures, self._weights, measures_required=not scored_elsewhere
         )
-        if self._factory is not None:
-            environment = RunningEnv(FactoryEnv(self._factory, environment, self.agent.fixed_instructions))
-        return self.train_on(environment, resume=resume)
+        with closing(cases):
+            if self._factory is None:
+                return self.train_on(cases, resume=resume)
+            environment = RunningEnv(FactoryEnv(self._factory, cases, self.agent.fixed_instructions))
+            return self.train_on(environment, resume=resume)
 
     def train_on(
         self,
@@ -235,4 +237,5 @@ def evaluate(
             parts = Parts(config, policy, loaded.tokenizer, runner, watcher)
             return EnvironmentTask(environment).evaluator(parts).run(runner, watcher, "scoring")
 
-    return outside_event_loop(score)
+    with closing(environment):
+        return outside_event_loop(score)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.tools.mcp_client import as_mcp_server
 from palestra.tools.tool import as_tool, tools_by_name
 
 
 @dataclass
 class Agent:
-    """What is to be trained. Tools may be `@function_tool`s or plain typed functions with docstrings.
+    """What is to be trained. Tools may be `@function_tool`s or plain typed functions with docstrings; MCP servers, as
+    commands or `McpServer`s, add theirs.
 
     >>> agent = Agent("clerk", "palestra/tiny", "You answer with the tools.", tools=[])
     """
@@ -21,11 +23,13 @@ class Agent:
     model: str | None = None
     instructions: str | Callable[..., Any] = ""
     tools: Sequence[Any] = ()
+    mcp_servers: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         enabled = (tool for tool in self.tools if getattr(tool, "is_enabled", True) is not False)  # of openai-agents
         self.tools = tuple(as_tool(tool) for tool in enabled)
         tools_by_name(self.tools)  # refuses two of one name
+        self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers)
 
     @property
     def fixed_instructions(self) -> str:

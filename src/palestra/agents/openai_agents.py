@@ -13,7 +13,7 @@ from palestra.core.errors import PalestraError
 # attribute -> (what it is, what to do instead)
 _UNTRAINABLE = {
     "handoffs": ("handoffs to other agents", "Train each agent on its own"),
-    "mcp_servers": ("MCP servers", "Give it functions that call them, as tools"),
+    "mcp_servers": ("MCP servers", "Train palestra.Agent(…, mcp_servers=[their commands])"),
     "output_type": ("an output type", "Ask for that form in the instructions, and check it in a measure"),
     "input_guardrails": ("input guardrails", "Leave them out of the agent that you train; the one you deploy has them"),
     "output_guardrails": ("output guardrails", "Leave them out of the agent that you train, and punish in a measure"),

@@ -16,8 +16,9 @@ from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite
+from palestra.tools.mcp_client import McpConnection, McpTools, close_connections
 from palestra.tools.shared_state import shared_state
-from palestra.tools.tool import Tool
+from palestra.tools.tool import Tool, tools_by_name
 
 MEASURE_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")
@@ -33,6 +34,7 @@ class SuiteEpisode:
     tools: Sequence[Tool]
     measures: Sequence[Measure]
     environment: Any = None  # the context of the attempt; reward functions see it by this name
+    connections: Sequence[McpConnection] = ()
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """A case is one question: its answer ends the attempt."""
@@ -47,7 +49,8 @@ class SuiteEpisode:
         return {m.name: score for m, score in zip(self.measures, scores, strict=True)}
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """End the MCP servers that are this attempt's own."""
+        close_connections(self.connections)
 
 
 class SuiteEnvironment:
@@ -76,6 +79,7 @@ class SuiteEnvironment:
         instructions = agent.fixed_instructions
         self._opening = (Message("system", instructions),) if instructions else ()
         self._tools: tuple[Tool, ...] = tuple(agent.tools)
+        self._mcp = McpTools(agent.mcp_servers)
         self._suite = train if train.context_fn or held_out is None else held_out
         self._context: Any = None  # of the last attempt
         _check_state(self._tools, self._suite)
@@ -94,8 +98,19 @@ class SuiteEnvironment:
         if context is self._context and not isinstance(context, _IMMUTABLE):
             raise PalestraError("context_fn gave the same object twice; make a new one for each attempt")
         self._context = context
-        tools = [tool.bind(context) for tool in self._tools]
-        return SuiteEpisode(problem, (*self._opening, *as_messages(problem.input)), tools, self._measures, context)
+        connections = self._mcp.open()
+        served = [tool for connection in connections for tool in connection.tools]
+        try:
+            tools = tuple(tools_by_name([*(tool.bind(context) for tool in self._tools), *served]).values())
+        except PalestraError:
+            close_connections(connections)
+            raise
+        prompt = (*self._opening, *as_messages(problem.input))
+        return SuiteEpisode(problem, prompt, tools, self._measures, context, connections)
+
+    def close(self) -> None:
+        """End the MCP servers that all attempts share."""
+        self._mcp.close()
 
 
 def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
