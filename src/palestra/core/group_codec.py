@@ -23,7 +23,7 @@ import numpy as np
 
 from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict, to_dict
-from palestra.core.types import Array, Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.core.types import Array, Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 
 NOT_TRAINED = -100
 NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have it
@@ -44,6 +44,8 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
+        **({"lineages": [_lineage_to_dict(lineage) for lineage in rollout.lineages]} if rollout.lineages else {}),
+        **({"info": dict(rollout.info)} if rollout.info else {}),
     }
 
 
@@ -63,6 +65,8 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
         tool_seconds=record["tool_seconds"],
         error=record["error"],
         tool_names=tuple(record.get("tool_names", ())),
+        lineages=tuple(_lineage_from_dict(lineage) for lineage in record.get("lineages", ())),
+        info=record.get("info", {}),
     )
 
 
@@ -232,6 +236,16 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     if record["maker"] != "model":
         return Turn(record["maker"], ids)
     return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), record["policy_version"])  # type: ignore[arg-type]
+
+
+def _lineage_to_dict(lineage: Lineage) -> dict[str, Any]:
+    turns, messages = map(_turn_to_dict, lineage.turns), map(_message_fields, lineage.messages)
+    return {"stop": lineage.stop, "turns": list(turns), "messages": list(messages)}
+
+
+def _lineage_from_dict(record: Mapping[str, Any]) -> Lineage:
+    turns, messages = map(_turn_from_dict, record["turns"]), map(_message_from_fields, record["messages"])
+    return Lineage(tuple(turns), tuple(messages), record["stop"])
 
 
 def _message_from_fields(fields: Mapping[str, Any]) -> Message:

@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
+CUT_OFF = ("truncated", "context_full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,19 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Lineage:
+    """Another conversation of an attempt: with a subagent, or after the agent has changed its history.
+
+    It is trained as a row of its own, with the attempt's advantage. What was sampled in another conversation is
+    context here: a turn is trained once.
+    """
+
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    stop: StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One attempt at one problem, whole. `turns[0]` is the prompt."""
 
@@ -169,6 +183,8 @@ class Rollout:
     error: str | None = None
     advantages: Array | None = None  # [T] float32, where the source of the group gave them
     tool_names: tuple[str, ...] = ()  # the tools that it could call
+    lineages: tuple[Lineage, ...] = ()  # its other conversations, where an agent has several
+    info: Mapping[str, Any] = field(default_factory=dict)  # more for the records: an agent's exit status and logs
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"
@@ -183,11 +199,21 @@ class Rollout:
     @property
     def cut_off(self) -> bool:
         """Whether it ended in the middle: `truncated` by max_new_tokens, or by a context that was full."""
-        return self.stop in ("truncated", "context_full")
+        return self.stop in CUT_OFF
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(t.token_ids) for t in self.turns if t.maker == "model")
+        return sum(len(t.token_ids) for t in self.all_turns if t.maker == "model")
+
+    @property
+    def conversations(self) -> tuple[Rollout | Lineage, ...]:
+        """What is trained as a row each: itself, and its other conversations."""
+        return (self, *self.lineages)
+
+    @property
+    def all_turns(self) -> tuple[Turn, ...]:
+        """The turns of all its conversations."""
+        return tuple(turn for conversation in self.conversations for turn in conversation.turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
+from palestra.core.program_result import ProgramResult
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
@@ -35,6 +36,7 @@ class SuiteEpisode:
     measures: Sequence[Measure]
     environment: Any = None  # the context of the attempt; reward functions see it by this name
     connections: Sequence[McpConnection] = ()
+    program: ProgramResult | None = None  # of an agent that is a program, once it has ended
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """A case is one question: its answer ends the attempt."""
@@ -43,7 +45,7 @@ class SuiteEpisode:
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         """All measures at once."""
         context = MeasureContext(
-            tuple(messages), tuple(tool_results), self.problem.expect, self.problem, self.environment
+            tuple(messages), tuple(tool_results), self.problem.expect, self.problem, self.environment, self.program
         )
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in self.measures))
         return {m.name: score for m, score in zip(self.measures, scores, strict=True)}

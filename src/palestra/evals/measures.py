@@ -9,6 +9,7 @@ from typing import Any, overload
 
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.program_result import ProgramResult
 from palestra.core.types import Message, Problem, Score, ToolCall, ToolResult
 
 _EXAMPLE = """
@@ -26,6 +27,7 @@ class MeasureContext:
     expect: Any = None
     case: Problem = field(default_factory=lambda: Problem("", ""))
     context: Any = None  # what the suite's context_fn made for this attempt, as the tools left it
+    program: ProgramResult | None = None  # where the agent is a program: its output, its result, its exit status
 
     @property
     def final_assistant_message(self) -> Message:

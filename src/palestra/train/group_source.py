@@ -142,7 +142,7 @@ async def gather(source: GroupSource, count: int, config: RunConfig, version: in
 
 def staleness(group: Group, version: int) -> int:
     """How many versions the oldest token of a group is behind."""
-    oldest = (int(t.versions.min()) for r in group.rollouts for t in r.turns if len(t.versions))
+    oldest = (int(t.versions.min()) for r in group.rollouts for t in r.all_turns if len(t.versions))
     return version - min(oldest, default=version)
 
 

@@ -22,7 +22,7 @@ def rollout_metrics(
     if not good:
         return out
     flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
-    versions = [int(turn.versions.min()) for r, _ in good for turn in r.turns if len(turn.versions)]
+    versions = [int(turn.versions.min()) for r, _ in good for turn in r.all_turns if len(turn.versions)]
     out |= {
         "advantage_mean": statistics.fmean(flat),
         "advantage_max": max(flat),

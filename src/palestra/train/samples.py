@@ -13,7 +13,7 @@ from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
 from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Rollout, Sample
+from palestra.core.types import CUT_OFF, Group, Lineage, Rollout, Sample
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -81,21 +81,22 @@ def trainable_samples(
 
 
 def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], mask_truncated: bool) -> list[Sample]:
-    """One sample for each rollout that did not fail.
+    """One sample for each conversation of the rollouts that did not fail: most have one.
 
     A truncated rollout stays as a row without trained tokens, so that it still counts where a
     loss averages over rows.
     """
     return [
-        to_sample(rollout, advantage, group=g, masked=mask_truncated and rollout.cut_off)
+        to_sample(conversation, advantage, group=g, masked=mask_truncated and conversation.stop in CUT_OFF)
         for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
         if rollout.error is None
+        for conversation in rollout.conversations
     ]
 
 
-def to_sample(rollout: Rollout, advantage: float, *, group: int, masked: bool = False) -> Sample:
-    """The rollout's turns laid end to end, with who made each token. Advantages that it brings along win."""
+def to_sample(rollout: Rollout | Lineage, advantage: float, *, group: int, masked: bool = False) -> Sample:
+    """The turns laid end to end, with who made each token. Advantages that a rollout brings along win."""
     turns = rollout.turns
     lengths = [len(turn.token_ids) for turn in turns]
 
@@ -107,7 +108,7 @@ def to_sample(rollout: Rollout, advantage: float, *, group: int, masked: bool = 
         rows = (getattr(turn, name) if turn.maker == "model" else np.zeros(n, kind) for turn, n in pairs)
         return np.concatenate(list(rows))
 
-    own = rollout.advantages
+    own = rollout.advantages if isinstance(rollout, Rollout) else None
     return Sample(
         token_ids=np.concatenate([turn.token_ids for turn in turns]),
         policy_mask=mask("model"),

@@ -11,7 +11,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.core.group_codec import group_from_dict, group_to_dict, rollout_from_dict, rollout_to_dict
-from palestra.core.types import Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 
 CALL = ToolCall("c1", "add", {"a": 1, "b": [2, "é"]})
 
@@ -186,3 +186,13 @@ def test_a_sequence_that_shall_not_train_does_not_though_its_turns_are_known():
     group = group_from_dict(columns(turns=turns, overrides=[{"set_advantage_to_zero": True}, {}]), "g", version=0)
     assert [[t.maker for t in r.turns] for r in group.rollouts] == [["template", "template"], ["template", "model"]]
     assert [r.reward for r in group.rollouts] == [1.0, 0.25], "it stays in the baseline"
+
+
+def test_other_conversations_and_notes_of_a_rollout_are_kept_in_its_line() -> None:
+    helper = Lineage((Turn("template", (1,)), Turn("model", (2,), (-0.5,), 4)), (Message("user", "help"),), "answered")
+    whole = rollout(1.0, lineages=(helper,), info={"exit_code": 1})
+    again = rollout_from_dict(json.loads(json.dumps(rollout_to_dict(whole))))
+    assert again.lineages[0].turns == helper.turns
+    assert again.lineages[0].messages == helper.messages
+    assert again.info == {"exit_code": 1}
+    assert "lineages" not in rollout_to_dict(rollout())

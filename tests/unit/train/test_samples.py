@@ -5,7 +5,7 @@ import pytest
 
 from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Rollout, Score, Turn
+from palestra.core.types import Group, Lineage, Rollout, Score, Turn
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples, trainable_samples
 
@@ -141,3 +141,17 @@ def test_metrics_of_advantages_are_of_those_that_came_along() -> None:
     group = Group("p", (rollout(1.0, advantages=posted), rollout(0.0)))
     metrics = rollout_metrics([group], [[0.5, -0.5]], policy_version=8)
     assert (metrics["advantage_max"], metrics["advantage_min"]) == (1.0, -0.5)
+
+
+def test_each_conversation_of_an_attempt_is_a_row_with_its_advantage_and_the_attempt_counts_once() -> None:
+    helper = Lineage((Turn("template", (20, 21)), Turn("model", (22,), logprobs=(-0.1,), versions=8)), (), "answered")
+    cut = replace(helper, stop="truncated")
+    group = Group("p", (rollout(1.0, lineages=(helper, cut)), rollout(0.0)))
+    advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
+    assert advantages == [[0.5, -0.5]]
+    rows = to_samples([group], advantages, mask_truncated=True)
+    assert [row.token_ids.tolist()[0] for row in rows] == [1, 20, 20, 1]
+    assert [float(row.advantages[0]) for row in rows] == [0.5, 0.5, 0.5, -0.5]
+    assert [bool(row.policy_mask.any()) for row in rows] == [True, True, False, True]
+    assert group.rollouts[0].sampled_tokens == 5
+    assert rollout_metrics([group], advantages, 8)["rollouts"] == 2

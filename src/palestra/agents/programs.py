@@ -1,0 +1,171 @@
+"""Agents that have a loop of their own and call the model over HTTP: a command, or a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from palestra.agents.agent import Agent
+from palestra.agents.process import run_process
+from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.program_result import ProgramResult
+from palestra.core.secrets import clean_environment
+
+_NO_PROXY = "127.0.0.1,localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one attempt finds the model: each has a URL and a key of its own."""
+
+    base_url: str  # as OpenAI clients want it: …/attempt/<id>/v1
+    api_key: str
+
+    @property
+    def anthropic_url(self) -> str:
+        """Anthropic's clients add /v1 by themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    def variables(self) -> dict[str, str]:
+        """What the clients of both providers read from the environment."""
+        proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), _NO_PROXY)))
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with a key that it does not know
+            "NO_PROXY": proxies,
+            "no_proxy": proxies,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """How long one attempt may take, and how much it may write."""
+
+    timeout_s: float = 300.0
+    max_output_bytes: int = 4_000_000
+
+
+@dataclass
+class ProgramAgent(Agent):
+    """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
+
+    is_command: ClassVar[bool] = False
+
+    async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
+        """One attempt at a case. What goes wrong in the program is in the result, or raises RolloutError."""
+        raise NotImplementedError
+
+
+@dataclass
+class CommandAgent(ProgramAgent):
+    """A command, started once for each attempt. It sees no key of ours but what `env` gives it."""
+
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
+        with tempfile.TemporaryDirectory(prefix="palestra-attempt-") as folder:
+            case_file, result_file = Path(folder, "case.json"), Path(folder, "result.json")
+            case_file.write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
+            own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
+            env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
+            try:
+                ended = await run_process(
+                    self.command,
+                    env=env,
+                    stdin=case_file,
+                    cwd=self.cwd,
+                    timeout_s=limits.timeout_s,
+                    max_output_bytes=limits.max_output_bytes,
+                )
+            except OSError as error:
+                raise RolloutError(
+                    f"the agent's command {shlex.join(self.command)} could not be started: {error}"
+                ) from None
+            return _with_result(ended, result_file, limits.max_output_bytes)
+
+
+@dataclass
+class FunctionAgent(ProgramAgent):
+    """A function (case, base_url, api_key), which may be async; what it returns is the attempt's result."""
+
+    function: Callable[..., Any] = lambda case, base_url, api_key: None
+
+    async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
+        began = time.monotonic()
+        try:
+            result = await call_with_limit(
+                self.function, dict(case), endpoint.base_url, endpoint.api_key, timeout_s=limits.timeout_s
+            )
+        except CallTimeout:
+            return ProgramResult(stopped="time", seconds=time.monotonic() - began)
+        except (Exception, SystemExit) as error:  # a function that gives up is scored, as a command is
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            return ProgramResult(1, stderr=text, seconds=time.monotonic() - began)
+        return ProgramResult(result=result, seconds=time.monotonic() - began)
+
+
+def command_agent(
+    command: str | Sequence[str],
+    *,
+    name: str | None = None,
+    model: str | None = "palestra/tiny",
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> CommandAgent:
+    """An agent that is a program: `train_grpo(command_agent(["python", "my_agent.py"]), suite, …)`.
+
+    Each attempt is a process. It finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY), and the case as JSON on its standard input and in the file PALESTRA_CASE_FILE.
+    """
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    if not words:
+        raise PalestraError(
+            "the agent's command is empty; give the program and its arguments: ['python', 'my_agent.py']"
+        )
+    own_name = name or _name_of(words)
+    folder = None if cwd is None else str(cwd)
+    return CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder)
+
+
+def function_agent(function: Callable[..., Any], model: str | None = "palestra/tiny") -> FunctionAgent:
+    """An agent that is a function of this process."""
+    return FunctionAgent(getattr(function, "__name__", "agent").strip("<>"), model, function=function)
+
+
+def _name_of(words: Sequence[str]) -> str:
+    """The file that the command runs, or its program.
+
+    >>> _name_of(["python", "-u", "agents/shop.py", "--fast"]), _name_of(["codex", "exec"])
+    ('shop', 'codex')
+    """
+    files = [word for word in words if Path(word).suffix in (".py", ".js", ".mjs", ".ts", ".sh")]
+    return Path(files[0] if files else words[0]).stem
+
+
+def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramResult:
+    """With what the program wrote to its result file."""
+    if not file.is_file():  # also no pipe, from which nothing would come
+        return ended
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(max_bytes).decode("utf-8", "replace")
+    except OSError:
+        return ended
+    try:
+        return replace(ended, result=json.loads(text))
+    except ValueError:
+        return replace(ended, result=text)

@@ -1,0 +1,146 @@
+"""Agents that are programs: what they see, where they end, and what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.agents.programs import Endpoint, ProgramLimits, command_agent, function_agent
+from palestra.core.errors import PalestraError, RolloutError
+
+ENDPOINT = Endpoint("http://127.0.0.1:9/attempt/a1/v1", "key-of-a1")
+CASE = {"id": "c-0", "input": "2 + 2? 日本 \u2028"}
+
+
+def ran(code: str, limits: ProgramLimits | None = None, **options):
+    agent = command_agent([sys.executable, "-IS", "-c", code], **options)
+    return asyncio.run(agent.run(CASE, ENDPOINT, limits or ProgramLimits(timeout_s=20)))
+
+
+def test_the_case_is_on_stdin_and_in_a_file_and_the_result_file_is_read() -> None:
+    code = """
+import json, os, sys
+case = json.load(sys.stdin)
+assert case == json.load(open(os.environ["PALESTRA_CASE_FILE"], encoding="utf-8"))
+json.dump({"answer": case["input"]}, open(os.environ["PALESTRA_RESULT_FILE"], "w"))
+print("out"); print("err", file=sys.stderr); sys.exit(3)
+"""
+    ended = ran(code)
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (3, "out\n", "err\n")
+    assert ended.result == {"answer": CASE["input"]}
+    assert ended.failure(20, 1000) is None
+
+
+def test_a_program_sees_the_attempts_urls_and_keys_and_none_of_ours(monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-real-one-of-ours")
+    monkeypatch.setenv("WANDB_API_KEY", "another-one-of-ours")
+    monkeypatch.setenv("PALESTRA_TOKEN", "token-of-our-servers")
+    seen = ran("import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')", env={"MORE": "1"})
+    lines = seen.stdout.splitlines()
+    assert "OPENAI_BASE_URL=http://127.0.0.1:9/attempt/a1/v1" in lines
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:9/attempt/a1" in lines
+    assert {"OPENAI_API_KEY=key-of-a1", "ANTHROPIC_API_KEY=key-of-a1", "MORE=1"} <= set(lines)
+    assert "of-ours" not in seen.stdout
+    assert "token-of-our-servers" not in seen.stdout
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None:
+    note = tmp_path / "pid"
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({str(note)!r}, "w").write(str(child.pid)); print("waiting", flush=True); time.sleep(60)
+"""
+    began = time.monotonic()
+    ended = ran(code, ProgramLimits(timeout_s=1.0))
+    assert time.monotonic() - began < 10
+    assert ended.stopped == "time"
+    assert "longer than 1 s" in ended.failure(1.0, 1000)
+    assert "waiting" in ended.failure(1.0, 1000)
+    assert is_gone(int(note.read_text()))
+
+
+def test_what_a_program_leaves_running_ends_with_it_and_does_not_hold_up_its_output(tmp_path) -> None:
+    note = tmp_path / "pid"
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({str(note)!r}, "w").write(str(child.pid)); print("done")
+"""
+    began = time.monotonic()
+    assert ran(code).stdout == "done\n"
+    assert time.monotonic() - began < 10
+    assert is_gone(int(note.read_text()))
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_program_that_floods_its_output_is_ended_at_the_limit() -> None:
+    ended = ran("while True: print('x' * 1000)", ProgramLimits(timeout_s=20, max_output_bytes=50_000))
+    assert ended.stopped == "output"
+    assert len(ended.stdout) == 50_000
+    assert "more than 50000 bytes" in ended.failure(20, 50_000)
+
+
+def test_a_program_killed_by_a_signal_has_failed() -> None:
+    ended = ran("import os; os.kill(os.getpid(), 9)")
+    assert ended.exit_code == -9
+    assert "signal 9" in ended.failure(20, 1000)
+
+
+def test_a_program_that_does_not_exist_is_told_by_its_command() -> None:
+    agent = command_agent("/no/such/program --now")
+    with pytest.raises(RolloutError, match="/no/such/program --now could not be started"):
+        asyncio.run(agent.run(CASE, ENDPOINT, ProgramLimits()))
+    with pytest.raises(PalestraError, match="command is empty"):
+        command_agent("")
+
+
+def test_cancelling_an_attempt_ends_its_process(tmp_path) -> None:
+    note = tmp_path / "pid"
+    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    agent = command_agent([sys.executable, "-IS", "-c", code])
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(agent.run(CASE, ENDPOINT, ProgramLimits()))
+        while not (note.exists() and note.read_text()):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(cancelled())
+    assert is_gone(int(note.read_text()))
+
+
+def test_functions_may_be_async_and_what_they_return_or_raise_is_kept() -> None:
+    async def later(case, base_url, api_key):
+        return case["id"], base_url, api_key
+
+    def broken(case, base_url, api_key):
+        raise ValueError("the model said nonsense")
+
+    def slow(case, base_url, api_key):
+        time.sleep(1)
+
+    def run(function, timeout_s=5.0):
+        return asyncio.run(function_agent(function).run(CASE, ENDPOINT, ProgramLimits(timeout_s)))
+
+    assert run(later).result == ("c-0", ENDPOINT.base_url, "key-of-a1")
+    assert run(broken).stderr == "ValueError: the model said nonsense"
+    assert run(broken).exit_code == 1
+    assert run(slow, 0.05).stopped == "time"
