@@ -1,0 +1,100 @@
+/* Small pieces that many pages use: states, figures, notices, choices. */
+
+import { h } from "../lib/dom.js";
+import { icon } from "./icons.js";
+
+const STATUS_KIND = {
+  running: "good.live",
+  starting: "warn.live",
+  pending: "warn",
+  queued: "warn",
+  stopping: "warn.live",
+  completed: "",
+  finished: "",
+  failed: "bad",
+  stopped: "warn",
+  interrupted: "warn",
+  imported: "",
+};
+
+export const statusPill = (status) => h(`span.pill${dotted(STATUS_KIND[status])}`, status);
+
+/** "passed", "failed", or the reward where a rollout has no verdict. */
+export function passedPill(passed) {
+  if (passed === null || passed === undefined) return h("span.pill", "no verdict");
+  return passed ? h("span.pill.good", "passed") : h("span.pill.bad", "failed");
+}
+
+export const stat = (label, value) => h("div.stat", h("b", value), h("span", label));
+
+export const stats = (pairs) =>
+  h(
+    "div.stats",
+    pairs.filter(([, value]) => value !== undefined).map((pair) => stat(...pair)),
+  );
+
+export const facts = (pairs) =>
+  h(
+    "dl.facts",
+    pairs.map(([key, value]) => [h("dt", key), h("dd", value)]),
+  );
+
+export const notice = (kind, ...children) =>
+  h(`div.notice${dotted(kind)}`, icon(kind === "good" ? "check" : kind ? "warning" : "info"), h("div", ...children));
+
+export const empty = (title, ...children) => h("div.empty", h("h2", title), h("p", ...children));
+
+export const loading = (what = "Loading …") => h("p.loading", what);
+
+export const progress = (share, label) =>
+  h(
+    "div.progress",
+    {
+      role: "progressbar",
+      "aria-label": label,
+      "aria-valuenow": Math.round(100 * share),
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+    },
+    h("i", { style: { width: `${Math.min(100, 100 * share)}%` } }),
+  );
+
+/** One of a few values: [[value, label], …]; `choose` is called with the value. */
+export function segmented(label, options, current, choose) {
+  const buttons = options.map(([value, text]) =>
+    h("button", { type: "button", "aria-pressed": String(value === current), onclick: () => pick(value) }, text),
+  );
+  const pick = (value) => {
+    buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(options[i][0] === value)));
+    choose(value);
+  };
+  return h("div.segmented", { role: "group", "aria-label": label }, buttons);
+}
+
+/** A drop-down list: [[value, label], …]. */
+export function select(label, options, current, choose) {
+  const element = h(
+    "select",
+    { "aria-label": label, onchange: () => choose(element.value) },
+    options.map(([value, text]) => h("option", { value, selected: String(value) === String(current) }, text)),
+  );
+  return element;
+}
+
+/** The head of a page: where it is, its title, a sentence, and what can be done. */
+export function pageHead(title, { crumbs = [], lead = null, actions = [] } = {}) {
+  document.title = `${title} · Palestra`;
+  const path = crumbs.flatMap(([label, href], i) => [i ? " / " : "", h("a", { href }, label)]);
+  return h(
+    "div.page-head",
+    h(
+      "div",
+      path.length ? h("nav.crumbs", { "aria-label": "Breadcrumb" }, path) : null,
+      h("h1.break", title),
+      lead && h("div.lead", lead),
+    ),
+    actions.length ? h("div.actions", actions) : null,
+  );
+}
+
+const dotted = (kind) => (kind ? `.${kind}` : "");

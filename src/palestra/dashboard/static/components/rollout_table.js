@@ -1,0 +1,44 @@
+/* Rollouts as rows: what was asked, what came of it, and the numbers to sort them by. */
+
+import { h } from "../lib/dom.js";
+import { integer, number, signed } from "../lib/format.js";
+import { link } from "../lib/router.js";
+import { oneLine, visible } from "../lib/text.js";
+import { passedPill } from "./parts.js";
+import { table } from "./table.js";
+
+export const rolloutLink = (run, row, parameters) => link(["runs", run, "rollouts", row.id], parameters);
+
+export function rolloutTable(run, rows, { label = "Rollouts", extra = [], first = [] } = {}) {
+  const columns = [
+    ...first,
+    { label: "Step", cell: (row) => (row.kind === "train" ? row.step : row.kind), kind: "num" },
+    { label: "Rollout", cell: (row) => what(run, row) },
+    { label: "Reward", cell: (row) => number(row.reward), kind: "num" },
+    {
+      label: "Advantage",
+      cell: (row) =>
+        h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "soft"}`, signed(row.advantage)),
+      kind: "num wide-only",
+    },
+    { label: "Verdict", cell: (row) => passedPill(row.passed) },
+    { label: "Ended", cell: ended, kind: "wide-only" },
+    { label: "Tools", cell: (row) => integer(row.tool_calls), kind: "num wide-only" },
+    { label: "Tokens", cell: (row) => integer(row.sampled_tokens), kind: "num wide-only" },
+    ...extra,
+  ];
+  return table(columns, rows, { label, href: (row) => rolloutLink(run, row) });
+}
+
+function what(run, row) {
+  const snippet = row.snippet?.map(([text, isMatch]) => (isMatch ? h("mark", ...visible(text)) : visible(text)));
+  return [
+    h("a.break", { href: rolloutLink(run, row) }, oneLine(row.question, 110) || row.problem_id),
+    h("div.soft.small.break", snippet ? [snippet] : oneLine(row.answer ?? "", 120) || "no answer"),
+  ];
+}
+
+function ended(row) {
+  if (row.error) return h("span.pill.bad", { title: oneLine(row.error, 300) }, "error");
+  return h(`span.pill${row.stop === "answered" ? "" : ".warn"}`, row.stop);
+}

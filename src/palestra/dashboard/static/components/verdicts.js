@@ -1,0 +1,27 @@
+/* What each measure said of a rollout, and why. */
+
+import { h } from "../lib/dom.js";
+import { number } from "../lib/format.js";
+import { textBlock } from "../lib/text.js";
+
+export function verdicts(scores, measures = []) {
+  const weight = new Map(measures.map((measure) => [measure.name, measure]));
+  return h(
+    "div.verdicts",
+    Object.entries(scores).map(([name, score]) => {
+      const isWitness = weight.get(name)?.rewarded === false;
+      return h(
+        "div.verdict",
+        h("span.break", h("b", name), isWitness && [" ", h("span.pill", "witness")]),
+        h("span.row", h("span.tabular", number(score.value)), verdictPill(score)),
+        score.reason && h("div.reason", textBlock(score.reason, { foldAt: 1200 })),
+      );
+    }),
+  );
+}
+
+export function verdictPill(score) {
+  if (score.error) return h("span.pill.warn", "measure failed");
+  if (score.passed === null || score.passed === undefined) return h("span.pill", "no verdict");
+  return h(`span.pill.${score.passed ? "good" : "bad"}`, score.passed ? "passed" : "failed");
+}

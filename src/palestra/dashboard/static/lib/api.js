@@ -1,0 +1,88 @@
+/* The server's JSON, and its events. Addresses are relative, so the dashboard works under any prefix. */
+
+const ROOT = new URL("api/", document.baseURI);
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** The address of a route with its parameters; those without a value are left out. */
+export function address(path, parameters = {}) {
+  const url = new URL(path, ROOT);
+  for (const [key, value] of Object.entries(parameters)) {
+    if (value !== undefined && value !== null && value !== "") url.searchParams.set(key, value);
+  }
+  return url;
+}
+
+export const get = (path, parameters, signal) => request(address(path, parameters), { signal });
+
+export const send = (path, body = {}, method = "POST") =>
+  request(address(path), { method, body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
+
+/** Server-sent events until `close()` of what is returned; the browser connects again by itself. */
+export function follow(path, handlers, parameters) {
+  const source = new EventSource(address(path, parameters));
+  for (const [name, handle] of Object.entries(handlers)) {
+    source.addEventListener(name, (event) => handle(event.data ? JSON.parse(event.data) : null));
+  }
+  return source;
+}
+
+/** The events of an answer to a POST, one at a time: {event, data}. */
+export async function* stream(path, body, signal) {
+  const headers = { "Content-Type": "application/json", Accept: "text/event-stream" };
+  const response = await ask(address(path), { method: "POST", body: JSON.stringify(body), headers, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const blocks = text.split(/\r?\n\r?\n/);
+    text = blocks.pop();
+    yield* blocks.map(parseEvent).filter((event) => event !== null);
+  }
+}
+
+async function request(url, options) {
+  const response = await ask(url, options);
+  return response.status === 204 ? null : response.json();
+}
+
+async function ask(url, options) {
+  let response;
+  try {
+    response = await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer. Is `palestra dashboard` still running?", 0);
+  }
+  if (!response.ok) throw new ApiError(await reason(response), response.status);
+  return response;
+}
+
+async function reason(response) {
+  try {
+    const body = await response.json();
+    const error = body.error ?? body.detail ?? body.message;
+    return typeof error === "string" ? error : (error?.message ?? JSON.stringify(error ?? body));
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+function parseEvent(block) {
+  const fields = { event: "message", data: "" };
+  for (const line of block.split(/\r?\n/)) {
+    const colon = line.indexOf(":");
+    if (colon <= 0) continue; // a comment, which keeps the connection open
+    const value = line.slice(colon + 1).replace(/^ /, "");
+    if (line.startsWith("data")) fields.data += (fields.data && "\n") + value;
+    else if (line.startsWith("event")) fields.event = value;
+  }
+  return fields.data ? { event: fields.event, data: JSON.parse(fields.data) } : null;
+}

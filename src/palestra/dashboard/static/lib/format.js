@@ -1,0 +1,56 @@
+/* Numbers, times and sizes for people. Everything returns a string; what is unknown is "–". */
+
+export const NONE = "–";
+
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** Three significant digits, thousands with separators: 0.0312, 1.25, 12,400. */
+export function number(value) {
+  if (!known(value)) return value === undefined || value === null ? NONE : String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size < 1e-3) return value.toExponential(1);
+  return String(Number(value.toPrecision(3)));
+}
+
+/** Every digit of a float32, as in the run's files. */
+export const exact = (value) => (known(value) ? String(Number(value.toPrecision(9))) : NONE);
+
+export const integer = (value) => (known(value) ? Math.round(value).toLocaleString("en") : NONE);
+
+export const percent = (share, digits = 0) => (known(share) ? `${(100 * share).toFixed(digits)} %` : NONE);
+
+export const signed = (value) => (known(value) ? (value > 0 ? "+" : "") + number(value).replace("-", "−") : NONE);
+
+export function duration(seconds) {
+  if (!known(seconds)) return NONE;
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 100) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+  if (seconds < 5940) return `${Math.round(seconds / 60)} min`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+export function bytes(count) {
+  if (!known(count)) return NONE;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(count, 1)) / 3));
+  const value = count / 1000 ** power;
+  return `${value < 10 && power ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
+}
+
+/** A moment (seconds since 1970) relative to now: "5 min ago". */
+export function ago(seconds) {
+  if (!known(seconds)) return NONE;
+  const passed = Date.now() / 1000 - seconds;
+  if (passed < 60) return "just now";
+  if (passed < 5400) return `${Math.round(passed / 60)} min ago`;
+  if (passed < 129600) return `${Math.round(passed / 3600)} h ago`;
+  if (passed < 60 * 86400) return `${Math.round(passed / 86400)} days ago`;
+  return new Date(seconds * 1000).toLocaleDateString("en", { year: "numeric", month: "short", day: "numeric" });
+}
+
+export const moment = (seconds) => (known(seconds) ? new Date(seconds * 1000).toLocaleString() : NONE);
+
+/** "1 rollout", "2 rollouts". */
+export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;

@@ -1,0 +1,112 @@
+/* Is it cheating? Witness measures against the rewarded ones, successes by their shape, and where to look first. */
+
+import { Chart } from "../components/chart.js";
+import { notice, stats } from "../components/parts.js";
+import { rolloutLink, rolloutTable } from "../components/rollout_table.js";
+import { getRun, runHead, runPath } from "../components/run_head.js";
+import { sparkline } from "../components/sparkline.js";
+import { get } from "../lib/api.js";
+import { h } from "../lib/dom.js";
+import { integer, number, percent } from "../lib/format.js";
+import { link } from "../lib/router.js";
+import { oneLine } from "../lib/text.js";
+
+export async function show({ names: [id], signal }) {
+  const [run, data] = await Promise.all([getRun(id, signal), get(runPath(id, "suspicion"), {}, signal)]);
+  return [
+    runHead(run, "cheating"),
+    h(
+      "div.stack",
+      data.alarms.map(alarm),
+      data.alarms.length ? null : noAlarm(data),
+      (data.notes ?? []).map((note) => notice("", note)),
+      curves(data, signal),
+      clusters(id, data),
+      suspects(id, data),
+    ),
+  ];
+}
+
+const alarm = (found) =>
+  h(
+    "div",
+    { role: "alert" },
+    notice(
+      "bad",
+      h("p", h("b", "Reward hacking? "), found.sentence),
+      h(
+        "p.small.soft",
+        `Since step ${found.since}: ${found.against} ${number(found.reward_from)} → ${number(found.reward_to)}, ${found.witness} ${number(found.witness_from)} → ${number(found.witness_to)}`,
+      ),
+    ),
+  );
+
+const noAlarm = (data) =>
+  Object.keys(data.witnesses).length ? notice("good", "No alarm: where the reward rose, no witness fell.") : null;
+
+function curves(data, signal) {
+  const chart = new Chart({ title: "Rewarded measures and witnesses", signal });
+  const lines = (found, dashed) =>
+    Object.entries(found).map(([label, values]) => ({ label: dashed ? `${label} (witness)` : label, values, dashed }));
+  chart.draw(data.step, [
+    { label: "reward", values: data.reward },
+    ...lines(data.rewarded, false),
+    ...lines(data.witnesses, true),
+  ]);
+  return h("section.card", h("h2", "Rewarded measures, and witnesses (dashed)"), chart.element);
+}
+
+function clusters(id, data) {
+  const cards = data.clusters.map((cluster) =>
+    h(
+      "article.card",
+      h(
+        "div.card-head",
+        h("h3.break", oneLine(cluster.shape, 140)),
+        sparkline(cluster.share, "share of the successes"),
+      ),
+      stats([
+        ["successes", integer(cluster.count)],
+        ["growth", percent(cluster.growth)],
+        ["since step", String(cluster.first_step)],
+        ...(cluster.witness_rate === null || cluster.witness_rate === undefined
+          ? []
+          : [["witness passes", percent(cluster.witness_rate)]]),
+      ]),
+      cluster.phrase
+        ? h("p.small", { style: { "margin-top": "10px" } }, "All say ", h("mark", oneLine(cluster.phrase, 120)))
+        : null,
+      h(
+        "p.small",
+        { style: { "margin-top": "10px" } },
+        cluster.earliest
+          ? [h("a", { href: rolloutLink(id, cluster.earliest) }, `The first, in step ${cluster.earliest.step}`), " · "]
+          : null,
+        h("a", { href: link(["runs", id, "rollouts"], { shape: cluster.shape }) }, "all of them"),
+      ),
+    ),
+  );
+  return h(
+    "section",
+    h("h2", { style: { "margin-bottom": "12px" } }, "Successes by shape, those that grow fastest first"),
+    cards.length ? h("div.grid", cards) : h("p.soft", "No successes yet."),
+  );
+}
+
+function suspects(id, data) {
+  if (!data.suspects.length) return null;
+  const rows = data.suspects.map((suspect) => ({ ...suspect.rollout, why: suspect.why, score: suspect.score }));
+  const why = {
+    label: "Why",
+    cell: (row) =>
+      h(
+        "ul.small.why",
+        row.why.map((reason) => h("li", oneLine(reason, 200))),
+      ),
+  };
+  return h(
+    "section",
+    h("h2", { style: { "margin-bottom": "12px" } }, "Look at these first"),
+    h("div.card.flush", rolloutTable(id, rows, { label: "Suspects", extra: [why] })),
+  );
+}

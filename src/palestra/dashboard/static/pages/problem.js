@@ -1,0 +1,71 @@
+/* One problem over training: what was said at each visit, and where the outcome flipped. */
+
+import { facts } from "../components/parts.js";
+import { rolloutLink } from "../components/rollout_table.js";
+import { getRun, runHead, runPath } from "../components/run_head.js";
+import { get } from "../lib/api.js";
+import { h } from "../lib/dom.js";
+import { number, percent } from "../lib/format.js";
+import { link } from "../lib/router.js";
+import { textBlock } from "../lib/text.js";
+
+export async function show({ names: [id, problem], signal }) {
+  const [run, data] = await Promise.all([getRun(id, signal), get(runPath(id, "problem"), { id: problem }, signal)]);
+  const flipAt = new Map(data.flips.map((flip) => [String(flip.to), flip]));
+  return [
+    runHead(run, "problems"),
+    h(
+      "div.stack",
+      h("section.card", h("h2.break", data.problem_id), textBlock(data.question ?? "", { foldAt: 2000 })),
+      data.visits.map((visit) =>
+        visitCard(id, visit, flipAt.get(String(visit.kind === "train" ? visit.step : visit.kind))),
+      ),
+    ),
+  ];
+}
+
+function visitCard(id, visit, flip) {
+  const when =
+    visit.kind === "train"
+      ? `Step ${visit.step}`
+      : visit.kind === "before"
+        ? "Before training"
+        : visit.kind === "after"
+          ? "After training"
+          : `Evaluation at step ${visit.kind}`;
+  const best = visit.rollouts[0];
+  return h(
+    "section.card",
+    h(
+      "div.row.between",
+      { style: { "margin-bottom": "12px" } },
+      h(
+        "div.row",
+        h("h2", when),
+        flip
+          ? h(
+              `span.pill.${flip.direction === "fixed" ? "good" : "bad"}`,
+              flip.direction === "fixed" ? "now solved" : "lost again",
+            )
+          : null,
+      ),
+      visit.rollouts.length > 1 ? h("a", { href: link(["runs", id, "groups", visit.group]) }, "Side by side") : null,
+    ),
+    h(
+      "div.attempts",
+      visit.rollouts.map((rollout, i) =>
+        h(
+          `a.${rollout.passed ? "good" : "bad"}`,
+          { href: rolloutLink(id, rollout), "aria-label": `Attempt ${i + 1}: ${rollout.passed ? "passed" : "failed"}` },
+          rollout.passed ? "✓" : "✗",
+        ),
+      ),
+    ),
+    h("div", { style: { height: "12px" } }),
+    facts([
+      ["Passed", percent(visit.pass_rate)],
+      ["Mean reward", number(visit.reward_mean)],
+      ["It said", textBlock(best?.answer || "no answer", { foldAt: 600 })],
+    ]),
+  );
+}

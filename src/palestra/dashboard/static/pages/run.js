@@ -1,0 +1,193 @@
+/* A run: how it goes, live, and what to change. */
+
+import { Chart } from "../components/chart.js";
+import { facts, notice, progress, stats } from "../components/parts.js";
+import { getRun, runHead, runPath } from "../components/run_head.js";
+import { follow, get } from "../lib/api.js";
+import { h, replace } from "../lib/dom.js";
+import { duration, integer, moment, number, percent } from "../lib/format.js";
+import { link } from "../lib/router.js";
+
+const SMOOTHING = "palestra-smoothing";
+const IS_RATE = /pass_rate|_rate$|^tool_use|truncat|fraction|share/;
+
+export async function show({ names: [id], signal }) {
+  const [run, metrics] = await Promise.all([getRun(id, signal), get(runPath(id, "metrics"), {}, signal)]);
+  const head = h("div", runHead(run, ""));
+  const summary = h("div.card", summaryOf(run));
+  const advice = h("section.card", adviceOf(run.findings, run));
+  const curves = new Curves(metrics, signal);
+  const rollouts = h("a", { href: link(["runs", id, "rollouts"]) }, integer(run.rollouts));
+
+  const update = (fresh) => {
+    const isNew = fresh.state !== run.state;
+    Object.assign(run, fresh);
+    replace(summary, summaryOf(run));
+    if (isNew) replace(head, runHead(run, ""));
+  };
+  const events = follow(runPath(id, "events"), {
+    run: update,
+    metrics: (data) => curves.add(data, () => get(runPath(id, "metrics"), {}, signal)),
+    findings: (data) => replace(advice, adviceOf(data.findings, run)),
+    rollouts: (data) => (rollouts.textContent = integer(data.count)),
+    end: () => events.close(),
+  });
+  signal.addEventListener("abort", () => events.close());
+
+  const side = h(
+    "aside.stack",
+    advice,
+    h(
+      "section.card",
+      h("h2", "About"),
+      facts([
+        ["Rollouts", rollouts],
+        ["Started", moment(run.started ?? run.created)],
+        ["Folder", h("span.mono.small", run.folder)],
+        ...(run.measures ?? []).map((m) => [m.name, m.rewarded ? `weight ${number(m.weight)}` : "witness"]),
+      ]),
+    ),
+  );
+  return [head, h("div.columns", h("div.stack", summary, curves.element), side)];
+}
+
+function summaryOf(run) {
+  const before = run.report?.before?.pass_rate?.rate;
+  const after = run.report?.after?.pass_rate?.rate;
+  return [
+    stats([
+      ["step", run.total_steps ? `${run.step} / ${run.total_steps}` : String(run.step ?? 0)],
+      ["mean reward", number(run.reward_mean)],
+      ["pass rate", percent(run.pass_rate)],
+      ...(after === undefined || before === undefined
+        ? []
+        : [["held-out, before → after", `${percent(before)} → ${percent(after)}`]]),
+      [run.active ? "so far" : "took", duration(run.seconds)],
+      ...(run.active && run.seconds_left ? [["left", duration(run.seconds_left)]] : []),
+    ]),
+    run.active && run.total_steps
+      ? h("div", { style: { "margin-top": "14px" } }, progress((run.step ?? 0) / run.total_steps, "Progress"))
+      : null,
+  ];
+}
+
+function adviceOf(findings, run) {
+  const list = findings.map((finding) =>
+    h(
+      "li",
+      notice(
+        "warn",
+        h("p", finding.sentence),
+        finding.settings?.length
+          ? h(
+              "p.small.soft",
+              "Look at ",
+              finding.settings.map((name, i) => [i ? ", " : "", h("code", name)]),
+            )
+          : null,
+      ),
+    ),
+  );
+  return [
+    h("h2", "Advice"),
+    list.length
+      ? h("ul.advice", list)
+      : h(
+          "p.soft",
+          run.active ? "Nothing stands in the way of learning so far." : "Nothing stood in the way of learning.",
+        ),
+  ];
+}
+
+/* All charts of a run. New rows arrive while it trains; a series that was not there before draws the charts anew. */
+class Curves {
+  constructor(metrics, signal) {
+    this.signal = signal;
+    this.weight = Number(localStorage.getItem(SMOOTHING) ?? 0.6);
+    const slider = h("input", {
+      type: "range",
+      min: 0,
+      max: 0.95,
+      step: 0.05,
+      value: this.weight,
+      oninput: () => this.#smooth(Number(slider.value)),
+    });
+    this.grid = h("div.grid");
+    this.element = h(
+      "section",
+      { "aria-label": "Curves" },
+      h(
+        "div.row.between",
+        { style: { "margin-bottom": "12px" } },
+        h("h2", "Curves"),
+        h("label.small.soft", "Smoothing", slider),
+      ),
+      this.grid,
+    );
+    this.#build(metrics);
+  }
+
+  add(data, reload) {
+    if (!data.step.length) return;
+    const isKnown = Object.keys(data.series).every((name) => name in this.metrics.series);
+    if (!isKnown) return reload().then((metrics) => !this.signal.aborted && this.#build(metrics));
+    const { step, series } = this.metrics;
+    const from = step.findIndex((value) => value >= data.step[0]); // each stream begins with all rows
+    const keep = from < 0 ? step.length : from;
+    step.length = keep;
+    step.push(...data.step);
+    for (const [name, values] of Object.entries(series)) {
+      values.length = keep;
+      values.push(...(data.series[name] ?? data.step.map(() => null)));
+    }
+    this.#draw();
+  }
+
+  #build(metrics) {
+    this.metrics = metrics;
+    this.charts = metrics.charts.map(({ title, names, unit }) => {
+      const chart = new Chart({
+        title,
+        percent: unit === "%" || names.every((name) => IS_RATE.test(name)),
+        signal: this.signal,
+      });
+      chart.weight = this.weight;
+      return { chart, names, title, unit };
+    });
+    replace(
+      this.grid,
+      this.charts.map(({ chart, title, unit }) =>
+        h(
+          "section.card",
+          h("div.card-head", h("h2", title), unit && unit !== "%" ? h("span.soft.small", unit) : null),
+          chart.element,
+        ),
+      ),
+    );
+    if (!this.charts.length) replace(this.grid, h("p.soft", "The curves begin with the first step."));
+    this.#draw();
+  }
+
+  #draw() {
+    const { step, series } = this.metrics;
+    for (const { chart, names } of this.charts) {
+      const used = names.filter((name) => series[name]);
+      chart.draw(
+        step,
+        used.map((name) => ({ label: shortName(name, used), values: series[name] })),
+      );
+    }
+  }
+
+  #smooth(weight) {
+    this.weight = weight;
+    localStorage.setItem(SMOOTHING, weight);
+    this.charts.forEach(({ chart }) => chart.smooth(weight));
+  }
+}
+
+/** "score/a" and "score/b" under one title are a and b. */
+function shortName(name, all) {
+  const prefix = name.slice(0, name.indexOf("/") + 1);
+  return prefix && all.every((other) => other.startsWith(prefix)) ? name.slice(prefix.length) : name;
+}

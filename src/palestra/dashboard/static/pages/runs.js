@@ -1,0 +1,141 @@
+/* All runs, live: search, start, compare. */
+
+import { icon } from "../components/icons.js";
+import { empty, pageHead, progress, select, statusPill } from "../components/parts.js";
+import { sparkline } from "../components/sparkline.js";
+import { table, tableKeys } from "../components/table.js";
+import { follow, get } from "../lib/api.js";
+import { debounce, h, replace } from "../lib/dom.js";
+import { ago, duration, moment, number, percent, plural } from "../lib/format.js";
+import { setKeys } from "../lib/keys.js";
+import { go, link, remember } from "../lib/router.js";
+
+const STATES = ["running", "pending", "stopped", "completed", "failed"];
+
+export async function show({ query, signal }) {
+  const filter = { q: query.get("q") ?? "", state: query.get("state") ?? "" };
+  const chosen = new Set();
+  const list = h("div.card.flush");
+  const status = await get("status", {}, signal);
+  let runs = [];
+  let next = null;
+  let total = 0;
+
+  const draw = () => {
+    const more =
+      next &&
+      h(
+        "div.row",
+        { style: { padding: "12px 20px" } },
+        h("button", { type: "button", onclick: () => load(next) }, "Show more"),
+      );
+    replace(
+      list,
+      runs.length
+        ? [table(columns(chosen, drawCompare), runs, { label: "Runs", href: (run) => link(["runs", run.id]) }), more]
+        : nothing(filter, status),
+    );
+    count.textContent = plural(total, "run");
+  };
+  const load = async (cursor = null) => {
+    const answer = await get("runs", { ...filter, cursor }, signal);
+    runs = cursor ? [...runs, ...answer.runs] : answer.runs;
+    ({ next, total } = answer);
+    draw();
+  };
+  const changed = debounce(() => {
+    remember(filter);
+    load();
+  }, 200);
+  const compare = h(
+    "button",
+    { type: "button", onclick: () => go(["compare"], { runs: [...chosen].join(",") }) },
+    "Compare",
+  );
+  const drawCompare = () => {
+    compare.disabled = chosen.size < 2;
+    compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
+  };
+  const count = h("span.soft.small");
+  const search = h("input.grow", {
+    type: "search",
+    placeholder: "Search by name, environment or model",
+    "aria-label": "Search runs",
+    value: filter.q,
+    oninput: () => ((filter.q = search.value), changed()),
+  });
+  const states = select(
+    "State",
+    [["", "All states"], ...STATES.map((state) => [state, state])],
+    filter.state,
+    (value) => ((filter.state = value), changed()),
+  );
+
+  drawCompare();
+  await load();
+  // Only an unfiltered first page is what the events tell; with a filter, a change means to ask again.
+  const events = follow("runs/events", {
+    runs: (data) => {
+      if (filter.q || filter.state || runs.length > data.runs.length) load();
+      else (({ runs, total } = data), draw());
+    },
+  });
+  signal.addEventListener("abort", () => events.close());
+  setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
+  const start = status.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
+  return [
+    pageHead("Runs", { lead: "Everything that was trained here, newest first.", actions: [compare, start] }),
+    h("div.filters", search, states, count),
+    list,
+  ];
+}
+
+function columns(chosen, onChoose) {
+  const tick = (run) =>
+    h("input", {
+      type: "checkbox",
+      "aria-label": `Compare ${run.name} ${run.id}`,
+      checked: chosen.has(run.id),
+      onchange: (event) => {
+        event.target.checked ? chosen.add(run.id) : chosen.delete(run.id);
+        onChoose();
+      },
+    });
+  return [
+    { label: h("span.visually-hidden", "Compare"), cell: tick },
+    {
+      label: "Run",
+      cell: (run) => [
+        h("a", { href: link(["runs", run.id]) }, h("b", run.name)),
+        h("div.soft.small", run.environment, " · ", run.model),
+      ],
+    },
+    { label: "State", cell: (run) => [statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)] },
+    { label: "Progress", cell: runProgress, kind: "wide-only" },
+    {
+      label: "Reward",
+      cell: (run) => h("div.row.nowrap", sparkline(run.sparkline ?? []), h("span.tabular", number(run.reward_mean))),
+    },
+    { label: "Pass rate", cell: (run) => percent(run.eval_pass_rate ?? run.pass_rate), kind: "num wide-only" },
+    {
+      label: "Started",
+      cell: (run) => h("span.soft.nowrap", { title: moment(run.created) }, ago(run.created)),
+      kind: "wide-only",
+    },
+  ];
+}
+
+function runProgress(run) {
+  if (!run.total_steps) return h("span.soft", run.step ? `step ${run.step}` : "");
+  const left = run.active && run.seconds_left ? ` · ${duration(run.seconds_left)} left` : "";
+  return [
+    progress(run.step / run.total_steps, `Progress of ${run.name}`),
+    h("div.soft.small.nowrap", `${run.step} of ${run.total_steps} steps${left}`),
+  ];
+}
+
+function nothing(filter, status) {
+  if (filter.q || filter.state) return empty("No run matches", "Change the search or the state.");
+  if (!status.can_start) return empty("No runs here", h("code", status.path ?? status.home));
+  return empty("No runs yet", "Start one here, or in a terminal with ", h("code", "palestra train"), ".");
+}
