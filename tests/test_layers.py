@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "serve": "core chat engine models policy",
     "train": "core chat algo learner models tracking export evals envs report runs policy rollout",
     "wire": "core chat models envs policy rollout serve train",
+    "gateway": "core chat models envs evals policy rollout serve train",
     "bench": "core engine models policy",
     "result": "core chat tools agents evals export policy rollout train",
     "api": "core agents evals envs models policy rollout train result",
@@ -43,8 +44,8 @@ MAY_IMPORT = {
     "suite": "evals api",
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
-    "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve train wire bench "
-    "result api env_api suite __init__",
+    "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve train wire gateway "
+    "bench result api env_api suite __init__",
     "__main__": "faces",
 }
 
@@ -59,7 +60,7 @@ HEAVY = {
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "serve wire",
+    "starlette": "serve wire gateway",
     "uvicorn": "serve wire",
     "httpx": "",
 }

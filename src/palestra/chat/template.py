@@ -96,27 +96,36 @@ class ChatFormat:
             pieces = _pieces(text, _split_at_marks(scaffold, len(messages)), bodies)
         return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
 
-    def continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
-        """What is fed after a sampled assistant turn that ended with its stop token.
+    def continuation(
+        self,
+        replies: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        after_stop_token: bool = True,
+    ) -> tuple[Turn, ...]:
+        """What is fed after a sampled assistant turn; its stop token, too, where the turn ended without one.
 
         The bodies of the replies are `environment` turns, everything around them `template` turns. Siblings often
         make the same calls and get the same replies, so the last ones are remembered.
         """
-        if any(r.tool_calls for r in replies) or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
-            return self._continuation(replies)
-        return _remembered(self._continuations, tuple(replies), partial(self._continuation, replies))
+        make = partial(self._continuation, replies, variables or {}, after_stop_token)
+        unusual = variables or not after_stop_token or any(r.tool_calls for r in replies)
+        if unusual or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
+            return make()
+        return _remembered(self._continuations, tuple(replies), make)
 
-    def _continuation(self, replies: Sequence[Message]) -> tuple[Turn, ...]:
+    def _continuation(
+        self, replies: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
+    ) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
-        stop, scaffold = self._scaffold(replies)
-        text = self._delta(replies)[1]
+        more = self._check_variables(variables)
+        stop, scaffold = self._scaffold(replies, more)
+        text = self._delta(replies, more)[1]
         pieces = _pieces(text, scaffold, [reply.text for reply in replies])
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        first, *labelled = self._encode([_Piece(stop, False), *pieces] if stop else pieces)
-        if not stop:
-            labelled = [first, *labelled]
-        return tuple(_turns(labelled))
+        labelled = self._encode([_Piece(stop, False), *pieces] if stop else pieces)
+        return tuple(_turns(labelled[1:] if stop and after_stop_token else labelled))
 
     def read(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
@@ -142,16 +151,18 @@ class ChatFormat:
             )
         return tuple(sorted(found))
 
-    def _scaffold(self, replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
+    def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
 
         def make() -> tuple[str, tuple[str, ...]]:
-            stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)])
+            stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)], variables)
             return stop, _split_at_marks(text, len(replies))
 
+        if variables or any(reply.tool_calls for reply in replies):
+            return make()
         return _remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
 
-    def _delta(self, replies: Sequence[Message]) -> tuple[str, str]:
+    def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
         calls = tuple(
             ToolCall(reply.tool_call_id or f"call_{i}", reply.name or "tool")
@@ -164,8 +175,9 @@ class ChatFormat:
             opening = [*system, Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
             key = (system, tuple((call.id, call.name) for call in tool_calls))
             try:
-                before = _remembered(self._openings, key, partial(self._render, opening))
-                after = self._render([*opening, *replies], add_generation_prompt=True)
+                write = partial(self._render, opening, **variables)
+                before = write() if variables else _remembered(self._openings, key, write)
+                after = self._render([*opening, *replies], add_generation_prompt=True, **variables)
             except PalestraError as error:
                 refusal = error
                 continue

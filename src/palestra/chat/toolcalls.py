@@ -21,7 +21,7 @@ def parse_assistant(text: str, form: CallForm = HERMES) -> tuple[str, tuple[Tool
     >>> parse_assistant('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', (ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
     """
-    thinking, rest = _split_thinking(text)
+    thinking, rest = split_thinking(text)
     outside, found = HERMES.find(rest) if OPEN in rest else form.find(rest)
     calls = tuple(_call_of(value, index, form) for index, value in enumerate(found))
     return (thinking + outside).strip(), calls
@@ -32,7 +32,7 @@ def strip_thinking(text: str) -> str:
     return _THINKING.sub("", _LEFT_OPEN_BY_PROMPT.sub("", text, count=1)).strip()
 
 
-def _split_thinking(text: str) -> tuple[str, str]:
+def split_thinking(text: str) -> tuple[str, str]:
     """The thinking at the start, in which a call is only talk, and what follows."""
     end = text.find("</think>")
     opening = text.find(OPEN)

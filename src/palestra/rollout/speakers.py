@@ -9,7 +9,7 @@ import numpy as np
 
 from palestra.core.errors import RolloutError
 from palestra.core.types import Finish, Message, SamplingParams, Turn
-from palestra.policy.base import Policy
+from palestra.policy.base import HoldsTokens, Policy
 
 _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
 
@@ -35,8 +35,6 @@ class TokenSpeaker:
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         turn = await self._policy.sample(self._session, sampling)
-        if not np.isfinite(turn.logprobs).all():
-            raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
         self._record(turn)
         self.sampled_tokens += len(turn.token_ids)
         return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
@@ -56,16 +54,21 @@ class TokenSpeaker:
         return self._chat.read(self._session.token_ids[self._tokens :]).text
 
     def _record(self, turn: Turn) -> None:
-        """The session and the record that is trained must hold the very same tokens."""
-        end = self._tokens + len(turn.token_ids)
-        held = self._session.token_ids
-        if len(held) < end or held[self._tokens : end] != turn.token_ids.tolist():
-            raise RuntimeError(
-                f"the session holds {len(held)} tokens, which differ from the record between {self._tokens} and {end}: "
-                "tokens must be trained exactly as sampled"
-            )
+        self._tokens = check_record(self._session, self._tokens, turn)
         self.turns.append(turn)
-        self._tokens = end
+
+
+def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:
+    """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
+    if not np.isfinite(turn.logprobs).all():
+        raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
+    end, held = start + len(turn.token_ids), session.token_ids
+    if len(held) < end or list(held[start:end]) != turn.token_ids.tolist():
+        raise RuntimeError(
+            f"the session holds {len(held)} tokens, which differ from the record between {start} and {end}: "
+            "tokens must be trained exactly as sampled"
+        )
+    return end
 
 
 class ChatEndpoint(Protocol):

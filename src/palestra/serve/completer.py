@@ -172,7 +172,7 @@ class Completer:
             sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
         else:
             sampled = await self._sample(request)
-        return [await self._scored(request, self.completion(one, request.params)) for one in sampled]
+        return [await self.scored(request, self.completion(one, request.params)) for one in sampled]
 
     async def _sample(self, request: SamplingRequest) -> list[Turn]:
         sessions = self._open(request)
@@ -184,7 +184,7 @@ class Completer:
             for session in sessions:
                 self.policy.close(session)
 
-    async def _scored(self, request: SamplingRequest, completion: Completion) -> Completion:
+    async def scored(self, request: SamplingRequest, completion: Completion) -> Completion:
         """With the logprobs that the request asks for beside the sampled tokens' own."""
         if not (request.top_logprobs or request.scores_prompt):
             return completion
@@ -219,7 +219,7 @@ class Completer:
                 for i in sorted(open_choices):
                     if tasks[i].done():
                         open_choices.discard(i)
-                        yield i, await self._scored(request, self.completion(tasks[i].result(), request.params))
+                        yield i, await self.scored(request, self.completion(tasks[i].result(), request.params))
                     elif new := texts[i].push(sessions[i].token_ids[start:]):
                         yield i, new
                 yield -1, None

@@ -88,14 +88,14 @@ class ChatBody(SamplingFields):
         tools, variables = self.tools_used, dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        prompt = model.chat.prompt(self._messages(), tools, variables)
+        prompt = model.chat.prompt(self.read_messages(), tools, variables)
         (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
         hold = model.chat.call_form.opens if tools else ()
         request = replace(request, hold=hold, top_logprobs=self.top_logprobs or 0)
         model.check_scoring(request)
         return [request]
 
-    def _messages(self) -> list[Message]:
+    def read_messages(self) -> list[Message]:
         for i, message in enumerate(self.messages):
             if message.get("content") is None and not message.get("tool_calls"):
                 raise PalestraError(f"messages.{i}: a message of {short(message.get('role'))} needs content")

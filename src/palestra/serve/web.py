@@ -51,13 +51,21 @@ def make_app(
     *,
     token: str | None = None,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
+    error_form: Callable[[Request, int, str], dict[str, Any]] = lambda request, status, text: error_body(status, text),
 ) -> Starlette:
     """An application whose every error is JSON, and which requires the token where one is set."""
-    handlers: Mapping[Any, Any] = {
-        HTTPException: _http_error,
-        PalestraError: _bad_input,
-        Exception: _server_error,
-    }
+
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        body = error_form(request, error.status_code, error.detail)
+        return JSONResponse(body, error.status_code, error.headers)
+
+    async def bad_input(request: Request, error: PalestraError) -> Response:
+        return JSONResponse(error_form(request, 400, str(error)), 400)
+
+    async def server_error(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_form(request, 500, f"{type(error).__name__}: {error}"), 500)
+
+    handlers: Mapping[Any, Any] = {HTTPException: http_error, PalestraError: bad_input, Exception: server_error}
     tally = Tally()
     app = Starlette(
         routes=list(routes),
@@ -71,21 +79,11 @@ def make_app(
 
 def error_body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    if len(message) > _MAX_MESSAGE:
-        message = f"{message[:_MAX_MESSAGE]} …"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": shortened(message), "type": kind, "param": None, "code": status}}
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
-
-
-async def _bad_input(request: Request, error: PalestraError) -> Response:
-    return JSONResponse(error_body(400, str(error)), 400)
-
-
-async def _server_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(500, f"{type(error).__name__}: {error}"), 500)
+def shortened(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} …"
 
 
 class RequestLog:

@@ -1,0 +1,278 @@
+"""One attempt of an agent: its key, its conversations with the model, and in the end its rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palestra.chat.toolcalls import parse_assistant, split_thinking, strip_thinking
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
+from palestra.gateway.lineages import Branch, Lineages, Node
+from palestra.gateway.request import Answer, ChatRequest, params_of
+from palestra.rollout.collect import seed_of
+from palestra.rollout.speakers import check_record
+from palestra.serve.completer import Completer, SamplingRequest
+
+
+class AttemptEnded(PalestraError):
+    """The attempt is over; its key opens nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptCounts:
+    """What an attempt did. A linear agent has one lineage, and nothing computed again or re-tokenised."""
+
+    requests: int
+    turns: int
+    lineages: int
+    sampled_tokens: int
+    recomputed_tokens: int
+    retokenised_turns: int
+
+
+class Attempt:
+    """Made by `Gateway.open`. Used in the gateway's event loop alone."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        model: Completer,
+        gateway_url: str,
+        *,
+        sampling: SamplingParams,
+        seed: int,
+        key: str | None = None,
+        client_sampling: bool = False,
+    ) -> None:
+        self.id = secrets.token_urlsafe(16)
+        self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
+        self.problem = problem
+        self.lineages = Lineages(model.policy, model.chat)
+        self.ended = False
+        self.requests = 0
+        self.failure: Exception | None = None  # of the policy: no agent's fault
+        self._url = gateway_url
+        self._model = model
+        self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
+        self._seed = seed
+        self._client_sampling = client_sampling
+        self._under_way: set[asyncio.Task[Turn]] = set()
+        self._began = time.perf_counter()
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return f"{self._url}/attempt/{self.id}"
+
+    @property
+    def transcript(self) -> tuple[Message, ...]:
+        """The messages of the lineage that spoke last."""
+        return self.lineages.nodes[-1].messages if self.lineages.nodes else ()
+
+    @property
+    def counts(self) -> AttemptCounts:
+        tree = self.lineages
+        sampled = sum(len(node.said.token_ids) for node in tree.nodes)
+        return AttemptCounts(
+            self.requests, len(tree.nodes), len(tree.leaves), sampled, tree.recomputed_tokens, tree.retokenised_turns
+        )
+
+    async def finish(self) -> list[Rollout]:
+        """End it: turns under way are cancelled, the key is refused from now on. One rollout for each lineage."""
+        if not self.ended:
+            self.ended = True
+            under_way = list(self._under_way)
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            self.lineages.close()
+        if self.failure is not None:
+            raise self.failure
+        seconds = time.perf_counter() - self._began
+        return [self._rollout(leaf, turns, seconds) for leaf, turns in self.lineages.rows()]
+
+    async def answer(self, request: ChatRequest) -> list[Answer]:
+        """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
+        with self._sampled(request) as turns:
+            await asyncio.wait([turn.task for turn in turns])
+            return [await self._record(request, turn) for turn in turns]
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[tuple[int, Sequence[int] | Answer | None], None]:
+        """(choice, ids so far) as they come, (choice, Answer) when one has ended, (-1, None) while nothing does."""
+        with self._sampled(request) as turns:
+            left = dict(enumerate(turns))
+            while left:
+                tasks = {turn.task for turn in left.values()}
+                await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for i, turn in list(left.items()):
+                    if turn.task.done():
+                        yield i, await self._record(request, left.pop(i))
+                    else:
+                        yield i, turn.session.token_ids[turn.start :]
+                yield -1, None
+
+    @contextlib.contextmanager
+    def _sampled(self, request: ChatRequest) -> Any:
+        """The turns of a request, being sampled; those that are not recorded when this ends never were."""
+        if self.ended:
+            raise AttemptEnded("this attempt has ended; its key is not valid any more")
+        self.requests += 1
+        branch = self.lineages.branch(request.messages, request.tools, request.variables)
+        try:
+            limit = self._room(branch)
+            self._check_logprobs(request, limit)
+            sessions = [branch.session]
+            if request.fields.choices > 1:
+                sessions = self._model.policy.fork(branch.session, request.fields.choices)
+        except BaseException:
+            self._model.policy.close(branch.session)
+            raise
+        turns = [self._start(request, branch, session, limit) for session in sessions]
+        try:
+            yield turns
+        finally:
+            for turn in turns:
+                if not turn.recorded:
+                    turn.task.cancel()
+                    self._model.policy.close(turn.session)
+                    self.lineages.free_number(branch.place, turn.number)
+
+    def _start(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:
+        number = self.lineages.take_number(branch.place)
+        params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
+        task = asyncio.ensure_future(self._model.policy.sample(session, params))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return _TurnUnderWay(branch, session, number, params, task, len(session.token_ids))
+
+    def _turn_seed(self, branch: Branch, number: int) -> int:
+        """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
+        return self._seed + branch.depth if number == 0 else seed_of(f"{self._seed}/{branch.depth}/{number}")
+
+    def _room(self, branch: Branch) -> int:
+        """How many tokens may be sampled: what the lineage and the model's context have left."""
+        left = self._sampling.max_new_tokens - branch.sampled_tokens
+        if left <= 0:
+            if branch.parent is not None:
+                branch.parent.refused = True
+            raise PalestraError(
+                f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
+                "turns; raise rollout.max_new_tokens, or let the agent say less"
+            )
+        size, context = len(branch.session.token_ids), self._model.context_tokens
+        if size >= context:
+            raise PalestraError(
+                f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
+                "shorten it"
+            )
+        return min(left, context - size)
+
+    def _check_logprobs(self, request: ChatRequest, limit: int) -> None:
+        params = params_of(request, self._sampling, self._client_sampling, limit, 0)
+        self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
+
+    async def _record(self, request: ChatRequest, turn: _TurnUnderWay) -> Answer:
+        said = self._result(turn.task)
+        branch, start = turn.branch, turn.start
+        check_record(turn.session, start, said)
+        completion = self._model.completion(said, turn.params)
+        if request.top_logprobs:
+            prompt = tuple(turn.session.token_ids[:start])
+            scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
+            completion = await self._model.scored(scored, completion)
+        has_calls = request.reads_calls and request.tools
+        text, calls = _read_calls(completion.text, self._model) if has_calls else (completion.text, ())
+        reply = Message("assistant", strip_thinking(text), calls)
+        ids = tuple(self._call_id(i) for i in range(len(calls)))
+        has_stop_token = isinstance(completion.matched, int)
+        node = self.lineages.add(branch, reply, said, turn.session, ids, has_stop_token)
+        turn.recorded = True
+        shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
+        thinking = split_thinking(completion.text)[0].strip().removeprefix("<think>").removesuffix("</think>").strip()
+        return Answer(node, shown, thinking, completion, start, branch.cached_tokens)
+
+    def _result(self, task: asyncio.Task[Turn]) -> Turn:
+        if task.cancelled():
+            raise AttemptEnded("this attempt has ended; its key is not valid any more")
+        error = task.exception()
+        if isinstance(error, Exception) and not isinstance(error, PalestraError):
+            self.failure = error
+        return task.result()
+
+    def _call_id(self, index: int) -> str:
+        """Unique in the attempt, and the same whenever it is made again."""
+        text = f"{self._seed}/{len(self.lineages.nodes)}/{index}"
+        return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+
+    def _rollout(self, leaf: Node, turns: tuple[Turn, ...], seconds: float) -> Rollout:
+        messages = leaf.messages
+        return Rollout(
+            self.problem.id,
+            turns,
+            messages,
+            self._stop_reason(leaf),
+            tool_results=tuple(_tool_results(messages)),
+            seconds=seconds,
+            tool_names=tuple(dict.fromkeys(name for node in leaf.path for name in node.tool_names)),
+        )
+
+    def _stop_reason(self, leaf: Node) -> StopReason:
+        if leaf.refused:
+            return "truncated"
+        if leaf.said.finish == "stop":
+            return "answered"
+        full = len(leaf.token_ids) >= self._model.context_tokens
+        return "context_full" if full else "truncated"
+
+
+_POLL_S = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class _TurnUnderWay:
+    branch: Branch
+    session: Any
+    number: int  # among the turns at the same place
+    params: SamplingParams
+    task: asyncio.Task[Turn]
+    start: int  # how many tokens were there before
+    recorded: bool = False
+
+
+def _read_calls(text: str, model: Completer) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text beside the calls, and the calls that a client can read; the whole text where there are none."""
+    outside, calls = parse_assistant(text, model.chat.call_form)
+    good = tuple(call for call in calls if call.error is None and _is_json(call.arguments))
+    return (outside, good) if good else (text, ())
+
+
+def _is_json(value: Any) -> bool:
+    """Whether others can read it: Python's parser also takes NaN and halves of characters."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:
+    """What the agent's tools gave, as far as its messages show it."""
+    calls: dict[str | None, ToolCall] = {}
+    results = []
+    for message in messages:
+        calls |= {call.id: call for call in message.tool_calls}
+        if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
+            results.append(ToolResult(call, message.text))
+    return results

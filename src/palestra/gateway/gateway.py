@@ -1,0 +1,103 @@
+"""The recording gateway: attempts are opened, agents call the model by HTTP, and rollouts come out.
+
+>>> gateway = Gateway(completer, SamplingParams(max_new_tokens=256))      # doctest: +SKIP
+>>> await gateway.start()
+>>> attempt = gateway.open(problem, seed_key="0/17/3")
+>>> client = openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
+>>> await client.chat.completions.create(model="any", messages=[…])
+>>> rollouts = await attempt.finish()                                     # one for each lineage
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute
+
+from palestra.core.types import Problem, SamplingParams
+from palestra.gateway.app import gateway_app
+from palestra.gateway.attempt import Attempt
+from palestra.rollout.collect import seed_of
+from palestra.serve.completer import Completer
+from palestra.serve.web import Server, open_port, refuse, url_of
+
+
+class Gateway:
+    """A server in the event loop that samples, and so paused whenever that loop is: nobody samples in mid-update.
+
+    With `client_sampling` temperature, top_p, … and seed of requests count; else the run's own do.
+    """
+
+    def __init__(
+        self,
+        model: Completer,
+        sampling: SamplingParams,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        client_sampling: bool = False,
+        routes: Sequence[BaseRoute] = (),
+    ) -> None:
+        self._model = model
+        self._sampling = sampling
+        self._client_sampling = client_sampling
+        self._by_id: dict[str, Attempt] = {}
+        self._by_key: dict[str, Attempt] = {}
+        self._socket = open_port(host, port, None)
+        self._server = Server(gateway_app(model, self._find, routes))
+        self._task: asyncio.Task[None] | None = None
+        self.url = url_of(self._socket)
+
+    async def start(self) -> None:
+        """Answer from now on, as a task of the running event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+            while not self._server.started and not self._task.done():
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        """End all attempts, and the server."""
+        for attempt in [a for a in self._by_id.values() if not a.ended]:
+            await attempt.finish()
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    def open(
+        self,
+        problem: Problem,
+        *,
+        seed_key: str,
+        key: str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Attempt:
+        """A new attempt. The same seed key (run's seed, problem's number, sibling) gives the same turns."""
+        attempt = Attempt(
+            problem,
+            self._model,
+            self.url,
+            sampling=sampling or self._sampling,
+            seed=seed_of(seed_key),
+            key=key,
+            client_sampling=self._client_sampling,
+        )
+        self._by_id[attempt.id] = self._by_key[attempt.api_key] = attempt
+        return attempt
+
+    def _find(self, attempt_id: str | None, key: str | None) -> Attempt:
+        """The URL names an attempt, or its key does. A key opens no other attempt, and none that has ended.
+
+        Beside the URL, which nobody can guess, any key that belongs to no attempt will do: some clients have their own.
+        """
+        by_key = self._by_key.get(key or "")
+        attempt = by_key if attempt_id is None else self._by_id.get(attempt_id)
+        if attempt is None:
+            what = "the API key" if attempt_id is None else "the attempt in the URL"
+            raise refuse(401, f"{what} belongs to no attempt; use the base URL and the key that the attempt was given")
+        if by_key is not None and by_key is not attempt:
+            raise refuse(401, "the API key belongs to another attempt than the URL")
+        if attempt.ended:
+            raise refuse(401, "this attempt has ended; its key is not valid any more")
+        return attempt

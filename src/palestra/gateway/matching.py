@@ -1,0 +1,74 @@
+"""When two messages are the same: the rule by which a request finds its conversation (docs/gateway.md).
+
+A client sends the whole history with every request, often not letter by letter as it got it. Here messages become
+keys that are equal where the difference does not count: order, spacing and number format of JSON, ids of tool calls,
+thinking, and whitespace at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from palestra.chat.toolcalls import strip_thinking
+from palestra.core.types import Message
+
+Key = tuple[Any, ...]
+
+
+def request_keys(messages: Sequence[Message]) -> list[Key]:
+    """The key of each message. A tool result counts by which of the last calls it answers, whatever their ids."""
+    keys: list[Key] = []
+    positions: dict[str | None, int] = {}
+    for message in messages:
+        if message.role == "assistant":
+            positions = {call.id: i for i, call in enumerate(message.tool_calls)}
+            keys.append(reply_key(message))
+        elif message.role == "tool":
+            place = positions.get(message.tool_call_id, message.tool_call_id)
+            keys.append(("tool", place, _result_key(message.text)))
+        else:
+            keys.append((message.role, message.name, message.text.rstrip()))
+    return keys
+
+
+def reply_key(message: Message) -> Key:
+    """An assistant's message: its text without thinking and outer whitespace, and the values of its calls."""
+    calls = tuple((call.name, value_key(call.arguments), call.error) for call in message.tool_calls)
+    return ("assistant", strip_thinking(message.text), calls)
+
+
+def reply_keys(message: Message) -> tuple[Key, ...]:
+    """All keys under which a reply may come back: some clients drop the text beside tool calls."""
+    full = reply_key(message)
+    return (full, (full[0], "", full[2])) if full[1] and message.tool_calls else (full,)
+
+
+def value_key(value: Any) -> str:
+    """A JSON value without the order of its keys; numbers as doubles, which is all that JavaScript keeps of them."""
+    return json.dumps(_as_doubles(value), sort_keys=True, separators=(",", ":"))
+
+
+def _as_doubles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _as_doubles(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_doubles(each) for each in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value) + 0.0  # -0.0 is 0.0
+        except OverflowError:
+            return str(value)
+    return value
+
+
+def _result_key(text: str) -> str:
+    """A tool result: JSON objects and lists by their value, all else as text."""
+    body = text.strip()
+    if body[:1] in ("{", "["):
+        try:
+            return "json " + value_key(json.loads(body))
+        except (ValueError, RecursionError):
+            pass
+    return "text " + text.rstrip()

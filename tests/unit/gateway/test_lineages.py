@@ -1,0 +1,175 @@
+"""How a request finds its conversation, and what is trained of it."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import SamplingParams
+from palestra.gateway.chat_completions import ChatCompletionBody
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scripted_model import END, PROBLEM, TOOL, attempt, call, completer
+
+SYSTEM = {"role": "system", "content": "Use tools."}
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+CALL = call('{"a": 2,   "b": 3}')
+
+
+def ask(one, model, messages, **fields):
+    """The answers to a chat completion as a client gets them."""
+    body = ChatCompletionBody.read({"messages": messages, "tools": [TOOL], **fields})
+    answers = asyncio.run(one.answer(body.request(model)))
+    return [choice["message"] for choice in body.response(answers, model)["choices"]]
+
+
+def finish(one):
+    return asyncio.run(one.finish())
+
+
+def result(message, text="5", index=0):
+    return {"role": "tool", "tool_call_id": message["tool_calls"][index]["id"], "content": text}
+
+
+def sampled_ids(rollout):
+    return [turn.token_ids.tolist() for turn in rollout.turns if turn.maker == "model"]
+
+
+def test_a_linear_agent_is_one_row_of_the_very_tokens_that_were_sampled(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"Let me see. {CALL}{END}", f"It is 5.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [SYSTEM, QUESTION])
+    assert json.loads(first["tool_calls"][0]["function"]["arguments"]) == {"a": 2, "b": 3}
+    (second,) = ask(one, model, [SYSTEM, QUESTION, first, result(first)])
+    assert second["content"] == "It is 5."
+    (rollout,) = finish(one)
+    assert sampled_ids(rollout) == model.policy.sampled
+    assert rollout.problem_id == PROBLEM.id
+    assert rollout.stop == "answered"
+    assert [m.role for m in rollout.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [r.content for r in rollout.tool_results] == ["5"]
+    assert one.counts.lineages == 1
+    assert one.counts.recomputed_tokens == one.counts.retokenised_turns == 0
+    assert all(session.closed for session in model.policy.sessions)
+    whole = [i for turn in rollout.turns for i in turn.token_ids.tolist()]
+    assert model.policy.computed + sum(map(len, model.policy.sampled)) == len(whole)
+
+
+def test_the_tokens_are_those_of_the_agent_loop(tiny_tokenizer):
+    """Opening, tool result and all: as `ChatFormat` writes them for our own loop."""
+    from palestra.core.types import Message
+
+    model = completer(tiny_tokenizer, [f"{CALL}{END}", f"It is 5.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [SYSTEM, QUESTION])
+    ask(one, model, [SYSTEM, QUESTION, first, result(first)])
+    (rollout,) = finish(one)
+    opening = model.chat.prompt([Message("system", "Use tools."), Message("user", "What is 2 + 3?")], [TOOL])
+    heard = model.chat.continuation([Message("tool", "5", tool_call_id="call_0", name="add")])
+    assert rollout.turns[0] == opening
+    assert rollout.turns[2:-1] == heard
+    assert [p.seed for p in model.policy.params] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["tool_calls"][0]["function"].update(arguments='{"b":3.0,"a":2}'),
+        lambda m: m["tool_calls"][0].update(id="renamed"),
+        lambda m: m.update(content="<think>other</think>Let me see. \n"),
+        lambda m: m.update(content=None),
+        lambda m: m.update(name="agent", refusal=None, annotations=[]),
+    ],
+    ids=["JSON", "call id", "thinking and whitespace", "text beside calls", "other fields"],
+)
+def test_a_history_that_came_back_in_other_words_goes_on(tiny_tokenizer, change):
+    script = [f"<think>hm</think>Let me see. {CALL}{END}", f"It is 5.{END}", f"Bye.{END}"]
+    model = completer(tiny_tokenizer, script)
+    one = attempt(model)
+    (first,) = ask(one, model, [SYSTEM, QUESTION])
+    assert first["content"] == "Let me see."
+    assert first["reasoning_content"] == "hm"
+    change(first)
+    history = [SYSTEM, {"role": "user", "content": "What is 2 + 3? \n"}, first, result(first, '{"sum": 5, "of": 2}')]
+    (second,) = ask(one, model, history)
+    history[-1] = result(first, '{"of":2,"sum":5}')
+    ask(one, model, [*history, second, {"role": "user", "content": "Thanks."}])
+    (rollout,) = finish(one)
+    assert sampled_ids(rollout) == model.policy.sampled
+    assert (one.counts.recomputed_tokens, one.counts.retokenised_turns) == (0, 0)
+
+
+def test_an_edit_in_the_middle_opens_a_lineage_that_shares_what_was_before(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One.{END}", f"Two.{END}", f"Three.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [QUESTION])
+    history = [QUESTION, first, {"role": "user", "content": "And?"}]
+    (second,) = ask(one, model, history)
+    edited = [QUESTION, first, {"role": "user", "content": "And then?"}, second, {"role": "user", "content": "So?"}]
+    ask(one, model, edited)
+    rows = finish(one)
+    assert len(rows) == one.counts.lineages == 2
+    assert [sampled_ids(row) for row in rows] == [model.policy.sampled[:2], model.policy.sampled[2:]]
+    shared = sum(len(turn.token_ids) for turn in rows[0].turns[:2])
+    flat = [[i for turn in row.turns for i in turn.token_ids.tolist()] for row in rows]
+    assert flat[0][:shared] == flat[1][:shared]
+    assert one.counts.recomputed_tokens == shared
+    assert one.counts.retokenised_turns == 1
+    assert [m.text for m in one.transcript] == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
+
+
+def test_choices_are_rows_that_share_a_prompt_and_each_can_go_on(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{w}.{END}" for w in ("One", "Two", "Three", "Four")])
+    one = attempt(model)
+    choices = ask(one, model, [QUESTION], n=3)
+    assert [c["content"] for c in choices] == ["One.", "Two.", "Three."]
+    ask(one, model, [QUESTION, choices[1], {"role": "user", "content": "And?"}])
+    rows = finish(one)
+    assert sorted(map(sampled_ids, rows)) == sorted(
+        [[model.policy.sampled[i] for i in row] for row in ([0], [2], [1, 3])]
+    )
+    assert one.counts.recomputed_tokens == 0
+    assert len({p.seed for p in model.policy.params}) == 4
+
+
+def test_a_turn_cut_off_by_the_client_goes_on_behind_a_stop_token(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One two three four.{END}", f"Five.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [QUESTION], max_tokens=2)
+    ask(one, model, [QUESTION, first, {"role": "user", "content": "And?"}])
+    (rollout,) = finish(one)
+    behind = rollout.turns[2].token_ids.tolist()
+    assert tiny_tokenizer.decode(behind).startswith(f"{END}\n<|im_start|>user\n")
+    assert sampled_ids(rollout) == model.policy.sampled
+
+
+def test_new_tokens_are_counted_over_the_turns_of_a_lineage(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One.{END}"] * 3)
+    size = len(tiny_tokenizer.encode(f"One.{END}", add_special_tokens=False))
+    one = attempt(model, sampling=SamplingParams(max_new_tokens=size))
+    (first,) = ask(one, model, [QUESTION])
+    with pytest.raises(PalestraError, match=r"used up its .* new tokens"):
+        ask(one, model, [QUESTION, first, {"role": "user", "content": "And?"}])
+    (rollout,) = finish(one)
+    assert rollout.stop == "truncated"
+    assert all(session.closed for session in model.policy.sessions)
+
+
+def test_the_run_samples_unless_clients_may(tiny_tokenizer):
+    for client_sampling, expected in ((False, 1.0), (True, 0.5)):
+        model = completer(tiny_tokenizer, [f"One.{END}"])
+        one = attempt(model, client_sampling=client_sampling)
+        ask(one, model, [QUESTION], temperature=0.5)
+        assert model.policy.params[0].temperature == expected
+
+
+def test_after_its_end_an_attempt_answers_nobody(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One.{END}"])
+    one = attempt(model)
+    assert finish(one) == []
+    with pytest.raises(PalestraError, match="has ended"):
+        ask(one, model, [QUESTION])
