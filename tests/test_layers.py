@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "train": "core chat algo learner models tracking export evals envs report runs policy rollout",
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
+    "dashboard": "core models evals report runs serve",
     "bench": "core engine models policy",
     "result": "core chat tools agents evals export policy rollout train",
     "api": "core agents evals envs models policy rollout train result",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
     "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve train wire gateway "
-    "bench result api env_api suite __init__",
+    "bench dashboard result api env_api suite __init__",
     "__main__": "faces",
 }
 
@@ -55,12 +56,12 @@ HEAVY = {
     "transformers": "engine gguf learner models policy train",
     "peft": "learner",
     "safetensors": "export gguf learner models train",
-    "numpy": "core chat rollout algo engine export gguf learner models policy train",
+    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy train",
     "triton": "engine learner",
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "serve wire gateway",
+    "starlette": "dashboard serve wire gateway",
     "uvicorn": "serve wire",
     "httpx": "",
 }

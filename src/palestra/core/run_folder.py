@@ -33,11 +33,13 @@ class RunFolder:
       config.yaml         the resolved config
       metrics.jsonl       one object a step
       rollouts.jsonl      one object a rollout of training: messages, scores, token ids
+      tokens/             what the learner found for each token of these: step-000050.npy, as `train.token_record` says
       evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
       checkpoints/        step-000050, …
       model/              the trained weights, once training has ended
       export/             what `palestra export` made of them
       report.json, report.html
+      dashboard.db        the dashboard's index of the rollouts; made again where it is missing
       run.lock, index.json                  who trains in it, and its id
       request.json, settings.yaml, logs/    runs in the background
       wire/, env.yaml, tokenizer/           environments in processes of their own
@@ -99,6 +101,17 @@ class RunFolder:
     @property
     def rollouts_file(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    def tokens_file(self, step: int) -> Path:
+        return self.tokens / f"{_step_name(step)}.npy"
+
+    @property
+    def dashboard_index(self) -> Path:
+        return self.path / "dashboard.db"
 
     @property
     def evals(self) -> Path:

@@ -34,6 +34,7 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "completion_length_mean": statistics.fmean(lengths),
         "completion_length_max": float(max(lengths)),
         "sampled_tokens": float(sum(lengths)),
+        "turns_mean": statistics.fmean(sum(turn.maker == "model" for turn in r.turns) for r in good),
         "truncation_rate": statistics.fmean(r.cut_off for r in good),
         "context_full_rate": statistics.fmean(r.stop == "context_full" for r in good),
         "looping_rate": statistics.fmean(r.cut_off and loops(r) for r in good),

@@ -91,6 +91,12 @@ class Row:
     memory_gib: float
     max_runs: int | None
 
+    @classmethod
+    def unlisted(cls, values: Mapping[str, Any]) -> Row:
+        """Of a run that only its folder knows; its reason would tell that an index was lost."""
+        missing = {"number": 0, "gpus": 0, "memory_gib": 0.0}
+        return cls(**(dict.fromkeys(_COLUMNS) | missing | dict(values) | {"reason": None}))  # type: ignore[arg-type]
+
     @property
     def supervisor(self) -> Process | None:
         return Process(self.pid, self.born) if self.pid is not None and self.born is not None else None

@@ -15,6 +15,7 @@ from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
+from palestra.runs.rebuild import row_from_folder
 from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
 
 Part = Literal["trainer", "env", "api", "supervisor"]
@@ -88,6 +89,11 @@ class RunReader:
     def get(self, run_id: str) -> Run:
         """The run with this id; PalestraError if there is none."""
         return read_run(self._index, self._index.row(run_id))
+
+    def of_folder(self, folder: RunFolder) -> Run:
+        """The run in a folder, also one that the index does not list."""
+        row = self._index.row_of(str(folder.path))
+        return read_run(self._index, row or Row.unlisted(row_from_folder(folder)))
 
     def list(self) -> Runs:
         """All runs, newest first."""

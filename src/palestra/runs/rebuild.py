@@ -33,7 +33,7 @@ def rows_from_folders(home: Path) -> Iterator[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for path in dict.fromkeys([*_listed(home), *sorted((home / "runs").glob("*"))]):
         with contextlib.suppress(OSError, ValueError, PalestraError, KeyError):
-            row = _row(RunFolder(path))
+            row = row_from_folder(RunFolder(path))
             rows.setdefault(row["run_id"], row)
     yield from sorted(rows.values(), key=lambda row: row["created"])
 
@@ -45,7 +45,8 @@ def _listed(home: Path) -> list[Path]:
         return []
 
 
-def _row(folder: RunFolder) -> dict[str, Any]:
+def row_from_folder(folder: RunFolder) -> dict[str, Any]:
+    """What the folder itself says of its run."""
     known = json.loads(folder.index_file.read_text()) if folder.index_file.is_file() else {}
     record = folder.record if folder.has_begun else json.loads(folder.request_file.read_text())
     process = holder(folder.path)

@@ -141,18 +141,18 @@ class Guard:
                 return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
             return None
         host = request.headers.get("host", "localhost")
-        if not (is_loopback(_host(f"//{host}")) and _from_no_other_site(request)):
+        if not (is_loopback(host_of(f"//{host}")) and _from_no_other_site(request)):
             return 403, "without a token, only requests to a loopback address and from no other site are answered"
         return None
 
 
 def _from_no_other_site(request: Request) -> bool:
     if origin := request.headers.get("origin"):
-        return is_loopback(_host(origin))
+        return is_loopback(host_of(origin))
     return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
-def _host(url: str) -> str:
+def host_of(url: str) -> str:
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

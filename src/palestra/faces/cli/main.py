@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": ("eval", "Score an agent without training."),
     "envs": ("envs", "List the available environments."),
     "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
+    "dashboard": ("dashboard", "Show runs, rollouts and tokens in a browser."),
     "chat": ("chat", "Chat with a trained model that has its tools."),
     "serve": ("serve", "Serve a model to any OpenAI client."),
     "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),

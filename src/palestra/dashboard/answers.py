@@ -1,0 +1,96 @@
+"""Answers: JSON that no content can break, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from palestra.core.errors import PalestraError
+from palestra.serve.web import error_body, refuse
+
+Event = tuple[str, Any]  # its name and its data
+_PING_S = 15.0
+_SURROGATES = re.compile("[\ud800-\udfff]")  # half characters, which JSON may name and UTF-8 cannot
+
+
+def to_json(data: Any) -> str:
+    """NaN and infinity are null, as in no JSON of others; half characters are replaced."""
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(data), ensure_ascii=False, default=str, separators=(",", ":"))
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def answer(data: Any, status: int = 200) -> Response:
+    return Response(to_json(data), status, media_type="application/json")
+
+
+def events(source: AsyncIterator[Event]) -> Response:
+    """A stream of events, with a comment now and then so that no proxy closes it."""
+    return StreamingResponse(_lines(source), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _lines(source: AsyncIterator[Event]) -> AsyncIterator[str]:
+    upcoming = asyncio.ensure_future(anext(source, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=_PING_S)
+            if not done:
+                yield ": ping\n\n"
+                continue
+            try:
+                event = upcoming.result()
+            except PalestraError as error:
+                event = ("error", error_body(400, str(error))["error"])
+                source = _nothing()
+            if event is None:
+                return
+            yield f"event: {event[0]}\ndata: {to_json(event[1])}\n\n"
+            upcoming = asyncio.ensure_future(anext(source, None))
+    finally:
+        upcoming.cancel()
+
+
+async def _nothing() -> AsyncIterator[Event]:
+    return
+    yield  # a generator all the same
+
+
+def number(request: Request, name: str, default: float | None = None) -> float | None:
+    """A number of the query; 400 where it is none."""
+    text = request.query_params.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise refuse(400, f"{name}={text[:80]!r} is not a number")
+    return value
+
+
+def whole(request: Request, name: str, default: int, most: int) -> int:
+    """A whole number of the query, from 0 to `most`."""
+    return int(max(0, min(most, number(request, name, default) or 0)))
+
+
+def flag(request: Request, name: str) -> bool | None:
+    text = request.query_params.get(name)
+    return None if text in (None, "") else text not in ("0", "false")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, list | tuple | Iterator) else data

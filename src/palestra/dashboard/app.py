@@ -1,0 +1,65 @@
+"""The dashboard as a web application: the page, its static files and the JSON API, all behind `Access`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from palestra.core.errors import PalestraError
+from palestra.dashboard.access import Access
+from palestra.dashboard.answers import answer
+from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.rollout_index import UnknownRollout
+from palestra.dashboard.rollout_routes import RolloutRoutes
+from palestra.dashboard.run_routes import RunRoutes
+from palestra.runs.index import UnknownRun
+from palestra.serve.web import error_body
+
+STATIC = Path(__file__).with_name("static")
+
+
+def dashboard_app(catalog: Catalog, token: str | None = None, *, path: Path | None = None) -> Access:
+    """The application; `path` is what was opened instead of the index of runs."""
+    runs = RunRoutes(catalog)
+
+    def status(request: Request) -> Response:
+        home = {"home": str(catalog.manager.home), "path": None if path is None else str(path)}
+        return answer({"version": version("palestra"), **home, "can_start": False})
+
+    def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    app = Starlette(
+        routes=[
+            Route("/", page, methods=["GET"]),
+            Route("/api/status", status, methods=["GET"]),
+            *runs.routes(),
+            *RolloutRoutes(catalog).routes(),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        exception_handlers={HTTPException: _http_error, PalestraError: _refused, Exception: _failed},
+    )
+    return Access(app, token)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer(error_body(error.status_code, error.detail), error.status_code)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400
+    body = error_body(status, str(error))
+    body["error"] |= getattr(error, "more", {})
+    return answer(body, status)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return answer(error_body(500, f"{type(error).__name__}: {error}"), 500)

@@ -1,0 +1,101 @@
+"""The runs that a dashboard shows: those of the index, or what lies at a path."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.runs.index import UnknownRun
+from palestra.runs.manager import Run, RunManager
+
+_DEPTH = 3  # folders below PATH that are looked into
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogRun:
+    """A run with its folder. `source` is who made it; a foreign run was converted into a folder of ours."""
+
+    run: Run
+    folder: RunFolder
+    source: str = "palestra"
+    listed: bool = True  # in the index, so that it can be stopped, resumed and deleted
+
+    @property
+    def id(self) -> str:
+        return self.run.run_id
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A foreign run, converted."""
+
+    folder: RunFolder
+    source: str
+    refresh: Callable[[], None] = lambda: None  # converts it again if its files have changed
+
+
+class Catalog:
+    """Finds runs. With `folders` or `imported` it shows these alone."""
+
+    def __init__(
+        self, manager: RunManager, folders: Sequence[RunFolder] | None = None, imported: Sequence[Imported] = ()
+    ) -> None:
+        self.manager = manager
+        self._folders = folders
+        self._imported = {str(each.folder.path): each for each in imported}
+
+    def all(self) -> list[CatalogRun]:
+        """Newest first."""
+        if self._folders is None and not self._imported:
+            runs = [CatalogRun(run, RunFolder(run.folder)) for run in self.manager.list()]
+            known = {run.folder.path for run in runs}
+            runs += [self._unlisted(folder) for folder in run_folders(Path("runs")) if folder.path not in known]
+        else:
+            folders = [*(self._folders or ()), *(each.folder for each in self._imported.values())]
+            runs = [self._unlisted(folder) for folder in folders if folder.has_begun]
+        return sorted(runs, key=lambda found: found.run.created, reverse=True)
+
+    def get(self, run_id: str) -> CatalogRun:
+        if self._folders is None and not self._imported:
+            try:
+                run = self.manager.get(run_id)
+                return CatalogRun(run, RunFolder(run.folder))
+            except UnknownRun as error:
+                reason: PalestraError = error
+        else:
+            reason = UnknownRun(f"there is no run {run_id[:80]!r} here")
+        found = next((found for found in self.all() if found.id == run_id), None)
+        if found is None:
+            raise reason
+        if found.source != "palestra":
+            self._imported[str(found.folder.path)].refresh()
+        return found
+
+    def _unlisted(self, folder: RunFolder) -> CatalogRun:
+        run = self.manager.of_folder(folder)
+        imported = self._imported.get(str(folder.path))
+        try:
+            self.manager.folder(run.run_id)
+            listed = True
+        except (PalestraError, sqlite3.Error):
+            listed = False
+        return CatalogRun(run, folder, imported.source if imported else "palestra", listed)
+
+
+def run_folders(path: Path) -> Iterator[RunFolder]:
+    """The run folders at a path: itself, or those below it."""
+    yield from _run_folders(path.absolute(), _DEPTH)
+
+
+def _run_folders(path: Path, depth: int) -> Iterator[RunFolder]:
+    folder = RunFolder(path)
+    if folder.has_begun:
+        yield folder
+    elif depth and path.is_dir():
+        for below in sorted(path.iterdir()):
+            if below.is_dir() and not below.is_symlink() and not below.name.startswith("."):
+                yield from _run_folders(below, depth - 1)

@@ -1,0 +1,80 @@
+"""The same problem over training: what was tried at each visit, and when the verdict changed."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
+from palestra.dashboard.rollout_row import shown
+
+_SORTS = ("flips", "hardest", "id")
+_VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step, count(*) AS attempts, " \
+    "avg(passed) AS rate FROM rollouts WHERE kind = 'train' GROUP BY problem_id, group_id)"  # fmt: skip
+
+
+def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str, Any]:
+    """The problems of training, with how their pass rates went."""
+    if sort not in _SORTS:
+        raise PalestraError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+    with index.open() as db:
+        visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()
+        rows = []
+        for problem, found in groupby(visits, lambda visit: visit["problem_id"]):
+            own = list(found)
+            rates = [visit["rate"] for visit in own]
+            flips = sum((a > 0.5) != (b > 0.5) for a, b in pairwise(rates))
+            rows.append(
+                {
+                    "problem_id": problem,
+                    "attempts": sum(visit["attempts"] for visit in own),
+                    "groups": len(own),
+                    "first_rate": rates[0],
+                    "last_rate": rates[-1],
+                    "flips": flips,
+                    "first_id": own[0]["first_id"],
+                }
+            )
+        order = {"flips": lambda row: -row["flips"], "hardest": lambda row: row["last_rate"], "id": lambda row: 0}
+        rows.sort(key=order[sort])
+        page = rows[start : start + limit]
+        for row in page:
+            found_id = row.pop("first_id")
+            row["question"] = db.execute("SELECT question FROM rollouts WHERE id = ?", (found_id,)).fetchone()[0]
+    following = start + limit
+    return {"problems": page, "next": str(following) if following < len(rows) else None, "total": len(rows)}
+
+
+def problem(index: RolloutIndex, problem_id: str) -> dict[str, Any]:
+    """All visits to one problem: before, the steps of training, evaluations between them, after."""
+    with index.open() as db:
+        rows = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
+    if not rows:
+        raise UnknownRollout(f"there is no problem {problem_id[:80]!r} in this run")
+    visits = []
+    for group_id, found in groupby(rows, lambda row: row["group_id"]):
+        own = list(found)
+        visits.append(
+            {
+                "kind": own[0]["kind"],
+                "step": own[0]["step"],
+                "group": group_id,
+                "pass_rate": sum(row["passed"] for row in own) / len(own),
+                "reward_mean": sum(row["reward"] for row in own) / len(own),
+                "rollouts": [shown(row) for row in own],
+            }
+        )
+    visits.sort(key=_when)
+    flips = [
+        {"from": a["step"], "to": b["step"], "direction": "fixed" if b["pass_rate"] > 0.5 else "broken"}
+        for a, b in pairwise(visits)
+        if (a["pass_rate"] > 0.5) != (b["pass_rate"] > 0.5)
+    ]
+    return {"problem_id": problem_id, "question": rows[0]["question"], "visits": visits, "flips": flips}
+
+
+def _when(visit: dict[str, Any]) -> tuple[int, float]:
+    """Before, by step (training, then the evaluation after it), after."""
+    place = {"before": 0, "after": 2}.get(visit["kind"], 1)
+    return place, visit["step"] + (0.0 if visit["kind"] == "train" else 0.5)

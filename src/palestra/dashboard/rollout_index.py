@@ -1,0 +1,313 @@
+"""An index of a run's rollouts beside its files: SQLite, brought up to date incrementally, with full-text search.
+
+The JSON lines stay the truth: a row knows where its line lies, so that one rollout is one read of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import cache_folder
+from palestra.core.run_folder import RunFolder
+from palestra.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
+
+_VERSION = 1
+_BATCH = 500  # lines of one transaction
+_BUSY_S = 30.0
+_SCHEMA = """
+CREATE TABLE sources (kind TEXT PRIMARY KEY, inode INTEGER NOT NULL, position INTEGER NOT NULL);
+CREATE TABLE counter (next_id INTEGER NOT NULL);
+INSERT INTO counter VALUES (1);
+CREATE TABLE rollouts (
+    id INTEGER PRIMARY KEY, kind TEXT NOT NULL, step INTEGER NOT NULL, group_id INTEGER NOT NULL,
+    problem_id TEXT NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL, token_start INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, turns INTEGER NOT NULL, tool_calls INTEGER NOT NULL,
+    tools TEXT NOT NULL, reward REAL NOT NULL, advantage REAL, passed INTEGER NOT NULL, stop TEXT NOT NULL, error TEXT,
+    seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL
+);
+CREATE INDEX by_step ON rollouts (kind, step, id);
+CREATE INDEX by_reward ON rollouts (kind, reward, id);
+CREATE INDEX by_advantage ON rollouts (kind, advantage, id);
+CREATE INDEX by_tokens ON rollouts (kind, sampled_tokens, id);
+CREATE INDEX by_problem ON rollouts (problem_id, id);
+CREATE INDEX by_group ON rollouts (group_id);
+CREATE VIRTUAL TABLE texts USING fts5 (text, content='', tokenize="unicode61 tokenchars '_'");
+"""
+
+
+class RolloutIndex:
+    """The rollouts of one run. Several processes may read it and bring it up to date."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def source(self, kind: str) -> Path:
+        """The file of a kind: "train", "before", "after", or the step of an evaluation."""
+        if kind == "train":
+            return self.folder.rollouts_file
+        if kind in ("before", "after") or kind.isdecimal():
+            return self.folder.eval_file(int(kind) if kind.isdecimal() else kind)  # type: ignore[arg-type]
+        raise PalestraError(f"there are no rollouts of the kind {kind[:40]!r}; expected train, before, after or a step")
+
+    def kinds(self) -> list[str]:
+        train = ["train"] if self.folder.rollouts_file.is_file() else []
+        return train + [str(name) for name in self.folder.eval_names()]
+
+    @contextmanager
+    def open(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one use."""
+        with closing(self._connected()) as db:
+            yield db
+
+    def _connected(self) -> sqlite3.Connection:
+        for path in (self.folder.dashboard_index, _elsewhere(self.folder)):
+            try:
+                return _connect(path)
+            except (sqlite3.OperationalError, OSError):  # a folder that may not be written to
+                continue
+            except sqlite3.DatabaseError:  # damaged: all that is in it is in the files, too
+                path.unlink(missing_ok=True)
+                return _connect(path)
+        raise PalestraError(
+            f"no index can be written beside {self.folder.path}, nor in {cache_folder()}; free some space"
+        )
+
+    def update(self, kinds: list[str] | None = None, *, within_s: float | None = None) -> float:
+        """Index what was written since; the share of bytes that are indexed (1.0: all), after at most `within_s`."""
+        until = None if within_s is None else time.monotonic() + within_s
+        done = total = 0
+        with self.open() as db:
+            for kind in kinds or self.kinds():
+                path = self.source(kind)
+                if not path.is_file():
+                    continue
+                position = 0
+                while True:
+                    position, ended = self._batch(db, kind, path)
+                    if ended or (until is not None and time.monotonic() > until):
+                        break
+                done, total = done + position, total + max(position, path.stat().st_size)
+        return 1.0 if done >= total else done / total
+
+    def rows_of(self, kind: str) -> list[dict[str, Any]]:
+        """All rows of a kind, oldest first."""
+        self.update([kind])
+        with self.open() as db:
+            found = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id", (kind,))
+            return [shown(row) for row in found]
+
+    def row(self, rollout_id: int) -> sqlite3.Row:
+        with self.open() as db:
+            row: sqlite3.Row | None = db.execute("SELECT * FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+        if row is None:
+            raise UnknownRollout(f"there is no rollout {rollout_id} in this run")
+        return row
+
+    def record(self, row: sqlite3.Row) -> dict[str, Any]:
+        """The whole rollout, by one read of its line."""
+        try:
+            with self.source(row["kind"]).open("rb") as file:
+                line = _read(file, row)
+        except OSError:
+            line = b""
+        record = parse(line) if zlib.crc32(line) == row["checksum"] else None
+        if record is None:
+            raise UnknownRollout(f"the line of rollout {row['id']} has changed; reload the page")
+        return record
+
+    def _batch(self, db: sqlite3.Connection, kind: str, path: Path) -> tuple[int, bool]:
+        """Index some lines; gives the position after them, and whether these were the last."""
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            with path.open("rb") as file:
+                position = _checked_position(db, kind, file)
+                file.seek(position)
+                position, ended = self._add_lines(db, kind, file, position)
+            inode = path.stat().st_ino
+            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (kind, inode, position))
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        return position, ended
+
+    def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
+        last = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)).fetchone()
+        previous: dict[str, Any] | None = dict(last) if last else None
+        (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
+        rows: list[dict[str, Any]] = []
+        texts: list[tuple[int, str]] = []
+        ended = True
+        advantages = _Advantages(self.folder)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                break
+            if (record := parse(line)) is not None:
+                row = columns_of(record)
+                row |= {"id": next_id, "kind": kind, "step": _step(record, kind), "start": position}
+                row |= {"length": len(line), "checksum": zlib.crc32(line), **_place(row, record, previous)}
+                row["advantage"] = advantages.of(row, record) if kind == "train" else None
+                rows.append(row)
+                texts.append((next_id, search_text(record)))
+                previous, next_id = row, next_id + 1
+            position += len(line)
+            if len(rows) >= _BATCH:
+                ended = False
+                break
+        db.executemany(f"INSERT INTO rollouts VALUES ({', '.join(f':{name}' for name in COLUMNS)})", rows)
+        db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
+        db.execute("UPDATE counter SET next_id = ?", (next_id,))
+        if kind == "train":
+            _estimate_advantages(db, {row["group_id"] for row in rows if row["advantage"] is None})
+        return position, ended
+
+
+class UnknownRollout(PalestraError):
+    """There is no rollout of this id."""
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    db.row_factory = sqlite3.Row
+    try:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")
+            (version,) = db.execute("PRAGMA user_version").fetchone()  # another process may have been faster
+            if version != _VERSION:
+                for name in ("sources", "counter", "rollouts", "texts"):
+                    db.execute(f"DROP TABLE IF EXISTS {name}")
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {_VERSION}")
+            db.execute("COMMIT")
+        db.execute("PRAGMA synchronous = NORMAL")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _elsewhere(folder: RunFolder) -> Path:
+    name = hashlib.blake2b(str(folder.path).encode(), digest_size=12).hexdigest()
+    return cache_folder() / "dashboard" / f"{name}.db"
+
+
+def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int:
+    """Where new lines begin. Lines that are no longer where they were (a resumed run drops the records of steps that
+    it does again) are forgotten; those before them stay."""
+    source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
+    if source is None:
+        return 0
+    stat = os.fstat(file.fileno())
+    last = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)).fetchone()
+    same = stat.st_ino == source["inode"] and stat.st_size >= source["position"]
+    if same and (last is None or _is_there(file, last)):
+        return int(source["position"])
+    ids = [row[0] for row in db.execute("SELECT id FROM rollouts WHERE kind = ? ORDER BY id", (kind,))]
+    low, high = 0, len(ids)  # the first `low` are there, those from `high` on are not
+    while low < high:
+        middle = (low + high) // 2
+        row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[middle],)).fetchone()
+        low, high = (middle + 1, high) if _is_there(file, row) else (low, middle)
+    db.execute("DELETE FROM rollouts WHERE kind = ? AND id > ?", (kind, ids[low - 1] if low else -1))
+    if not low:
+        return 0
+    row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[low - 1],)).fetchone()
+    return int(row["start"] + row["length"])
+
+
+def _is_there(file: IO[bytes], row: sqlite3.Row) -> bool:
+    return zlib.crc32(_read(file, row)) == row["checksum"]
+
+
+def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
+    file.seek(row["start"])
+    return file.read(row["length"])
+
+
+def _step(record: dict[str, Any], kind: str) -> int:
+    step = record.get("step")
+    if isinstance(step, int | float):
+        return int(step)
+    return int(kind) if kind.isdecimal() else 0
+
+
+def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:
+    """Which group it is in, as the how-manieth, and where its tokens begin among those of its step.
+
+    A group's rollouts lie one after the other; newer files number the groups of a step.
+    """
+    if previous is None or previous["step"] != row["step"]:
+        return {"group_id": row["id"], "sibling": 0, "token_start": 0, "group_number": record.get("group")}
+    token_start = previous["token_start"] + previous["tokens"]
+    numbers = (previous.get("group_number"), record.get("group"))
+    same = previous["problem_id"] == row["problem_id"] and (None in numbers or numbers[0] == numbers[1])
+    place = (
+        {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}
+        if same
+        else {"group_id": row["id"], "sibling": 0}
+    )
+    return {**place, "token_start": token_start, "group_number": record.get("group")}
+
+
+class _Advantages:
+    """The advantages by which rollouts were trained, from the token files."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._step: int | None = None
+        self._values: Any = None
+
+    def of(self, row: dict[str, Any], record: dict[str, Any]) -> float | None:
+        """That of its first sampled token; None where it is not known."""
+        given = record.get("advantage")
+        if isinstance(given, int | float):
+            return float(given)
+        if row["step"] != self._step:
+            self._step, self._values = row["step"], token_table(self._folder, row["step"])
+        first = _first_sampled(record)
+        if self._values is None or first is None or row["token_start"] + row["tokens"] > len(self._values):
+            return None
+        value = float(self._values[row["token_start"] + first]["advantage"])
+        return None if np.isnan(value) else value
+
+
+def token_table(folder: RunFolder, step: int) -> Any:
+    """The token file of a step, mapped and not read; None where there is none."""
+    try:
+        return np.load(folder.tokens_file(step), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return None
+
+
+def _first_sampled(record: dict[str, Any]) -> int | None:
+    place = 0
+    for turn in record.get("turns") or ():
+        if turn.get("maker") == "model" and turn.get("token_ids"):
+            return place
+        place += len(turn.get("token_ids") or ())
+    return None
+
+
+def _estimate_advantages(db: sqlite3.Connection, groups: set[int]) -> None:
+    """Where the run did not say: the reward less the mean of the group."""
+    for group in groups:
+        db.execute(
+            "UPDATE rollouts SET advantage = reward - (SELECT avg(reward) FROM rollouts WHERE group_id = :group) "
+            "WHERE group_id = :group AND error IS NULL",
+            {"group": group},
+        )

@@ -1,0 +1,158 @@
+"""Which rollouts: filters, full-text search, sorting, and pages by where the last one ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.dashboard.rollout_index import RolloutIndex
+from palestra.dashboard.rollout_row import search_text, shown, snippet
+
+_SORTS = {
+    "newest": ("id", "DESC"),
+    "oldest": ("id", "ASC"),
+    "reward": ("reward", "ASC"),
+    "-reward": ("reward", "DESC"),
+    "advantage": ("advantage", "ASC"),
+    "-advantage": ("advantage", "DESC"),
+    "tokens": ("sampled_tokens", "ASC"),
+    "-tokens": ("sampled_tokens", "DESC"),
+}
+_WORD = re.compile(r'"([^"]+)"|(\S+)')
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutQuery:
+    """What is asked for; None: any."""
+
+    kind: str = "train"
+    step: int | None = None
+    step_from: int | None = None
+    step_to: int | None = None
+    problem: str | None = None
+    stop: str | None = None
+    tool: str | None = None
+    passed: bool | None = None
+    error: bool | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    measure: str | None = None
+    measure_passed: bool | None = None
+    q: str = ""
+    sort: str = "newest"
+    limit: int = 50
+    cursor: str | None = None
+
+    def where(self) -> tuple[list[str], list[Any]]:
+        """Conditions of SQL and their values."""
+        asked = [
+            ("kind = ?", self.kind),
+            ("step = ?", self.step),
+            ("step >= ?", self.step_from),
+            ("step <= ?", self.step_to),
+            ("problem_id = ?", self.problem),
+            ("stop = ?", self.stop),
+            ("instr(tools, ?) > 0", None if self.tool is None else json.dumps(self.tool, ensure_ascii=False)),
+            ("passed = ?", self.passed),
+            ("(error IS NOT NULL) = ?", self.error),
+            ("reward >= ?", self.reward_min),
+            ("reward <= ?", self.reward_max),
+            ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
+        ]
+        if self.measure is not None and self.measure_passed is not None:
+            place = '$."' + self.measure.replace('"', "") + '"[1]'
+            asked += [(f"json_extract(scores, ?) = {int(self.measure_passed)}", place)]
+        used = [(condition, value) for condition, value in asked if value is not None]
+        return [condition for condition, _ in used], [value for _, value in used]
+
+
+def match(text: str) -> str | None:
+    """What people type as a query of FTS5: every word must occur, "a phrase" as it is, begin* as a beginning.
+
+    >>> match('git "rm -rf" clon*')
+    '"git" "rm -rf" "clon"*'
+    """
+    found = [
+        f'"{phrase or word.rstrip("*")}"' + ("*" if word.endswith("*") else "") for phrase, word in _WORD.findall(text)
+    ]
+    found = [term.replace('""', '"') for term in found if term.strip('"*')]
+    return " ".join(found) or None
+
+
+def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
+    """A page of rows, the cursor of the next one, and how many there are in all."""
+    if query.sort not in _SORTS:
+        raise PalestraError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+    column, direction = _SORTS[query.sort]
+    conditions, values = query.where()
+    with index.open() as db:
+        try:
+            count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
+            after, further = _after(query.cursor, column, direction)
+            rows = db.execute(
+                f"SELECT * FROM rollouts WHERE {' AND '.join([*conditions, *after])} "
+                f"ORDER BY {column} {direction}, id {direction} LIMIT ?",
+                [*values, *further, query.limit + 1],
+            ).fetchall()
+        except sqlite3.OperationalError as error:
+            raise PalestraError(
+                f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words"
+            ) from None
+    page = rows[: query.limit]
+    following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
+    return {"rollouts": [_with_snippet(index, row, query.q) for row in page], "next": following, "count": count}
+
+
+def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], list[Any]]:
+    if not cursor:
+        return [], []
+    try:
+        value, last_id = json.loads(cursor)
+        int(last_id)
+    except (ValueError, TypeError):
+        raise PalestraError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
+    sign = "<" if direction == "DESC" else ">"
+    if value is None:  # advantages that are not known come first, or last, all together
+        unknown = f"({column} IS NULL AND id {sign} ?)"
+        return [unknown if direction == "DESC" else f"({unknown} OR {column} IS NOT NULL)"], [last_id]
+    later = f"({column}, id) {sign} (?, ?)"
+    return [later if direction == "ASC" else f"({later} OR {column} IS NULL)"], [value, last_id]
+
+
+def _with_snippet(index: RolloutIndex, row: sqlite3.Row, q: str) -> dict[str, Any]:
+    found = shown(row)
+    words = [phrase or word.rstrip("*") for phrase, word in _WORD.findall(q)]
+    if words:
+        try:
+            found["snippet"] = snippet(search_text(index.record(row)), words)
+        except PalestraError:  # its line has just been dropped
+            found["snippet"] = []
+    return found
+
+
+def facets(index: RolloutIndex) -> dict[str, Any]:
+    """What can be filtered by, with counts."""
+    with index.open() as db:
+        train = "FROM rollouts WHERE kind = 'train'"
+        steps = db.execute(f"SELECT min(step), max(step), min(reward), max(reward) {train}").fetchone()
+        tools: dict[str, int] = {}
+        measures: dict[str, None] = {}
+        for text, count in db.execute("SELECT tools, count(*) FROM rollouts GROUP BY tools"):
+            for tool in set(json.loads(text)):
+                tools[tool] = tools.get(tool, 0) + count
+        for (text,) in db.execute("SELECT scores FROM rollouts GROUP BY kind, step"):
+            measures |= dict.fromkeys(json.loads(text))
+        return {
+            "kinds": dict(db.execute("SELECT kind, count(*) FROM rollouts GROUP BY kind").fetchall()),
+            "steps": [steps[0], steps[1]],
+            "rewards": [steps[2], steps[3]],
+            "stops": dict(db.execute("SELECT stop, count(*) FROM rollouts GROUP BY stop").fetchall()),
+            "tools": dict(sorted(tools.items(), key=lambda item: -item[1])[:100]),
+            "measures": list(measures),
+            "errors": db.execute(f"SELECT count(*) {train} AND error IS NOT NULL").fetchone()[0],
+            "problems": db.execute(f"SELECT count(DISTINCT problem_id) {train}").fetchone()[0],
+        }

@@ -1,0 +1,136 @@
+"""A rollout of a JSON-lines file as a row of the index: the columns to filter and sort by, and the text to search."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+COLUMNS = (
+    "id", "kind", "step", "group_id", "problem_id", "start", "length", "checksum", "token_start", "tokens",
+    "sampled_tokens", "turns", "tool_calls", "tools", "reward", "advantage", "passed", "stop", "error", "seconds",
+    "scores", "question", "answer", "sibling",
+)  # fmt: skip
+_SHOWN = ("id", "kind", "step", "problem_id", "reward", "advantage", "stop", "error", "tokens", "sampled_tokens",
+          "turns", "tool_calls", "seconds", "question", "answer")  # fmt: skip
+_TEASER = 200  # characters of a question
+_ANSWER = 400  # of an answer: its beginning and its end
+_SEARCHED = 200_000  # characters of one rollout that can be found
+_TOOLS = 50
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The object of a line, also where its bytes are not all UTF-8; None for what is none, or no rollout."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("messages"), list) else None
+
+
+def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the index keeps of a rollout, but for where it lies."""
+    turns = [turn for turn in record.get("turns") or () if isinstance(turn, Mapping)]
+    sampled = [len(turn.get("token_ids") or ()) for turn in turns if turn.get("maker") == "model"]
+    calls = [str(call.get("name")) for message in messages_of(record) for call in message["tool_calls"]]
+    return {
+        "problem_id": clean(record.get("problem_id")),
+        "reward": _number(record.get("reward")),
+        "passed": int(bool(record.get("passed"))),
+        "stop": clean(record.get("stop")),
+        "error": None if record.get("error") is None else clean(record["error"])[:_ANSWER],
+        "seconds": _number(record.get("seconds")),
+        "tokens": sum(len(turn.get("token_ids") or ()) for turn in turns),
+        "sampled_tokens": sum(sampled),
+        "turns": len(sampled) or sum(m["role"] == "assistant" for m in messages_of(record)),
+        "tool_calls": len(calls),
+        "tools": clean(json.dumps(calls[:_TOOLS], ensure_ascii=False)),
+        "scores": clean(json.dumps({name: _short(score) for name, score in scores_of(record).items()})),
+        "question": teaser(next((m["text"] for m in messages_of(record) if m["role"] == "user"), ""), _TEASER),
+        "answer": teaser(next((m["text"] for m in reversed(messages_of(record)) if m["role"] == "assistant"), "")),
+    }
+
+
+def shown(row: Any) -> dict[str, Any]:
+    """A row of the index as the pages get it."""
+    scores = {
+        name: {"value": value, "passed": None if passed is None else bool(passed), "error": bool(error)}
+        for name, (value, passed, error) in json.loads(row["scores"]).items()
+    }
+    found = {name: row[name] for name in _SHOWN}
+    more = {"group": row["group_id"], "passed": bool(row["passed"]), "tools": json.loads(row["tools"])}
+    return {**found, **more, "scores": scores}
+
+
+def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages, each with all its fields and of the right types, whatever the file holds."""
+    found = []
+    for message in record.get("messages") or ():
+        if isinstance(message, Mapping):
+            text = message.get("text", message.get("content"))
+            found.append(
+                {
+                    "role": str(message.get("role") or "user"),
+                    "text": text if isinstance(text, str) else "" if text is None else json.dumps(text),
+                    "tool_calls": [dict(c) for c in message.get("tool_calls") or () if isinstance(c, Mapping)],
+                    "tool_call_id": message.get("tool_call_id"),
+                    "name": message.get("name"),
+                }
+            )
+    return found
+
+
+def scores_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    scores = record.get("scores")
+    return {name: s for name, s in scores.items() if isinstance(s, dict)} if isinstance(scores, Mapping) else {}
+
+
+def search_text(record: Mapping[str, Any]) -> str:
+    """All that was said, called and found wrong, to be searched."""
+    return clean("\n".join(_pieces(record)))[:_SEARCHED]
+
+
+def _pieces(record: Mapping[str, Any]) -> Iterator[str]:
+    for message in messages_of(record):
+        yield message["text"][:_SEARCHED]
+        for call in message["tool_calls"]:
+            yield f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)[:_SEARCHED]}"
+    yield from (str(score.get("reason") or "") for score in scores_of(record).values())
+    yield str(record.get("error") or "")
+
+
+def snippet(text: str, words: Sequence[str], around: int = 60) -> list[tuple[str, bool]]:
+    """The text near the first word that matches: pieces, each with whether it matches."""
+    low, found = text.lower(), [word.lower() for word in words]
+    places = [(place, word) for word in found if word and (place := low.find(word)) >= 0]
+    if not places:
+        return [(text[: 2 * around], False)]
+    place, word = min(places)
+    begin, end = max(0, place - around), place + len(word) + around
+    before = ("…" if begin else "") + text[begin:place]
+    after = text[place + len(word) : end] + ("…" if end < len(text) else "")
+    return [(before, False), (text[place : place + len(word)], True), (after, False)]
+
+
+def teaser(text: str, most: int = _ANSWER) -> str:
+    """A text on one line, without its middle where it is long."""
+    line = " ".join(text[: 4 * most].split()) if len(text) <= 4 * most else ""
+    if not line:
+        line = " ".join(text[:most].split())[: most // 2] + " … " + " ".join(text[-most:].split())[-most // 2 :]
+    return clean(line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}")
+
+
+def clean(value: Any) -> str:
+    """Text that SQLite and UTF-8 can hold: half characters are replaced."""
+    return str("" if value is None else value).encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
+
+
+def _short(score: Mapping[str, Any]) -> list[Any]:
+    passed = score.get("passed")
+    return [_number(score.get("value")), None if passed is None else int(bool(passed)), int(bool(score.get("error")))]
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else 0.0

@@ -1,0 +1,192 @@
+"""The list of runs, one run, its metrics and its logs: read, and followed live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from palestra.core.errors import PalestraError
+from palestra.core.secrets import redact
+from palestra.dashboard.answers import Event, answer, events, number, whole
+from palestra.dashboard.catalog import Catalog, CatalogRun
+from palestra.dashboard.comparison import compare
+from palestra.dashboard.evaluations import evaluations
+from palestra.dashboard.series import by_step, charts, columns, read_rows
+from palestra.dashboard.summaries import Sparklines, details, findings, summary
+from palestra.runs.reader import tail
+
+_LIST_EVERY_S = 2.0
+_RUN_EVERY_S = 0.7
+_PAGE = 50
+_LOG_LINES = 200
+_MAX_LOG_LINES = 5000
+
+
+class RunRoutes:
+    """Handlers that only read."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._sparklines = Sparklines()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/api/runs", self.list, methods=["GET"]),
+            Route("/api/runs/events", self.list_events, methods=["GET"]),
+            Route("/api/runs/{run}", self.one, methods=["GET"]),
+            Route("/api/runs/{run}/metrics", self.metrics, methods=["GET"]),
+            Route("/api/runs/{run}/events", self.run_events, methods=["GET"]),
+            Route("/api/runs/{run}/logs", self.logs, methods=["GET"]),
+            Route("/api/runs/{run}/logs/events", self.log_events, methods=["GET"]),
+            Route("/api/runs/{run}/evaluations", self.evaluations, methods=["GET"]),
+            Route("/api/compare", self.compare, methods=["GET"]),
+        ]
+
+    def summary(self, found: CatalogRun) -> dict[str, Any]:
+        return summary(found, self._sparklines)
+
+    def list(self, request: Request) -> Response:
+        words = request.query_params.get("q", "").lower().split()
+        state = request.query_params.get("state") or None
+        start, limit = whole(request, "cursor", 0, 10**9), whole(request, "limit", _PAGE, 500) or _PAGE
+        found = [run for run in self._catalog.all() if _matches(run, words) and state in (None, run.run.state)]
+        rows = [self.summary(run) for run in found[start : start + limit]]
+        following = start + limit
+        return answer({"runs": rows, "next": str(following) if following < len(found) else None, "total": len(found)})
+
+    async def list_events(self, request: Request) -> Response:
+        return events(self._list_events())
+
+    async def _list_events(self) -> AsyncIterator[Event]:
+        def now() -> dict[str, Any]:
+            found = self._catalog.all()
+            return {"runs": [self.summary(run) for run in found[:_PAGE]], "total": len(found)}
+
+        last = None
+        while True:
+            current = await asyncio.to_thread(now)
+            if last is None or _without_clocks(current) != _without_clocks(last):
+                yield "runs", current
+                last = current
+            await asyncio.sleep(_LIST_EVERY_S)
+
+    def one(self, request: Request) -> Response:
+        found = self._found(request)
+        return answer({**self.summary(found), **details(found)})
+
+    def metrics(self, request: Request) -> Response:
+        after = number(request, "after", 0) or 0
+        rows = [row for row in by_step(read_rows(self._found(request).folder.metrics_file)[0]) if row["step"] > after]
+        made = columns(rows)
+        return answer({**made, "charts": charts(list(made["series"]))})
+
+    async def run_events(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self._found, request)
+        return events(self._run_events(found.id))
+
+    async def _run_events(self, run_id: str) -> AsyncIterator[Event]:
+        position, advice, last = 0, None, None
+        while True:
+            found = await asyncio.to_thread(self._catalog.get, run_id)
+            current = await asyncio.to_thread(self.summary, found)
+            path = found.folder.metrics_file
+            if path.is_file() and path.stat().st_size < position:
+                position = 0  # the run was resumed, and its records cut back
+            rows, after = await asyncio.to_thread(read_rows, path, position)
+            if rows or position == 0:
+                yield "metrics", {**columns(by_step(rows)), "from_start": position == 0}
+                position = after
+            if last is None or _without_clock(current) != _without_clock(last):
+                yield "run", current
+                last = current
+            if rows or advice is None:
+                advice = await asyncio.to_thread(findings, found)
+                yield "findings", {"findings": advice}
+                if rows:
+                    yield "rollouts", {"step": rows[-1]["step"]}
+            if not found.run.is_active:
+                yield "end", {}
+                return
+            await asyncio.sleep(_RUN_EVERY_S)
+
+    def logs(self, request: Request) -> Response:
+        found = self._found(request)
+        part, path = _log(found, request.query_params.get("part"))
+        lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
+        return answer({"part": part, "parts": list(found.run.logs), "lines": lines})
+
+    async def log_events(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self._found, request)
+        part, path = _log(found, request.query_params.get("part"))
+        return events(self._log_events(found.id, part, path))
+
+    async def _log_events(self, run_id: str, part: str | None, path: Path | None) -> AsyncIterator[Event]:
+        if path is None:
+            yield "end", {}
+            return
+        position = path.stat().st_size if path.is_file() else 0
+        yield "lines", {"lines": await asyncio.to_thread(tail, path, _LOG_LINES)}
+        while True:
+            active = (await asyncio.to_thread(self._catalog.get, run_id)).run.is_active
+            lines, position = await asyncio.to_thread(_new_lines, path, position)
+            if lines:
+                yield "lines", {"lines": lines}
+            if not active:
+                yield "end", {}
+                return
+            await asyncio.sleep(_RUN_EVERY_S)
+
+    def evaluations(self, request: Request) -> Response:
+        return answer(evaluations(self._found(request).folder))
+
+    def compare(self, request: Request) -> Response:
+        ids = [word for word in request.query_params.get("runs", "").split(",") if word]
+        if len(set(ids)) < 2:
+            raise PalestraError("one run cannot be compared; give two or more: ?runs=a,b")
+        found = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
+        return answer({"runs": [self.summary(run) for run in found], **compare({run.id: run.folder for run in found})})
+
+    def _found(self, request: Request) -> CatalogRun:
+        return self._catalog.get(request.path_params["run"])
+
+
+def _matches(found: CatalogRun, words: list[str]) -> bool:
+    run = found.run
+    text = f"{run.run_id} {run.name} {run.environment} {run.folder} {run.state} {found.source}".lower()
+    return all(word in text for word in words)
+
+
+def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("seconds", "seconds_left")}
+
+
+def _without_clocks(listing: dict[str, Any]) -> dict[str, Any]:
+    return {**listing, "runs": [_without_clock(row) for row in listing["runs"]]}
+
+
+def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
+    """The log that is asked for, or the first that the run has."""
+    logs = found.run.logs
+    if part and part not in logs:
+        raise PalestraError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
+    name = part or next((name for name, path in logs.items() if path.is_file()), None)
+    return name, logs[name] if name else None
+
+
+def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
+    """The whole lines after a position, with secrets redacted."""
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            whole_lines = file.read(1 << 20).rpartition(b"\n")[0]
+    except OSError:
+        return [], position
+    if not whole_lines:
+        return [], position
+    return redact(whole_lines.decode("utf-8", "replace")).split("\n"), position + len(whole_lines) + 1

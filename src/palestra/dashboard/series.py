@@ -1,0 +1,102 @@
+"""Metrics as columns: what a chart draws."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.runs.reader import merge_last_step, sample
+
+Row = Mapping[str, Any]
+_SPARKLINE_POINTS = 60
+
+# title, unit, and the names or beginnings of names ("score/") of a chart, in the order of display
+_CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Reward", "", ("reward_mean", "reward_max", "reward_min")),
+    ("Pass rate", "%", ("pass_rate", "eval/pass_rate")),
+    ("Measures", "", ("score/",)),
+    ("Measures passed", "%", ("pass_rate/",)),
+    ("Groups without signal", "%", ("equal_reward_groups",)),
+    ("Tool calls per rollout", "", ("tool_calls_mean",)),
+    ("Tool errors", "%", ("tool_error_rate", "unknown_tool_rate")),
+    ("Turns per rollout", "", ("turns_mean",)),
+    ("Sampled tokens per rollout", "tokens", ("completion_length_mean", "completion_length_max")),
+    ("Cut off", "%", ("truncation_rate", "context_full_rate", "looping_rate")),
+    ("Entropy", "nats", ("entropy",)),
+    ("KL", "nats", ("kl", "kl_reference", "kl_sampler")),
+    ("Sampler gap", "nats", ("sampler_gap_max",)),
+    ("Importance ratio", "", ("ratio_mean", "ratio_max")),
+    ("Clipped", "%", ("clip_fraction_low", "clip_fraction_high")),
+    ("Advantage", "", ("advantage_max", "advantage_mean", "advantage_min")),
+    ("Loss", "", ("loss", "policy_loss", "echo_loss")),
+    ("Gradient norm", "", ("grad_norm",)),
+    ("Learning rate", "", ("learning_rate",)),
+    ("Tokens per second", "tokens/s", ("sample_tokens_per_second", "train_tokens_per_s")),
+    ("Time by phase", "s", ("sample_seconds", "train_seconds")),
+    ("Memory", "GiB", ("peak_memory_gib",)),
+    ("Staleness", "steps", ("staleness_max", "stale_groups_dropped")),
+    ("Failures", "", ("rollout_failures", "measure_errors", "hung_calls", "measure_errors/")),
+)
+_NOT_DRAWN = ("step", "elapsed_seconds", "rollouts", "sampled_tokens", "tokens_computed", "tokens_trained")
+
+
+def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of metrics.jsonl from a byte on, and where the next read starts; from 0 if it was cut back."""
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) < start:
+                start = 0
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return [], 0
+    whole = data.rpartition(b"\n")[0]
+    rows = []
+    for line in whole.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
+            rows.append(row)
+    return rows, start + (len(whole) + 1 if whole else 0)
+
+
+def by_step(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row a step: an evaluation writes a second one for its step."""
+    found: dict[float, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["step"], []).append(row)
+    return [merge_last_step(found[step]) for step in sorted(found)]
+
+
+def columns(rows: Sequence[Row]) -> dict[str, Any]:
+    """{"step": […], "series": {name: […]}}; null where a step has no value."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    series = {name: [_number(row.get(name)) for row in rows] for name in names}
+    drawn = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    return {"step": [row["step"] for row in rows], "series": drawn}
+
+
+def charts(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The names in groups that belong together; each name once, what is not known at the end."""
+    left = [name for name in names if name not in _NOT_DRAWN]
+    found = []
+    for title, unit, known in _CHARTS:
+        mine = [name for key in known for name in left if name == key or (key.endswith("/") and name.startswith(key))]
+        if mine:
+            left = [name for name in left if name not in mine]
+            found.append({"title": title, "unit": unit, "names": mine})
+    return found + [{"title": name.replace("_", " "), "unit": "", "names": [name]} for name in left]
+
+
+def sparkline(rows: Sequence[Row]) -> list[float]:
+    values = [{"y": value} for row in rows if (value := _number(row.get("reward_mean"))) is not None]
+    return [point["y"] for point in sample(values, _SPARKLINE_POINTS)]
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None

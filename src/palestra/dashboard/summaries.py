@@ -1,0 +1,180 @@
+"""A run as the pages show it: a line of the list, and everything about one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.files import folder_size
+from palestra.core.run_folder import RunFolder, step_of
+from palestra.core.yaml_config import flatten
+from palestra.dashboard.catalog import CatalogRun
+from palestra.dashboard.series import by_step, read_rows, sparkline
+from palestra.evals.findings import run_findings
+
+_MAX_CACHED = 512
+
+
+class Sparklines:
+    """The reward curves of the list; read again when a run's metrics have changed."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Path, tuple[tuple[int, int], list[float]]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, folder: RunFolder) -> list[float]:
+        try:
+            stat = folder.metrics_file.stat()
+        except OSError:
+            return []
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        with self._lock:
+            known = self._found.get(folder.path)
+        if known is None or known[0] != stamp:
+            known = stamp, sparkline(by_step(read_rows(folder.metrics_file)[0]))
+        with self._lock:
+            self._found[folder.path] = known
+            self._found.move_to_end(folder.path)
+            while len(self._found) > _MAX_CACHED:
+                self._found.popitem(last=False)
+        return known[1]
+
+
+def summary(found: CatalogRun, sparklines: Sparklines) -> dict[str, Any]:
+    """A line of the list of runs."""
+    run, progress = found.run, found.run.progress
+    return {
+        "id": run.run_id,
+        "name": run.name,
+        "environment": run.environment or _subject(found.folder),
+        "model": _model_name(found.folder),
+        "source": found.source,
+        "state": run.state,
+        "active": run.is_active,
+        "reason": run.reason,
+        "created": run.created,
+        "started": run.started,
+        "ended": run.ended,
+        "seconds": run.seconds,
+        "seconds_left": progress.get("seconds_left") if run.is_active else None,
+        "step": progress.get("step", 0),
+        "total_steps": progress.get("total_steps"),
+        "reward_mean": progress.get("reward_mean"),
+        "pass_rate": progress.get("percent_correct"),
+        "eval_pass_rate": progress.get("eval_percent_correct"),
+        "sparkline": sparklines.of(found.folder),
+        "folder": str(run.folder),
+        "actions": actions(found),
+    }
+
+
+def actions(found: CatalogRun) -> list[str]:
+    """What can be done with the run now."""
+    run, folder = found.run, found.folder
+    has_weights = folder.model.is_dir() or folder.last_checkpoint() is not None
+    possible = {
+        "stop": found.listed and run.state in ("pending", "starting", "running"),
+        "resume": found.listed and run.state in ("stopped", "failed", "completed"),
+        "delete": found.listed and not run.is_active,
+        "export": has_weights,
+        "chat": has_weights,
+        "rescore": folder.rollouts_file.is_file() and found.source == "palestra",
+    }
+    return [name for name, holds in possible.items() if holds]
+
+
+def details(found: CatalogRun) -> dict[str, Any]:
+    """What the page of a run shows beside its summary, metrics and rollouts."""
+    folder, record = found.folder, record_of(found.folder)
+    report = folder.report() or {}
+    settings, changed = _config(folder)
+    return {
+        "config": settings,
+        "changed": changed,
+        "record": {name: record.get(name) for name in ("instructions", "tools", "source", "environment", "agent")},
+        "findings": findings(found),
+        "checkpoints": _checkpoints(folder),
+        "has_model": folder.model.is_dir(),
+        "logs": [part for part, path in found.run.logs.items() if path.is_file()],
+        "evaluations": [str(name) for name in folder.eval_names()],
+        "measures": measures(folder),
+        "report": {name: report[name] for name in ("before", "after", "changes", "seconds") if name in report} or None,
+    }
+
+
+def findings(found: CatalogRun) -> list[dict[str, Any]]:
+    """The advice: what the report says, or what the metrics say so far."""
+    recorded = (found.folder.report() or {}).get("findings")
+    if isinstance(recorded, list) and not found.run.is_active:
+        return recorded
+    rows = read_rows(found.folder.metrics_file)[0]
+    return [finding.to_dict() for finding in run_findings(rows, ended=not found.run.is_active)]
+
+
+def measures(folder: RunFolder) -> list[dict[str, Any]]:
+    """The measures by their metrics, and how much each counts in the reward (1 where the run does not say)."""
+    weights: Mapping[str, float] = record_of(folder).get("reward_weights") or {}
+    rows = read_rows(folder.metrics_file)[0]
+    kinds = ("score/", "pass_rate/")
+    names = dict.fromkeys(name.partition("/")[2] for row in rows for name in row if name.startswith(kinds))
+    return [
+        {"name": name, "weight": (w := weights.get(name, 1.0)), "rewarded": w != 0} for name in {**names, **weights}
+    ]
+
+
+def record_of(folder: RunFolder) -> dict[str, Any]:
+    """run.json; empty while a run is starting, or where it is damaged."""
+    try:
+        return folder.record
+    except (OSError, PalestraError):
+        return {}
+
+
+def _subject(folder: RunFolder) -> str:
+    record = record_of(folder)
+    environment = record.get("environment")
+    name = environment.get("name") if isinstance(environment, Mapping) else environment
+    return str(name or record.get("agent") or record.get("name") or "")
+
+
+def _config(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
+    """The settings by section, and the keys of those that are not at their defaults."""
+    if not folder.config_file.is_file():
+        return {}, []
+    try:
+        settings = folder.config.model_dump(mode="json")
+    except PalestraError:
+        return {}, []
+    defaults = flatten(RunConfig().model_dump(mode="json"))
+    return settings, [key for key, value in flatten(settings).items() if value != defaults.get(key)]
+
+
+def _model_name(folder: RunFolder) -> str:
+    """By the text of config.yaml: parsing it takes milliseconds, and a list has many runs."""
+    try:
+        text = folder.config_file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return str(record_of(folder).get("model") or "")
+    section = text.partition("\nmodel:\n")[2]
+    line = next((line for line in section.splitlines() if line.startswith("  name:")), "")
+    return line.partition(":")[2].strip().strip("'\"")
+
+
+def _checkpoints(folder: RunFolder) -> list[dict[str, Any]]:
+    best = folder.best_checkpoint()
+    return [
+        {
+            "name": str(step_of(path)),
+            "step": step_of(path),
+            "best": path == best,
+            "path": str(path),
+            "bytes": folder_size(path),
+            "created": path.stat().st_mtime,
+        }
+        for path in folder.step_checkpoints()
+    ]

@@ -1,0 +1,152 @@
+"""The tokens of one rollout as columns: who made each, whether it was trained, and what sampler and learner thought."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Array
+from palestra.dashboard.rollout_index import RolloutIndex, token_table
+
+MAX_TOKENS = 20_000  # of one answer
+_NUMBERS = ("logprob", "learner_logprob", "advantage", "ratio", "entropy", "gap")
+# which token is the worst by each column: the one with the largest value of this
+_BADNESS: Mapping[str, Callable[[Array], Array]] = {
+    "gap": np.abs,
+    "ratio": lambda ratio: np.abs(np.log(np.maximum(ratio, 1e-30))),
+    "logprob": lambda logprob: -logprob,
+    "entropy": lambda entropy: entropy,
+}
+
+
+def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict[str, Any]:
+    """What `GET …/tokens` answers: a slice of the columns; worst tokens and ranges are of the whole rollout."""
+    row = index.row(rollout_id)
+    columns = token_columns(index.record(row), _learned(index.folder, row))
+    total, part = len(columns["ids"]), slice(start, start + min(limit, MAX_TOKENS))
+    known = [name for name in _NUMBERS if not np.isnan(columns[name]).all()]
+    decode = token_texts(index.folder)
+    ids = columns["ids"][part].tolist()
+    return {
+        "total": total,
+        "start": start,
+        "ids": ids,
+        "text": [decode(token) for token in ids],
+        "maker": columns["maker"][part],
+        "turn": columns["turn"][part].tolist(),
+        "mask": columns["mask"][part].tolist(),
+        "version": columns["version"][part].tolist(),
+        **{name: _or_null(columns[name][part]) for name in _NUMBERS},
+        "known": known,
+        "worst": {
+            name: worst for name in known if name in _BADNESS and (worst := _worst(columns[name], _BADNESS[name]))
+        },
+        "range": {name: [float(np.nanmin(columns[name])), float(np.nanmax(columns[name]))] for name in known},
+    }
+
+
+def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, Any]:
+    """The columns of a rollout's line, and those of the token file where there is one; NaN where a token has none."""
+    turns = [turn for turn in record.get("turns") or () if turn.get("token_ids")]
+    lengths = [len(turn["token_ids"]) for turn in turns]
+    total = sum(lengths)
+    maker = [turn["maker"] for turn, length in zip(turns, lengths, strict=True) for _ in range(length)]
+    by_model = np.array([name == "model" for name in maker], dtype=bool)
+    nothing = np.full(total, np.nan)
+    logprob = _concatenated([_logprobs(turn) for turn in turns])
+    columns: dict[str, Any] = {
+        "ids": _concatenated([np.asarray(turn["token_ids"], dtype=np.int64) for turn in turns]),
+        "maker": maker,
+        "turn": np.repeat(np.arange(len(turns)), lengths),
+        "version": np.repeat([int(turn.get("policy_version") or 0) for turn in turns], lengths),
+        "mask": by_model,
+        "logprob": logprob,
+        **dict.fromkeys(("learner_logprob", "advantage", "ratio", "entropy", "gap"), nothing),
+    }
+    if learned is None or len(learned) != total:
+        return columns
+    exact, own, old = (learned[name].astype(np.float64) for name in ("logprob", "learner_logprob", "old_logprob"))
+    return columns | {
+        "mask": np.asarray(learned["policy_mask"]),
+        "logprob": np.where(np.isnan(exact), logprob, exact),
+        "learner_logprob": own,
+        "advantage": learned["advantage"].astype(np.float64),
+        "ratio": np.exp(own - np.where(np.isnan(old), own, old)),
+        "entropy": learned["entropy"].astype(np.float64),
+        "gap": exact - own,
+    }
+
+
+def _learned(folder: RunFolder, row: Any) -> Any:
+    """The rollout's part of its step's token file: mapped, so that only these pages are read."""
+    table = token_table(folder, row["step"]) if row["kind"] == "train" else None
+    return None if table is None else table[row["token_start"] : row["token_start"] + row["tokens"]]
+
+
+def _logprobs(turn: Mapping[str, Any]) -> Array:
+    known = turn.get("logprobs")
+    if turn["maker"] != "model" or not known or len(known) != len(turn["token_ids"]):
+        return np.full(len(turn["token_ids"]), np.nan)
+    return np.array([math.nan if value is None else value for value in known], dtype=np.float64)
+
+
+def _concatenated(parts: Sequence[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _or_null(values: Array) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _worst(values: Array, badness: Callable[[Array], Array]) -> dict[str, Any] | None:
+    bad = np.where(np.isnan(values), -np.inf, badness(values))
+    place = int(bad.argmax())
+    return {"index": place, "value": float(values[place])} if np.isfinite(bad[place]) else None
+
+
+def token_texts(folder: RunFolder) -> Callable[[int], str]:
+    """Token id -> its text, by the tokenizer that lies with the run; "#17" where there is none."""
+    for path in _tokenizer_files(folder):
+        if path.is_file():
+            return _decoder(str(path), path.stat().st_mtime_ns)
+    return lambda token: f"#{token}"
+
+
+def _tokenizer_files(folder: RunFolder) -> list[Path]:
+    last = folder.last_checkpoint()
+    folders = [folder.model, *([last] if last else []), folder.tokenizer]
+    with suppress(PalestraError):  # a config that cannot be read names no model
+        folders.append(_local_model(folder.config.model.name))
+    return [path / "tokenizer.json" for path in folders]
+
+
+def _local_model(name: str) -> Path:
+    """Where a model of this name lies on this machine, if it is embedded or a folder."""
+    import palestra.models
+
+    embedded = Path(palestra.models.__file__).parent / name.removeprefix("palestra/")
+    return embedded if name.startswith("palestra/") else Path(name).expanduser()
+
+
+@lru_cache(maxsize=4)
+def _decoder(path: str, changed: int) -> Callable[[int], str]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+
+    @lru_cache(maxsize=1 << 16)
+    def decode(token: int) -> str:
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+        piece = tokenizer.id_to_token(token)
+        # part of a character, which only the tokens beside it complete
+        return f"#{token}" if piece is None else piece if "\ufffd" in text or not text else text
+
+    return decode

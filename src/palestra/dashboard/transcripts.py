@@ -1,0 +1,163 @@
+"""One rollout whole, and a group side by side."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
+from palestra.dashboard.rollout_row import messages_of, scores_of, shown
+
+MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
+_AFTER_DIVERGENCE = 80
+
+
+def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CHARS) -> dict[str, Any]:
+    """A rollout with its messages, verdicts and neighbours."""
+    row = index.row(rollout_id)
+    record = index.record(row)
+    with index.open() as db:
+        previous, following = (
+            db.execute(
+                f"SELECT {end}(id) FROM rollouts WHERE kind = ? AND id {sign} ?", (row["kind"], rollout_id)
+            ).fetchone()[0]
+            for end, sign in (("max", "<"), ("min", ">"))
+        )
+        siblings = db.execute("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", (row["group_id"],)).fetchall()
+    more = {"previous": previous, "next_id": following, "siblings": [sibling[0] for sibling in siblings]}
+    return _whole(row, record, max_chars) | more
+
+
+def message_text(index: RolloutIndex, rollout_id: int, message: int, start: int, limit: int) -> dict[str, Any]:
+    """A part of one message's text."""
+    messages = messages_of(index.record(index.row(rollout_id)))
+    if not 0 <= message < len(messages):
+        raise UnknownRollout(f"rollout {rollout_id} has {len(messages)} messages, no number {message}")
+    text = messages[message]["text"]
+    return {"text": text[start : start + limit], "start": start, "chars": len(text)}
+
+
+def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS) -> dict[str, Any]:
+    """The siblings of one problem, the best first, and where they part."""
+    with index.open() as db:
+        rows = db.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY id", (group_id,)).fetchall()
+    if not rows:
+        raise UnknownRollout(f"there is no group {group_id} in this run")
+    rows.sort(key=lambda row: (row["advantage"] or 0.0, row["reward"]), reverse=True)
+    records = [index.record(row) for row in rows]
+    tokens = [token_ids(record) for record in records]
+    parts = first_difference(tokens)
+    siblings = []
+    for row, record, own in zip(rows, records, tokens, strict=True):
+        at = parts if own is tokens[0] else first_difference([tokens[0], own])
+        siblings.append(_whole(row, record, max_chars) | _divergence(record, records[0], at))
+    rewards = [row["reward"] for row in rows if row["error"] is None]
+    return {
+        "id": group_id,
+        "kind": rows[0]["kind"],
+        "step": rows[0]["step"],
+        "problem_id": rows[0]["problem_id"],
+        "equal": len(set(rewards)) <= 1,
+        "prompt_tokens": _prompt_tokens(records[0]),
+        "diverges_at": parts,
+        "rollouts": siblings,
+    }
+
+
+def token_ids(record: Mapping[str, Any]) -> list[int]:
+    return [token for turn in record.get("turns") or () for token in turn.get("token_ids") or ()]
+
+
+def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
+    """The first place at which not all are alike; None if all are the same, or there is only one.
+
+    >>> first_difference([[1, 2, 3], [1, 2, 4], [1, 2, 3]])
+    2
+    >>> first_difference([[1, 2], [1, 2, 3]])
+    2
+    """
+    shortest = min(map(len, rows), default=0)
+    for place in range(shortest):
+        if any(row[place] != rows[0][place] for row in rows):
+            return place
+    return shortest if any(len(row) != shortest for row in rows) else None
+
+
+def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | None) -> dict[str, Any]:
+    """Where a rollout leaves the best one: the token, and the message and character that a reader sees."""
+    own, others = (_said(each) for each in (record, best))
+    for number, text in enumerate(own):
+        other = others[number] if number < len(others) else ""
+        if text != other:
+            place = first_difference([text, other]) or 0
+            shown_text = text[place : place + _AFTER_DIVERGENCE]
+            return {
+                "diverges_at": at,
+                "diverges_message": number,
+                "diverges_char": place if place < len(messages_of(record)[number]["text"]) else None,
+                "diverges_text": shown_text,
+            }
+    return {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
+
+
+def _said(record: Mapping[str, Any]) -> list[str]:
+    """Each message as text, with its calls after it."""
+    return [
+        message["text"] + "".join(f"{call.get('name')}({call.get('arguments')})" for call in message["tool_calls"])
+        for message in messages_of(record)
+    ]
+
+
+def _prompt_tokens(record: Mapping[str, Any]) -> int:
+    turns = record.get("turns") or ()
+    return len(turns[0].get("token_ids") or ()) if turns else 0
+
+
+def _whole(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
+    messages = messages_of(record)
+    for message in messages:
+        text = message["text"]
+        message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
+        message["text"] = text[:max_chars]
+        message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
+    return {
+        **shown(row),
+        "messages": messages,
+        "scores": {name: _score(score, max_chars) for name, score in scores_of(record).items()},
+        "tool_results": record.get("tool_results") or [],
+        "tool_names": record.get("tool_names") or [],
+        "tool_seconds": record.get("tool_seconds"),
+        "error": record.get("error"),
+        "has_tokens": bool(row["tokens"]),
+    }
+
+
+def _score(score: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
+    reason = str(score.get("reason") or "")[:max_chars]
+    return {
+        "value": score.get("value"),
+        "passed": score.get("passed"),
+        "reason": reason,
+        "error": bool(score.get("error")),
+    }
+
+
+def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
+    """A call; arguments that are larger than a message may be are given as text, cut."""
+    found = {
+        "id": call.get("id"),
+        "name": call.get("name"),
+        "arguments": call.get("arguments"),
+        "error": call.get("error"),
+    }
+    if max_chars is not None and len(text := str(found["arguments"])) > max_chars:
+        found["arguments"] = text[:max_chars] + " …"
+    return found
+
+
+def require_id(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise PalestraError(f"{text[:40]!r} is not the number of a rollout")
+    return int(text)

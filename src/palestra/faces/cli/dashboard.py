@@ -1,0 +1,37 @@
+"""`palestra dashboard [PATH]`: runs, rollouts, tokens and suspicions in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from palestra.core.errors import PalestraError
+from palestra.faces.cli.common import debug_option
+from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
+from palestra.runs.manager import RunManager
+
+
+@click.command("dashboard")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@address_options(8004)
+@debug_option
+def command(path: Path | None, host: str, port: int, token: str | None) -> None:
+    """Show runs in a browser: live curves, every rollout and token, and whether a rising reward is real.
+
+    PATH is a run folder or a folder of some; without it, all runs are shown.
+
+    \b
+    palestra dashboard
+    palestra dashboard runs/my-agent-20260131-101500
+    """
+    require_serve_extra()
+    from palestra.dashboard.app import dashboard_app
+    from palestra.dashboard.catalog import Catalog, run_folders
+    from palestra.serve.web import open_port
+
+    folders = None if path is None else list(run_folders(path))
+    if folders == []:
+        raise PalestraError(f"{path} holds no run; give a run folder, or a folder of some")
+    app = dashboard_app(Catalog(RunManager(), folders), token, path=path)
+    run_server(app, open_port(host, port, token), "the dashboard is at", f"/?token={token}" if token else "")
