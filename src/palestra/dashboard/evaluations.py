@@ -19,7 +19,8 @@ def evaluations(folder: RunFolder) -> dict[str, Any]:
     index = RolloutIndex(folder)
     names = folder.eval_names()
     rows = {str(name): index.rows_of(str(name)) for name in names}
-    found = [_evaluation(name, rows[str(name)]) for name in names]
+    last_step = max((row["step"] for row in folder.metrics()), default=0)
+    found = [_evaluation(name, rows[str(name)], last_step) for name in names]
     flips = _flips(str(names[0]), str(names[-1]), rows) if len(names) > 1 else None
     return {"evaluations": found, "flips": flips}
 
@@ -39,12 +40,12 @@ def majority(rows: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
     return {problem: sum(passed) * 2 > len(passed) for problem, passed in attempts.items()}
 
 
-def _evaluation(name: EvalName, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _evaluation(name: EvalName, rows: list[dict[str, Any]], last_step: float) -> dict[str, Any]:
     judged = [row for row in rows if row["error"] is None]
     measures = dict.fromkeys(measure for row in judged for measure in row["scores"])
     return {
         "name": str(name),
-        "step": 0 if name == "before" else name if isinstance(name, int) else None,
+        "step": 0 if name == "before" else name if isinstance(name, int) else last_step,
         "n": len(rows),
         "mean_reward": sum(row["reward"] for row in judged) / len(judged) if judged else None,
         "pass_rate": asdict(Rate.of(sum(bool(row["passed"]) for row in judged), len(judged))),

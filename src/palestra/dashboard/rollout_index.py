@@ -23,7 +23,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
 
 _VERSION = 1
-_BATCH = 500  # lines of one transaction
+_BATCH = 200  # lines of one transaction
 _BUSY_S = 30.0
 _SCHEMA = """
 CREATE TABLE sources (kind TEXT PRIMARY KEY, inode INTEGER NOT NULL, position INTEGER NOT NULL);
@@ -31,7 +31,8 @@ CREATE TABLE counter (next_id INTEGER NOT NULL);
 INSERT INTO counter VALUES (1);
 CREATE TABLE rollouts (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, step INTEGER NOT NULL, group_id INTEGER NOT NULL,
-    problem_id TEXT NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL, token_start INTEGER NOT NULL,
+    problem_id TEXT NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL,
+    token_start INTEGER NOT NULL,
     tokens INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, turns INTEGER NOT NULL, tool_calls INTEGER NOT NULL,
     tools TEXT NOT NULL, reward REAL NOT NULL, advantage REAL, passed INTEGER NOT NULL, stop TEXT NOT NULL, error TEXT,
     seconds REAL NOT NULL, scores TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, sibling INTEGER NOT NULL
@@ -92,11 +93,9 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position = 0
-                while True:
+                position, ended = _position(db, kind), False
+                while not ended and (until is None or time.monotonic() < until):
                     position, ended = self._batch(db, kind, path)
-                    if ended or (until is not None and time.monotonic() > until):
-                        break
                 done, total = done + position, total + max(position, path.stat().st_size)
         return 1.0 if done >= total else done / total
 
@@ -228,6 +227,11 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
         return 0
     row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[low - 1],)).fetchone()
     return int(row["start"] + row["length"])
+
+
+def _position(db: sqlite3.Connection, kind: str) -> int:
+    row = db.execute("SELECT position FROM sources WHERE kind = ?", (kind,)).fetchone()
+    return int(row[0]) if row else 0
 
 
 def _is_there(file: IO[bytes], row: sqlite3.Row) -> bool:

@@ -131,7 +131,7 @@ def _of_rollouts(rows: Sequence[Row], when: str) -> Iterator[Finding]:
 
 
 def _failures(rows: Sequence[Row], when: str) -> Iterator[Finding]:
-    count, failed = (sum(row[name] for row in rows) for name in ("rollouts", "rollout_failures"))
+    count, failed = (sum(row.get(name, 0.0) for row in rows) for name in ("rollouts", "rollout_failures"))
     for name in dict.fromkeys(key for row in rows for key in row if key.startswith("measure_errors/")):
         errors = sum(row.get(name, 0.0) for row in rows)
         yield Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def row_from_folder(folder: RunFolder) -> dict[str, Any]:
     record = folder.record if folder.has_begun else json.loads(folder.request_file.read_text())
     process = holder(folder.path)
     files = [path for path in (folder.metrics_file, folder.config_file, folder.path) if path.exists()]
-    changed, created = files[0].stat().st_mtime, known.get("created") or files[-1].stat().st_mtime
+    changed = files[0].stat().st_mtime
+    created = known.get("created") or _time_of(record.get("created")) or files[-1].stat().st_mtime
     row = {
         "run_id": _id_of(folder.path), "name": record.get("name") or folder.path.name, "environment": "",
         "folder": str(folder.path), "kind": "foreground", "reason": REBUILT, "created": created,
@@ -62,6 +64,14 @@ def row_from_folder(folder: RunFolder) -> dict[str, Any]:
         return row | {"state": "completed" if folder.model.is_dir() else "stopped", "ended": changed}
     # its supervisor, if it has one, says so with its next heartbeat
     return row | process | {"state": "running", "kind": "foreground"}
+
+
+def _time_of(stamp: Any) -> float | None:
+    """Seconds since the epoch, of a run.json's own time."""
+    try:
+        return time.mktime(time.strptime(str(stamp), "%Y%m%d-%H%M%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def _id_of(folder: Path) -> str:

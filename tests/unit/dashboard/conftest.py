@@ -1,0 +1,30 @@
+"""Run folders that no training made, and a client of the dashboard that shows them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "scripts")]
+
+import make_runs  # noqa: E402
+from dashboard_client import client_of  # noqa: E402
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three steps of two groups of four."""
+    return make_runs.write_run(tmp_path / "runs" / "shop", make_runs.plain_groups(24, per_step=2, size=4))
+
+
+@pytest.fixture
+def client(run, tmp_path):
+    return client_of(run.path, tmp_path / "home")
+
+
+@pytest.fixture
+def api(client) -> str:
+    """The address of the run's API."""
+    return f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"

@@ -1,0 +1,77 @@
+"""Who is answered: this machine's own page, or whoever has the token; no other site, whatever it sends."""
+
+from __future__ import annotations
+
+import pytest
+from dashboard_client import ADDRESS, client_of
+
+PATHS = ("/", "/static/app.js", "/api/runs", "/api/status", "/api/runs/x/events")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:3000"},  # another server of this machine
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8004"},
+        {"Host": ""},
+    ],
+    ids=str,
+)
+def test_a_request_of_another_site_is_refused_with_any_method(client, method, headers) -> None:
+    for path in PATHS:
+        response = client.request(method, path, headers={"Content-Type": "application/json", **headers})
+        assert response.status_code == 403, path
+
+
+def test_the_own_page_is_answered(client) -> None:
+    own = {"Origin": ADDRESS, "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/api/runs", headers=own).status_code == 200
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_a_form_of_html_cannot_change_anything(client, api) -> None:
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", ""):
+        assert client.post(f"{api}/stop", content="{}", headers={"Content-Type": kind}).status_code == 415
+
+
+def test_without_the_token_no_page_is_shown(run, tmp_path) -> None:
+    client = client_of(run.path, tmp_path / "home", token="secret")
+    for path in PATHS:
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert client.get(path, headers={"Cookie": "palestra_token=wrong"}).status_code == 401
+    assert client.get("/?token=wrong").status_code == 401
+    assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_the_token_in_the_address_becomes_a_cookie_that_scripts_cannot_read(run, tmp_path) -> None:
+    client = client_of(run.path, tmp_path / "home", token="secret")
+    response = client.get("/?token=secret", follow_redirects=False)
+    assert (response.status_code, response.headers["location"]) == (303, "./")
+    cookie = response.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert client.get("/api/runs").status_code == 200  # the client keeps cookies
+    crossed = {"Origin": "https://evil.example"}
+    assert client.get("/api/runs", headers=crossed).status_code == 403  # the cookie alone is not enough
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/nothing", "/static/../../app.py"])
+def test_every_answer_has_the_security_headers(client, path) -> None:
+    response = client.get(path)
+    policy = response.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["x-frame-options"] == "DENY"
+
+
+def test_static_files_stay_in_their_folder(client) -> None:
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
+        assert client.get(path).status_code == 404

@@ -1,0 +1,159 @@
+"""Runs in the dashboard: the list, one run, its metrics, logs, events and comparisons."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import make_runs
+import pytest
+from dashboard_client import client_of
+
+from palestra.core.files import write_text
+from palestra.core.run_folder import RunFolder
+from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.run_routes import RunRoutes
+from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
+from palestra.evals.paired import Paired, pair
+from palestra.runs.manager import RunManager
+
+
+def test_the_list_has_a_line_for_each_run_and_finds_words(client, run) -> None:
+    found = client.get("/api/runs").json()
+    assert found["total"] == 1
+    row = found["runs"][0]
+    assert row["folder"] == str(run.path)
+    assert row["model"] == "palestra/tiny"
+    assert row["step"] == 3
+    assert len(row["sparkline"]) == 3
+    assert client.get("/api/runs?q=SHOP").json()["total"] == 1
+    assert client.get("/api/runs?q=nothing").json()["total"] == 0
+    assert client.get("/api/runs?state=failed").json()["total"] == 0
+
+
+def test_a_run_that_does_not_exist_is_404(client) -> None:
+    response = client.get("/api/runs/nothing")
+    assert response.status_code == 404
+    assert "nothing" in response.json()["error"]["message"]
+
+
+def test_a_run_tells_its_settings_and_measures(client, api) -> None:
+    found = client.get(api).json()
+    assert found["config"]["model"]["name"] == "palestra/tiny"
+    assert "train.learning_rate" in found["changed"]
+    assert found["measures"] == [{"name": "right_total", "weight": 1.0, "rewarded": True}]
+    assert found["actions"] == ["rescore"]  # it has no weights, and the index does not list it
+
+
+def test_metrics_are_columns_with_a_row_a_step(client, api, run) -> None:
+    found = client.get(f"{api}/metrics").json()
+    rows = run.metrics()
+    assert found["step"] == [row["step"] for row in rows]
+    assert found["series"]["reward_mean"] == [row["reward_mean"] for row in rows]
+    assert found["charts"][0]["names"][0] == "reward_mean"
+    assert client.get(f"{api}/metrics?after=2").json()["step"] == [3]
+
+
+def test_an_evaluation_shares_the_row_of_its_step_and_gaps_are_null() -> None:
+    rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": float("nan")}, {"step": 2, "eval/pass_rate": 0.5}]
+    assert columns(by_step(rows)) == {"step": [1, 2], "series": {"a": [1.0, None], "eval/pass_rate": [None, 0.5]}}
+
+
+def test_every_metric_is_in_one_chart() -> None:
+    names = ["reward_mean", "score/a", "score/b", "pass_rate", "pass_rate/a", "brand_new", "entropy"]
+    drawn = [name for chart in charts(names) for name in chart["names"]]
+    assert sorted(drawn) == sorted(names)
+
+
+def test_half_a_line_of_metrics_waits(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')
+    rows, position = read_rows(path)
+    assert [row["step"] for row in rows] == [1]
+    with path.open("a") as file:
+        file.write('ard_mean": 0.75}\n')
+    rows, position = read_rows(path, position)
+    assert sparkline(rows) == [0.75]
+    assert read_rows(path, position) == ([], position)
+
+
+def test_a_folder_that_is_opened_twice_keeps_its_date(client, api) -> None:
+    first = client.get("/api/runs").json()["runs"][0]["created"]
+    client.get(f"{api}/rollouts")  # writes the index into the folder
+    assert client.get("/api/runs").json()["runs"][0]["created"] == first
+
+
+def test_comparing_shows_only_the_settings_that_differ(run, tmp_path) -> None:
+    other = run.path.parent / "other"
+    shutil.copytree(run.path, other)
+    text = RunFolder(other).config_file.read_text().replace("learning_rate: 0.001", "learning_rate: 0.01")
+    write_text(RunFolder(other).config_file, text)
+    client = client_of(run.path.parent, tmp_path / "home")
+    ids = [row["id"] for row in client.get("/api/runs").json()["runs"]]
+    found = client.get(f"/api/compare?runs={','.join(ids)}").json()
+    assert [row["key"] for row in found["settings"]] == ["train.learning_rate"]
+    assert set(found["settings"][0]["values"].values()) == {0.001, 0.01}
+    assert all(len(curve["step"]) == len(curve["tokens"]) == 3 for curve in found["curves"].values())
+    assert client.get(f"/api/compare?runs={ids[0]}").status_code == 400
+
+
+def test_paired_problems_and_their_p_value() -> None:
+    first = {"a": True, "b": False, "c": False, "d": True, "only here": True}
+    second = {"a": True, "b": True, "c": True, "d": False}
+    assert pair(first, second) == Paired(both=1, only_first=1, only_second=2, neither=0)
+    assert Paired(0, 0, 0, 9).p_value == 1.0
+    assert Paired(0, 0, 6, 0).p_value == pytest.approx(2 / 64)
+    assert Paired(0, 5, 5, 0).p_value == 1.0
+
+
+def events_of(source, count: int) -> list:
+    async def take() -> list:
+        found = []
+        async for event in source:
+            found.append(event)
+            if len(found) == count:
+                break
+        return found
+
+    return asyncio.run(take())
+
+
+def test_the_events_of_an_ended_run_are_its_whole_state_and_then_the_end(run, tmp_path) -> None:
+    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
+    run_id = routes._catalog.all()[0].id
+    found = events_of(routes._run_events(run_id), 9)
+    names = [name for name, _ in found]
+    assert names == ["metrics", "run", "findings", "rollouts", "end"]
+    assert found[0][1]["step"] == [1, 2, 3]
+
+
+def test_a_step_that_is_written_comes_as_an_event(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
+    monkeypatch.setattr("palestra.runs.reader.Run.is_active", True)
+    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
+    run_id = routes._catalog.all()[0].id
+
+    async def follow() -> list:
+        found = []
+        async for name, data in routes._run_events(run_id):
+            if name == "metrics":
+                found.append(data["step"])
+                if len(found) == 2:
+                    return found
+                with run.metrics_file.open("a") as file:
+                    file.write(json.dumps({"step": 4, "reward_mean": 1.0}) + "\n")
+        return found
+
+    assert asyncio.run(follow()) == [[1, 2, 3], [4]]
+
+
+def test_the_list_without_a_path_has_the_folders_of_runs_too(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(run.path.parent.parent)
+    assert [found.folder.path for found in Catalog(RunManager(tmp_path / "home")).all()] == [run.path]
+
+
+def test_made_runs_have_metrics_that_agree_with_their_rollouts(run) -> None:
+    rewards = [record["reward"] for record in run.rollouts() if record["step"] == 1]
+    assert run.metrics()[0]["reward_mean"] == sum(rewards) / len(rewards)
+    assert make_runs.WORD
