@@ -96,7 +96,8 @@ class RolloutIndex:
                 position, ended = _position(db, kind), False
                 while not ended and (until is None or time.monotonic() < until):
                     position, ended = self._batch(db, kind, path)
-                done, total = done + position, total + max(position, path.stat().st_size)
+                done += position  # a line that is being written counts when it is whole
+                total += position if ended else max(position, path.stat().st_size)
         return 1.0 if done >= total else done / total
 
     def rows_of(self, kind: str) -> list[dict[str, Any]]:
