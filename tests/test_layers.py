@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "learner": "core algo engine",
     "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
+    "tinker_client": "core algo learner policy",
     "serve": "core chat engine models policy",
-    "train": "core chat algo learner models tracking export evals envs report runs policy rollout",
+    "train": "core chat algo learner models tracking export evals envs report runs policy rollout tinker_client",
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
     "dashboard": "core models evals report runs serve",
@@ -52,12 +53,13 @@ MAY_IMPORT = {
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo bench engine export gguf learner models policy train",
+    "torch": "algo bench engine export gguf learner models policy tinker_client train",
     "transformers": "engine gguf learner models policy train",
     "peft": "learner",
     "safetensors": "export gguf learner models train",
-    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy train",
+    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy tinker_client train",
     "triton": "engine learner",
+    "tinker": "tinker_client",
     "trl": "",
     "datasets": "",
     "pyarrow": "",

@@ -19,6 +19,7 @@ from palestra.core.files import write_text
 FULL_LEARNING_RATE = 1e-5  # all weights, from about 100 M of them
 LORA_LEARNING_RATE = 1e-4  # adapters want about ten times as much
 LORA_RANK = 16  # where LoRA is implied, not given
+TINKER_LORA_RANK = 32  # as the SDK has it
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 
 
@@ -182,6 +183,14 @@ class LoraSection(Section):
         }
 
 
+class TinkerSection(Section):
+    """Where a model is trained with `backend: tinker`; the key is in TINKER_API_KEY."""
+
+    base_url: str | None = Field(
+        None, description="a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"
+    )
+
+
 class EchoSection(Section):
     """ECHO: also learn to predict what the tools answer."""
 
@@ -239,15 +248,29 @@ class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same run."""
 
     seed: int = Field(0, ge=0)
+    backend: Literal["local", "tinker"] = Field(
+        "local", description="where the model is: on this machine, or on a Tinker server (docs/tinker_backend.md)"
+    )
     output_dir: str = Field("runs", description="folder that run folders are made in")
     model: ModelSection = Field(default_factory=ModelSection)
     train: TrainSection = Field(default_factory=TrainSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     lora: LoraSection = Field(default_factory=LoraSection)
+    tinker: TinkerSection = Field(default_factory=TinkerSection)
     echo: EchoSection = Field(default_factory=EchoSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_backend(cls, settings: Any) -> Any:
+        """A Tinker server trains adapters, and scores tokens at temperature 1."""
+        if not isinstance(settings, dict) or settings.get("backend") != "tinker":
+            return settings
+        defaults: dict[str, dict[str, Any]] = {"rollout": {"temperature": 1.0}, "lora": {"r": TINKER_LORA_RANK}}
+        given = {name: settings.get(name) or {} for name in defaults}
+        return settings | {name: own | given[name] for name, own in defaults.items() if isinstance(given[name], dict)}
 
     def suited_to(self, parameters: int) -> RunConfig:
         """With a learning rate, where none is given, for a model of so many parameters."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from safetensors import SafetensorError
@@ -14,7 +16,7 @@ from safetensors import SafetensorError
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
 from palestra.export.source import read_record
-from palestra.models.adapters import RECORD, base_record
+from palestra.models.adapters import RECORD, base_record, is_adapter
 from palestra.models.loading import load_model
 
 
@@ -32,20 +34,42 @@ def save_hf(
     """Save weights, generation config, tokenizer with its chat template, and `palestra.json`.
 
     An adapter is saved as an adapter; with `merge` the folder holds the whole model, and the adapter is in `adapter/`.
-    The folder is written under a temporary name and renamed, so that it is complete or untouched.
     """
-    is_adapter = hasattr(model, "peft_config")
     record = dict(record or {})
+    with _written_aside(folder) as partial:
+        whole = _merged_copy(model) if merge else model
+        _write(whole, partial)
+        write_beside(whole, tokenizer, partial, record)
+        if merge and hasattr(model, "peft_config"):
+            _write(model, partial / "adapter")
+            _write_record(model, partial / "adapter", record)
+    return folder
+
+
+def save_downloaded(
+    download: Callable[[Path], Any], tokenizer: Any, folder: Path, *, base: str, record: Mapping[str, Any]
+) -> Path:
+    """Save a model that another machine has trained: an adapter to `base`, or a whole one, as its files come."""
+    with _written_aside(folder) as partial:
+        download(partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / RECORD, dict(record))
+        if is_adapter(partial):
+            path = partial / "adapter_config.json"
+            lora = {**json.loads(path.read_text(encoding="utf-8")), "base_model_name_or_path": base}
+            write_json(path, lora)
+            write_text(partial / "README.md", adapter_card(base, SimpleNamespace(**lora), record))
+    return folder
+
+
+@contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name that is renamed at the end, so that `folder` is complete or untouched."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        whole = _merged_copy(model) if merge else model
-        _write(whole, partial)
-        write_beside(whole, tokenizer, partial, record)
-        if merge and is_adapter:
-            _write(model, partial / "adapter")
-            _write_record(model, partial / "adapter", record)
+        yield partial
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -56,7 +80,6 @@ def save_hf(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def write_beside(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, Any]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,18 +10,12 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.policy.token_sessions import TokenSession, TokenSessions
 
 _MAX_REPLY_BYTES = 2**30  # logprobs of a whole context
 
 
-@dataclass(slots=True)
-class RemoteSession:
-    """The tokens of one conversation; the server keeps nothing between its turns."""
-
-    token_ids: list[int]
-
-
-class RemotePolicy:
+class RemotePolicy(TokenSessions):
     """Samples from a server in another process: ids, logprobs and versions are exactly the server's.
 
     The server may train its model itself, or take weights from us by files in `weights_folder`, which both can read.
@@ -53,24 +46,12 @@ class RemotePolicy:
         answer = await self._ask("/v1/models")
         return str(answer["data"][0]["id"])
 
-    def open(self, prompt_ids: Sequence[int]) -> RemoteSession:
-        return RemoteSession([int(i) for i in prompt_ids])
-
-    def fork(self, session: RemoteSession, n: int) -> list[RemoteSession]:
-        return [RemoteSession(list(session.token_ids)) for _ in range(n)]
-
-    async def sample(self, session: RemoteSession, params: SamplingParams) -> Turn:
+    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
         body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
         sampled = read_sampled(await self._ask("/generate", body))
         self.version = int(sampled.versions[-1])
         session.token_ids += sampled.token_ids.tolist()
         return sampled
-
-    def append(self, session: RemoteSession, token_ids: Sequence[int]) -> None:
-        session.token_ids += [int(i) for i in token_ids]  # `list += array` would add number by number
-
-    def close(self, session: RemoteSession) -> None:
-        """Nothing is held for it anywhere."""
 
     def update(self, weights: Weights) -> None:
         if self._weights_folder is None:
@@ -84,11 +65,6 @@ class RemotePolicy:
         finally:
             path.unlink(missing_ok=True)
         self.version = weights.version
-
-    def sleep(self) -> None:
-        """The server decides over its memory."""
-
-    def wake(self) -> None: ...
 
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:

@@ -59,13 +59,19 @@ class RunRequest:
         """Refuse whatever can be seen to be wrong without running user code."""
         if self.environment is not None and self.agent_file is not None:
             raise PalestraError("train on an environment or on an agent file, not on both")
-        if self.backend != "local":
-            raise PalestraError(f"backend={self.backend!r} cannot run here yet; use 'local'")
         if self.wire and self.environment is None:
             raise PalestraError("only an environment can run in a process of its own (wire); give one")
-        RunConfig.build(self.settings)
+        RunConfig.build(self.run_settings)
         for kind in ("settings", "env_settings", "server_settings"):
             refuse_secrets(getattr(self, kind), kind)
+
+    @property
+    def run_settings(self) -> dict[str, Any]:
+        """The settings with the backend. The lock on the trainer's memory is none on that of a Tinker server."""
+        if self.backend == "local":
+            return dict(self.settings)
+        kept = {key: value for key, value in self.settings.items() if key != "train.tokens_per_micro_batch"}
+        return {"backend": self.backend, **kept}
 
     def needs_wire(self) -> bool:
         """Whether the environment runs in a process of its own. Reads source files, runs none of them."""
@@ -79,7 +85,7 @@ class RunRequest:
 
         write_json(folder.request_file, {**asdict(self), "cwd": str(cwd)})
         sections = {"env": dict(self.env_settings), "openai": dict(self.server_settings)}
-        content = dict(self.settings) | {name: section for name, section in sections.items() if section}
+        content = self.run_settings | {name: section for name, section in sections.items() if section}
         write_text(folder.settings_file, yaml.safe_dump(content, sort_keys=False))
 
     @classmethod

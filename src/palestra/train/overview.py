@@ -19,7 +19,7 @@ _LEARNING_SHARE = 1.0  # learning takes about as long as sampling
 class Overview:
     """The numbers of a run, before it starts."""
 
-    weights: int
+    weights: int  # 0 where the model is on another machine
     trainable: int
     bytes_per_weight: int
     device: str
@@ -31,6 +31,8 @@ class Overview:
 
     @classmethod
     def of(cls, model: Any, config: RunConfig, steps: int, train_cases: int | None, eval_cases: int | None) -> Overview:
+        if model is None:
+            return cls(0, 0, 0, "", "", train_cases, eval_cases, steps, config)
         parameters = list(model.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         first = parameters[0]
@@ -80,15 +82,21 @@ class Overview:
     def text(self, folder: Path) -> str:
         """Three lines for people."""
         config, train = self.config, self.config.train
-        trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
         cases = "" if self.train_cases is None else f"{self.train_cases:,} cases to train on, "
         cases += "" if self.eval_cases is None else f"{self.eval_cases:,} to score before and after; "
         tokens = self.rollouts * config.rollout.max_new_tokens
+        steps = (
+            f"{cases}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
+            f"up to {tokens:,} new tokens a step"
+        )
+        if not self.weights:
+            trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"
+            return f"{config.model.name}: {trained}, on a Tinker server\n{steps}"
+        trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
         free = shutil.disk_usage(folder).free
         lines = [
             f"{config.model.name}: {_millions(self.weights)} weights, {trained}, {self.dtype} on {self.device}",
-            f"{cases}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
-            f"up to {tokens:,} new tokens a step",
+            steps,
             f"needs about {_size(self.memory_bytes)} of memory besides cache and activations, "
             f"and {_size(self.disk_bytes)} of disk"
             + ("" if free > self.disk_bytes else f"; only {_size(free)} are free"),

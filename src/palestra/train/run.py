@@ -25,21 +25,20 @@ from palestra.evals.findings import (
     outcome_findings,
 )
 from palestra.evals.report import EvalReport
-from palestra.export.hf import save_hf, write_beside
 from palestra.learner.base import Learner
-from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, refuse_busy
 from palestra.tracking.base import Trackers
 from palestra.tracking.open import open_trackers
+from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
-from palestra.train.setup import load_for_run, parameter_count, policy_for, use_threads, with_adapter
+from palestra.train.setup import load_for_run, use_threads
 from palestra.train.tasks import Parts, Task
 from palestra.train.watcher import Watcher
 
@@ -64,8 +63,7 @@ class Run:
     """A training with all its parts, in one folder."""
 
     folder: RunFolder
-    model: Any
-    tokenizer: Any
+    backend: Backend
     training: Training
     evaluator: Evaluator | None
     resume_from: tuple[Path, TrainState] | None = None
@@ -105,30 +103,28 @@ class Run:
         loaded = loaded or load_for_run(config)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)
-        config = config.suited_to(parameter_count(loaded.model))
-        model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
-        learner = learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
-        policy = policy or policy_for(model, tokenizer, config)
+        backend = backend_of(config, loaded, learner, policy)
+        config, policy = backend.config, backend.policy
         state = state or TrainState()
         done = resume_from[1].step if resume_from else state.step
-        parts = Parts(config, policy, tokenizer, runner, watcher, done)
+        parts = Parts(config, policy, backend.tokenizer, runner, watcher, done)
         source, evaluator = task.source(parts), task.evaluator(parts)
         source.restore(state.source)
         training = Training(
             config,
             source,
             policy,
-            learner,
+            backend.learner,
             Trackers(()),
             steps,
             folder.checkpoints if keeps_checkpoints else None,
             runner,
             watcher,
             state,
-            lambda path: write_beside(model, tokenizer, path, folder.record),
+            lambda path: backend.complete_checkpoint(path, folder.record),
         )
         resume_after = done if resume or done else None
-        return cls(folder, model, tokenizer, training, evaluator, resume_from, resume_after, task.problem_count)
+        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
@@ -137,6 +133,7 @@ class Run:
         training.watcher.note(overview.text(self.folder.path))
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
+            stack.push(lambda kind, error, trace: self.backend.close(error is None))
             training.watcher.started(self.folder.path)
             stack.enter_context(listed(self.folder.path))
             stack.callback(training.source.close)
@@ -155,14 +152,15 @@ class Run:
             training.run(self._evaluate_between if self.evaluator else None, self._lacks_evaluation())
             after = self._evaluate("after", again=True)
             try:
-                path = save_hf(self.model, self.tokenizer, self.folder.model, record=self.folder.record)
+                path = self.backend.save_model(self.folder.model, self.folder.record)
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             findings = outcome_findings(metrics, after.rollouts if after else (), training.ended_early)
-            device = gpu_name(self.model)
+            device = gpu_name(self.backend.model)
             page = write_report(self.folder, before, after, metrics, seconds, findings, device=device)
-        return Outcome(self.model, self.tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
+        model, tokenizer = self.backend.model, self.backend.tokenizer
+        return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
 
     def _open_records(self) -> None:
         """Write down what the run is, and cut its records back to where it goes on."""
@@ -177,7 +175,7 @@ class Run:
     def _overview(self) -> Overview:
         training, scored = self.training, self.evaluator
         eval_cases = None if scored is None else len(scored.problems[: training.config.eval.cases])
-        return Overview.of(self.model, training.config, training.total_steps or 0, self.train_cases, eval_cases)
+        return Overview.of(self.backend.model, training.config, training.total_steps or 0, self.train_cases, eval_cases)
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier life of this run found."""
@@ -222,5 +220,6 @@ class Run:
 
 
 def gpu_name(model: Any) -> str:
-    """The name of the GPU that the model is on; empty for a CPU."""
-    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
+    """The name of the GPU that the model is on; empty for a CPU, or another machine."""
+    is_here = model is not None and model.device.type == "cuda"
+    return torch.cuda.get_device_name(model.device) if is_here else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora, quantization_config
-from palestra.models.loading import LoadedModel, load_model
+from palestra.models.loading import LoadedModel, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.remote import RemotePolicy
@@ -27,8 +28,12 @@ def seed_everything(seed: int) -> None:
 
 
 def load_for_run(config: RunConfig) -> LoadedModel:
-    """The model of a run, quantised where asked for, with every generator seeded first."""
+    """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
+    model is on a Tinker server."""
     seed_everything(config.seed)
+    if config.backend == "tinker":
+        require_tinker()
+        return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
     return load_model(
         config.model.name,
         dtype=config.model.dtype,
@@ -36,6 +41,11 @@ def load_for_run(config: RunConfig) -> LoadedModel:
         quantization=quantization_config(config.lora),
         threads=config.model.threads,
     )
+
+
+def require_tinker() -> None:
+    if find_spec("tinker") is None:
+        raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
 def use_threads(threads: int | None, config: RunConfig) -> None:

@@ -28,7 +28,7 @@ def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
         (RunRequest(environment="a", agent_file="b.py"), "not on both"),
         (RunRequest(settings={"train.max_stepz": 3}), "Did you mean 'train.max_steps'"),
         (RunRequest(settings={"train.max_steps": "many"}), "valid integer"),
-        (RunRequest(backend="tinker"), "backend='tinker' cannot run here yet"),
+        (RunRequest(backend="cloud"), "backend: Input should be 'local' or 'tinker'"),
         (RunRequest(agent_file="a.py", wire=True), "only an environment"),
         (RunRequest(environment="a", env_settings={"api_key": "sk-123"}), "environment variable"),
         (RunRequest(environment="a", server_settings={"note": "my hunter2hunter2"}), "environment variable"),
@@ -38,6 +38,14 @@ def test_what_is_wrong_is_refused_before_anything_is_made(request_, words, monke
     monkeypatch.setenv("SOME_API_KEY", "hunter2hunter2")
     with pytest.raises(PalestraError, match=words):
         request_.check()
+
+
+def test_a_request_for_tinker_says_so_in_its_settings(tmp_path: Path) -> None:
+    locked = {"lora.r": 32, "train.tokens_per_micro_batch": 9000}
+    request = RunRequest(environment="calculator", settings=locked, backend="tinker")
+    request.check()
+    request.save(RunFolder(tmp_path), tmp_path)
+    assert load_yaml(tmp_path / "settings.yaml") == {"backend": "tinker", "lora.r": 32}
 
 
 def test_settings_with_tokens_in_their_names_are_no_secrets():

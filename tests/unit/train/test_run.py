@@ -25,6 +25,7 @@ from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
+from palestra.train import backend
 from palestra.train import run as run_module
 from palestra.train.group_source import ProblemSource
 from palestra.train.loop import Interrupted
@@ -115,7 +116,7 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(run_module, "save_hf", lambda model, tokenizer, folder, record: folder)
+    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: folder)
     monkeypatch.setattr(run_module, "gpu_name", lambda model: "")
     config = RunConfig.build(SMALL, {"train.max_steps": 6, "checkpoint.every": 2, "checkpoint.keep_last": 9})
     folder = RunFolder.create(tmp_path, "run", config, {"agent": "fake", "instructions": "Be good."}, at=tmp_path / "r")

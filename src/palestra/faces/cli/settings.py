@@ -19,7 +19,11 @@ from palestra.core.yaml_config import flatten, load_yaml, translate
 
 PREFIXES = ("env", "openai")
 _META = "palestra.prefixed"
-_HELP = {"seed": "The same seed and settings give the same run.", "output_dir": "Where run folders are made."}
+_HELP = {
+    "seed": "The same seed and settings give the same run.",
+    "backend": "Where the model is trained: local, or tinker.",
+    "output_dir": "Where run folders are made.",
+}
 
 
 def options(command: click.Command) -> click.Command:

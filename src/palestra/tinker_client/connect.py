@@ -1,0 +1,78 @@
+"""From a config to a model on a Tinker server: which settings it heeds, and the key."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import tinker
+
+from palestra.core.config import LORA_LEARNING_RATE, RunConfig
+from palestra.core.errors import PalestraError
+from palestra.tinker_client.errors import refusal
+from palestra.tinker_client.model import TinkerModel
+
+KEY = "TINKER_API_KEY"
+_ANY_KEY = "for a server of your own that asks for none, any that begins with tml-"
+
+# settings that would have no effect, and why
+_NOT_ON_THE_WIRE = {
+    "the model is not in this process": [
+        *("model.dtype", "model.device", "model.threads", "model.gradient_checkpointing", "model.sleep_mode"),
+        *("model.master_weights", "model.engine", "model.kv_memory_gib"),
+        *("train.tokens_per_micro_batch", "train.share_prefix", "rollout.policy_url", "rollout.weights_folder"),
+    ],
+    "a Tinker server chooses the adapter's form by its rank": [
+        *("lora.alpha", "lora.dropout", "lora.target_modules", "lora.load_in_4bit")
+    ],
+    "a Tinker server gives the logprobs of tokens, not the entropy of their distributions": [
+        *("train.entropy_coefficient", "train.target_entropy")
+    ],
+    "a Tinker server samples by temperature, top_p and top_k alone": [
+        *("rollout.min_p", "rollout.repetition_penalty", "rollout.constrain_tool_calls")
+    ],
+}
+
+
+def suited(config: RunConfig) -> RunConfig:
+    """The config as a Tinker server can heed it; settings without effect are refused by their names."""
+    for why, keys in _NOT_ON_THE_WIRE.items():
+        config.refuse(keys, why)
+    if config.rollout.temperature != 1.0:
+        raise PalestraError(
+            f"rollout.temperature = {config.rollout.temperature:g}: a Tinker server scores tokens at temperature 1, so "
+            "that another distribution would be trained than the one sampled from; use 1.0"
+        )
+    if config.train.learning_rate is None and not config.lora.r:
+        raise PalestraError(
+            "lora.r = 0 trains all weights, and a Tinker server does not tell how many there are; "
+            f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
+        )
+    return config.suited_to(0) if config.train.learning_rate is None else config
+
+
+def open_model(config: RunConfig) -> TinkerModel:
+    """A new model on the server, with its adapter at the beginning."""
+    metadata = {"made_by": "palestra"}
+
+    def create(service: Any) -> Any:
+        return service.create_lora_training_client(
+            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata=metadata
+        )
+
+    return TinkerModel(lambda: connect(config.tinker.base_url), create)
+
+
+def connect(base_url: str | None) -> Any:
+    """A session with the server, by the key in TINKER_API_KEY, or the one that `tinker auth login` stored."""
+    key = os.environ.get(KEY)
+    if key and not key.startswith(("tml-", "eyJ")):
+        raise PalestraError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
+    try:
+        service = tinker.ServiceClient(base_url=base_url)
+        service.get_server_capabilities()
+        return service
+    except tinker.TinkerError as error:
+        if key is None and "api_key" in str(error):
+            raise PalestraError(f"backend: tinker needs a key; set {KEY} ({_ANY_KEY})") from None
+        raise refusal(error) from error

@@ -1,0 +1,74 @@
+"""The policy that samples on a Tinker server what its learner has trained there."""
+
+from __future__ import annotations
+
+import numpy as np
+from tinker import types
+
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.tinker_client.learner import TinkerWeights
+from palestra.tinker_client.model import Sampler, TinkerModel
+
+
+class TinkerPolicy(TokenSessions):
+    """Samples one version of the model's weights until it is given the next: turns under way stay at theirs."""
+
+    def __init__(self, model: TinkerModel, sampler: Sampler | None = None) -> None:
+        self._model = model
+        self._sampler = sampler or model.sampler(0)
+
+    @property
+    def version(self) -> int:
+        return self._sampler.version
+
+    def update(self, weights: Weights) -> None:
+        if not isinstance(weights, TinkerWeights) or weights.sampler is None:
+            raise PalestraError(
+                "a Tinker server samples the weights that it has trained itself; train with --backend tinker, too"
+            )
+        self._sampler = weights.sampler
+
+    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
+        if not session.token_ids:
+            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
+        prompt, wanted, sampler = types.ModelInput.from_ints(session.token_ids), sampling_params(params), self._sampler
+        try:
+            answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, wanted))
+        except PalestraError as error:
+            raise RolloutError(str(error)) from error
+        turn = read_turn(answer.sequences[0], sampler.version)
+        session.token_ids += turn.token_ids.tolist()
+        return turn
+
+
+def sampling_params(params: SamplingParams) -> types.SamplingParams:
+    """As the SDK has them; what it does not have is refused."""
+    missing = {
+        "min_p": params.min_p != 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "grammar": params.grammar is not None,
+        "stop strings beside stop tokens": bool(params.stop and params.stop_token_ids),
+    }
+    if refused := [name for name, used in missing.items() if used]:
+        raise PalestraError(f"a Tinker server cannot sample with {', '.join(refused)}; leave it out")
+    stops: list[str] | list[int] = list(params.stop) if params.stop else list(params.stop_token_ids)
+    return types.SamplingParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        seed=params.seed,
+        stop=stops,  # none at all: also not at the end of the text
+    )
+
+
+def read_turn(sequence: types.SampledSequence, version: int) -> Turn:
+    logprobs = sequence.logprobs
+    if logprobs is None or len(logprobs) != len(sequence.tokens) or not sequence.tokens:
+        count = None if logprobs is None else len(logprobs)
+        raise RolloutError(f"the Tinker server sampled {len(sequence.tokens)} tokens with {count} logprobs")
+    finish = "stop" if sequence.stop_reason == "stop" else "length"
+    return Turn("model", np.array(sequence.tokens), np.array(logprobs), version, finish)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""Where the model of a run is: on this machine, or on a Tinker server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.export.hf import save_downloaded, save_hf, write_beside
+from palestra.learner.base import Learner
+from palestra.learner.local import LocalLearner
+from palestra.models.loading import LoadedModel
+from palestra.policy.base import Policy
+from palestra.train.setup import parameter_count, policy_for, with_adapter
+
+Record = Mapping[str, Any]  # of the run folder
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What trains and samples the model, and how it is written to disk."""
+
+    config: RunConfig  # suited to the model
+    model: Any  # the module; None where it is not in this process
+    tokenizer: Any
+    learner: Learner
+    policy: Policy[Any]
+    complete_checkpoint: Callable[[Path, Record], None]  # makes what the learner saved a model: tokenizer, …
+    save_model: Callable[[Path, Record], Path]
+    close: Callable[[bool], None] = lambda good: None
+
+
+def backend_of(
+    config: RunConfig, loaded: LoadedModel, learner: Learner | None = None, policy: Policy[Any] | None = None
+) -> Backend:
+    """The backend that the config names. Learner and policy share one module, unless others are given."""
+    if config.backend == "tinker":
+        return tinker_backend(config, loaded)
+    config.refuse(["tinker"], "it is for backend: tinker")
+    config = config.suited_to(parameter_count(loaded.model))
+    model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
+    return Backend(
+        config,
+        model,
+        tokenizer,
+        learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0),
+        policy or policy_for(model, tokenizer, config),
+        lambda folder, record: write_beside(model, tokenizer, folder, record),
+        lambda folder, record: save_hf(model, tokenizer, folder, record=record),
+    )
+
+
+def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
+    """Learner and policy are two clients of one model on the server."""
+    from palestra.tinker_client.connect import open_model, suited
+    from palestra.tinker_client.learner import TinkerLearner
+    from palestra.tinker_client.policy import TinkerPolicy
+
+    config = suited(config)
+    model = open_model(config)
+    learner = TinkerLearner(model, config=config)
+    return Backend(
+        config,
+        None,
+        loaded.tokenizer,
+        learner,
+        TinkerPolicy(model),
+        lambda folder, record: None,  # the state is on the server
+        lambda folder, record: save_downloaded(
+            learner.export, loaded.tokenizer, folder, base=config.model.name, record=record
+        ),
+        lambda good: model.close(good=good),
+    )
