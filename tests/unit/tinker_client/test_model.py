@@ -154,7 +154,7 @@ def test_a_mistake_of_ours_is_not_sent_again() -> None:
     server = FakeServer()
     policy = TinkerPolicy(learner_on(server).model)
     server.fails = [WRONG]
-    with pytest.raises(RolloutError, match="the Tinker server refuses a request: no token 99$"):
+    with pytest.raises(RolloutError, match=r"the Tinker server refuses a request: no token 99$"):
         sampled(policy)
     assert server.log.count("session") == 1
 
