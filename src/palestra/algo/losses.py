@@ -238,6 +238,7 @@ def _token_stats(
     if sampler_logprobs is not None:
         # The tokens are the sampler's, so this is KL(sampler ‖ policy).
         values["kl_sampler"] = k3(sampler_logprobs, logprobs)
+        values["sampler_gap_mean"] = (sampler_logprobs - logprobs).abs()
     if ref_logprobs is not None:
         values["kl_reference"] = k3(logprobs, ref_logprobs)
     if entropy is not None:

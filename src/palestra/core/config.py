@@ -79,8 +79,12 @@ class TrainSection(Section):
     sapo_temperature_neg: float = Field(1.05, gt=0)
     beta: float = Field(0.0, ge=0, description="KL to the reference; 0 loads no reference at all")
     kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
-    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        Field("none", description="correct for sampler and learner disagreeing")
+    importance_correction: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = Field(
+        "auto",
+        description="correct for sampler and learner disagreeing; auto: token_truncate where they may, with "
+        "rollout.max_staleness or vLLM, else none",
     )
     importance_cap: float = Field(2.0, gt=0)
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
@@ -138,21 +142,19 @@ class RolloutSection(Section):
         description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
         "train.importance_correction weighs it); needs palestra[constrain]",
     )
-    max_staleness: int = Field(0, ge=0, description="policy versions a rollout may lag behind; only 0 works yet")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="policy versions that a rollout may lag behind when it is trained; above 0 sampling goes on while "
+        "tools run and the learner works",
+    )
 
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> RolloutSection:
         if self.group_size == 1:
             raise ValueError(
                 "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _synchronous(self) -> RolloutSection:
-        if self.max_staleness:
-            raise ValueError(
-                f"max_staleness = {self.max_staleness}: asynchronous training is not built yet; leave it at 0"
             )
         return self
 
@@ -271,6 +273,21 @@ class RunConfig(Section):
         defaults: dict[str, dict[str, Any]] = {"rollout": {"temperature": 1.0}, "lora": {"r": TINKER_LORA_RANK}}
         given = {name: settings.get(name) or {} for name in defaults}
         return settings | {name: own | given[name] for name, own in defaults.items() if isinstance(given[name], dict)}
+
+    @model_validator(mode="after")
+    def _sampling_needs_its_cache(self) -> RunConfig:
+        if self.model.sleep_mode and self.rollout.max_staleness:
+            raise ValueError(
+                f"model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
+                f"{self.rollout.max_staleness} samples meanwhile; choose one of them"
+            )
+        return self
+
+    @property
+    def importance_correction(self) -> str:
+        """What train.importance_correction comes to."""
+        chosen = self.train.importance_correction
+        return ("token_truncate" if self.rollout.max_staleness else "none") if chosen == "auto" else chosen
 
     def suited_to(self, parameters: int) -> RunConfig:
         """With a learning rate, where none is given, for a model of so many parameters."""

@@ -29,9 +29,13 @@ NOT_TRAINED = -100
 NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have it
 
 
-def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
-    """One rollout: what was said, who made which tokens, and how it was scored. A line of rollouts.jsonl."""
-    return {
+def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
+    """One rollout: what was said, who made which tokens, and how it was scored. A line of rollouts.jsonl.
+
+    With `exact` it can be trained on again: logprobs to the last bit, the version of each token, its advantages.
+    """
+    advantages = None if rollout.advantages is None or not exact else rollout.advantages.tolist()
+    record = {
         "problem_id": rollout.problem_id,
         "reward": rollout.reward,
         "passed": rollout.passed,
@@ -39,14 +43,17 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "error": rollout.error,
         "scores": _verdicts(rollout),
         "messages": [_message_fields(message) for message in rollout.messages],
-        "turns": [_turn_to_dict(turn) for turn in rollout.turns],
+        "turns": [_turn_to_dict(turn, exact) for turn in rollout.turns],
         "tool_names": list(rollout.tool_names),
         "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
-        **({"lineages": [_lineage_to_dict(lineage) for lineage in rollout.lineages]} if rollout.lineages else {}),
+        **(
+            {"lineages": [_lineage_to_dict(lineage, exact) for lineage in rollout.lineages]} if rollout.lineages else {}
+        ),
         **({"info": dict(rollout.info)} if rollout.info else {}),
     }
+    return record | ({} if advantages is None else {"advantages": advantages})
 
 
 def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
@@ -64,6 +71,7 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
         seconds=record["seconds"],
         tool_seconds=record["tool_seconds"],
         error=record["error"],
+        advantages=None if "advantages" not in record else np.asarray(record["advantages"], dtype=np.float32),
         tool_names=tuple(record.get("tool_names", ())),
         lineages=tuple(_lineage_from_dict(lineage) for lineage in record.get("lineages", ())),
         info=record.get("info", {}),
@@ -222,12 +230,14 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
     return {name: _fields(score) for name, score in rollout.scores.items()}
 
 
-def _turn_to_dict(turn: Turn) -> dict[str, Any]:
+def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
-        values = np.round(turn.logprobs.astype(np.float64), 4)
+        values = turn.logprobs.astype(np.float64)
+        values = values if exact else np.round(values, 4)
         known = [None if math.isnan(value) else value for value in values.tolist()]  # JSON has no NaN
         record |= {"logprobs": known, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
+        record |= {"versions": turn.versions.tolist(), "finish": turn.finish} if exact else {}
     return record
 
 
@@ -235,12 +245,13 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     ids = record["token_ids"]
     if record["maker"] != "model":
         return Turn(record["maker"], ids)
-    return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), record["policy_version"])  # type: ignore[arg-type]
+    versions = record.get("versions", record["policy_version"])
+    return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), versions, record.get("finish"))  # type: ignore[arg-type]
 
 
-def _lineage_to_dict(lineage: Lineage) -> dict[str, Any]:
-    turns, messages = map(_turn_to_dict, lineage.turns), map(_message_fields, lineage.messages)
-    return {"stop": lineage.stop, "turns": list(turns), "messages": list(messages)}
+def _lineage_to_dict(lineage: Lineage, exact: bool) -> dict[str, Any]:
+    turns = [_turn_to_dict(turn, exact) for turn in lineage.turns]
+    return {"stop": lineage.stop, "turns": turns, "messages": [_message_fields(m) for m in lineage.messages]}
 
 
 def _lineage_from_dict(record: Mapping[str, Any]) -> Lineage:
@@ -263,9 +274,12 @@ def _fields(record: Score | Message | ToolCall) -> dict[str, Any]:
 
 
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:
-    return {"id": result.call.id, "name": result.call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
+    record = {"id": result.call.id, "name": result.call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
+    return record | ({"raised": True} if result.raised else {})
 
 
 def _result_from_dict(record: Mapping[str, Any]) -> ToolResult:
     """Its text is among the messages."""
-    return ToolResult(ToolCall(record["id"], record["name"]), "", record["ok"], record["seconds"])
+    return ToolResult(
+        ToolCall(record["id"], record["name"]), "", record["ok"], record["seconds"], record.get("raised", False)
+    )

@@ -34,6 +34,7 @@ class RunFolder:
       metrics.jsonl       one object a step
       rollouts.jsonl      one object a rollout of training: messages, scores, token ids
       tokens/             what the learner found for each token of these: step-000050.npy, as `train.token_record` says
+      queue.sqlite        groups that were sampled ahead of their step, where rollout.max_staleness allows it
       evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
       checkpoints/        step-000050, …
       model/              the trained weights, once training has ended
@@ -97,6 +98,11 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def queue_file(self) -> Path:
+        """Groups that were sampled ahead of their step (rollout.max_staleness)."""
+        return self.path / "queue.sqlite"
 
     @property
     def rollouts_file(self) -> Path:

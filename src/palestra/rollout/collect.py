@@ -41,13 +41,7 @@ class Collector:
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
         """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
-        limit = getattr(self.environment, "max_episodes", None)
-        if limit is not None and limit < group_size:
-            raise PalestraError(
-                f"the environment takes {limit} attempts at a time, and a group has {group_size}; "
-                "let it take more, or lower rollout.group_size"
-            )
-        at_once = max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
+        at_once = self.groups_at_once(group_size)
         opening = [asyncio.create_task(open_episodes(self.environment, p, group_size)) for p in problems[:at_once]]
         if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
             await asyncio.wait(opening)
@@ -73,6 +67,16 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def groups_at_once(self, group_size: int) -> int:
+        """How many groups may be under way together."""
+        limit = getattr(self.environment, "max_episodes", None)
+        if limit is not None and limit < group_size:
+            raise PalestraError(
+                f"the environment takes {limit} attempts at a time, and a group has {group_size}; "
+                "let it take more, or lower rollout.group_size"
+            )
+        return max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
 
     async def _group(
         self, problem: Problem, episodes: Sequence[Episode], seed_key: str, on_rollout: OnRollout

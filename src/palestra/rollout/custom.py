@@ -51,12 +51,15 @@ class FunctionCollector:
         There is one call, or several where more episodes are needed than may be open. The function samples by its
         own rule, so the seed keys are not used.
         """
-        at_once = max(1, self.max_open_episodes // group_size)
+        at_once = self.groups_at_once(group_size)
         groups: list[Group] = []
         for start in range(0, len(problems), at_once):
             groups += await self._call(problems[start : start + at_once], group_size, on_rollout)
         self.rewards.require_working()
         return groups
+
+    def groups_at_once(self, group_size: int) -> int:
+        return max(1, self.max_open_episodes // group_size)
 
     async def _call(self, problems: Sequence[Problem], group_size: int, on_rollout: OnRollout) -> list[Group]:
         """The groups of one call. If it raises, each problem gets a call of its own, so that only some need fail."""

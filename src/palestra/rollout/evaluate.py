@@ -18,6 +18,10 @@ class CollectsGroups(Protocol):
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout = ...
     ) -> list[Group]: ...
 
+    def groups_at_once(self, group_size: int) -> int:
+        """How many groups may be under way together."""
+        ...
+
 
 async def evaluate(
     collector: CollectsGroups,

@@ -1,13 +1,13 @@
 """The GroupSource seam: where scored groups come from, and the one place that refills and drops them.
 
-Our own agent loop, a user's `rollout_func` and the trajectory wire are sources; so will be queues and gateways.
+Our own agent loop, a user's `rollout_func` and the trajectory wire are sources; `group_queue` is a queue around one.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,12 @@ class GroupSource(Protocol):
     @property
     def max_staleness(self) -> int | None:
         """How many policy versions a group may lag behind; None: any."""
+        ...
+
+    @property
+    def concurrent(self) -> int:
+        """How many groups may be under way at once; above 1 `state` moves on with the call of `next` itself, so that
+        a queue can call it again before the first has ended. 0: no queue may be around it."""
         ...
 
     @property
@@ -64,13 +70,14 @@ class ProblemSource:
     drawn: int = 0  # problems so far; with the seed it fixes what comes next
     refills: bool = True
     max_staleness: int | None = 0
+    concurrent: int = 1024
     on_rollout: OnRollout = lambda rollout: None
 
-    async def next(self, count: int, version: int) -> list[Group]:
+    def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         problems = draw(self.problems, self.drawn, count, self.seed)
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
         self.drawn += count
-        return await self.collector.collect(problems, self.group_size, keys, self.on_rollout)
+        return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
 
     def state(self) -> dict[str, Any]:
         return {"cursor": self.drawn}
@@ -92,6 +99,7 @@ class NoMoreGroups:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     refills: bool = False
     max_staleness: int | None = None
+    concurrent: int = 0
 
     async def next(self, count: int, version: int) -> list[Group]:
         raise PalestraError("this run takes no more steps")

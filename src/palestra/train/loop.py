@@ -7,10 +7,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
@@ -31,6 +32,7 @@ from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")
+T = TypeVar("T")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -56,6 +58,7 @@ class Training:
     watcher: Watcher = field(default_factory=Watcher)
     state: TrainState = field(default_factory=TrainState)
     write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
+    learner_thread: Executor | None = None  # the learner works there while the event loop samples; None: nobody samples
     earlier_s: float = 0.0  # how long the run took before it was resumed
     began: float = field(default_factory=time.perf_counter)
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
@@ -96,6 +99,11 @@ class Training:
                 self.checkpoint()
             except Exception as error:
                 raise self.failure("saving the last checkpoint", error) from error
+
+    @property
+    def steps_left(self) -> int | None:
+        """With the one in progress; None where steps are taken one by one."""
+        return None if self.total_steps is None else self.total_steps - self.state.step
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due between this step and the next."""
@@ -148,7 +156,7 @@ class Training:
         version = state.policy_version
         if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
             with self._policy_asleep():
-                metrics |= update(self.learner, samples, config, coefficients, version)
+                metrics |= self._compute(lambda: update(self.learner, samples, config, coefficients, version))
             if config.train.target_entropy is not None:
                 metrics["entropy_coefficient"] = coefficients.entropy
             version += 1
@@ -160,16 +168,29 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
         )
+        train_seconds = time.perf_counter() - began
+        sampling_s = rollouts.seconds + (train_seconds if self.learner_thread else 0.0)
         metrics |= {
-            "sample_seconds": rollouts.seconds,
-            "train_seconds": time.perf_counter() - began,
+            "sample_seconds": rollouts.seconds,  # that the learner waited for
+            "train_seconds": train_seconds,
             "elapsed_seconds": self.elapsed_s,
-            "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(rollouts.seconds, 1e-9),
+            "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
         }
         self.tracker.rollouts(after.step, groups)
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _compute(self, work: Callable[[], T]) -> T:
+        """The learner's work; where groups are sampled ahead, the event loop turns meanwhile."""
+        if self.learner_thread is None:
+            return work()
+        loop = self.runner.get_loop()
+
+        async def wait() -> T:
+            return await loop.run_in_executor(self.learner_thread, work)
+
+        return self.runner.run(wait())
 
     @contextmanager
     def _policy_asleep(self) -> Iterator[None]:

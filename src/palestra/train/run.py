@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from palestra.tracking.open import open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
+from palestra.train.group_queue import GroupQueue
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
@@ -69,6 +71,7 @@ class Run:
     resume_from: tuple[Path, TrainState] | None = None
     resume_after: int | None = None  # the step after which all is done again; None for a new run
     train_cases: int | None = None  # None where there is no last one
+    queue: GroupQueue | None = None  # where groups are sampled ahead of their step
 
     @classmethod
     def build(
@@ -109,10 +112,19 @@ class Run:
         done = resume_from[1].step if resume_from else state.step
         parts = Parts(config, policy, backend.tokenizer, runner, watcher, done)
         source, evaluator = task.source(parts), task.evaluator(parts)
-        source.restore(state.source)
+        queue = None
+        if config.rollout.max_staleness and source.concurrent:
+            queue = GroupQueue(
+                source,
+                per_step=config.train.problems_per_step,
+                max_staleness=config.rollout.max_staleness,
+                journal_file=folder.queue_file if keeps_checkpoints and config.checkpoint.every else None,
+                steps_left=lambda: training.steps_left,
+            )
+        (queue or source).restore(state.source)
         training = Training(
             config,
-            source,
+            queue or source,
             policy,
             backend.learner,
             Trackers(()),
@@ -122,9 +134,10 @@ class Run:
             watcher,
             state,
             lambda path: backend.complete_checkpoint(path, folder.record),
+            ThreadPoolExecutor(1, "palestra-learner") if queue else None,
         )
         resume_after = done if resume or done else None
-        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count)
+        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
@@ -136,6 +149,8 @@ class Run:
             stack.push(lambda kind, error, trace: self.backend.close(error is None))
             training.watcher.started(self.folder.path)
             stack.enter_context(listed(self.folder.path))
+            if training.learner_thread is not None:
+                stack.callback(training.learner_thread.shutdown)
             stack.callback(training.source.close)
             self._open_records()
             stack.callback(training.tracker.close)
@@ -186,11 +201,18 @@ class Run:
         if known is not None:
             return known
         try:
-            report = self.evaluator.run(self.training.runner, self.training.watcher, f"scoring {name}")
+            report = self._score(f"scoring {name}")
             write_evaluation(path, report)
         except Exception as error:
             raise self.training.failure(f"scoring {name}", error) from error
         return report
+
+    def _score(self, phase: str) -> EvalReport:
+        assert self.evaluator is not None
+        runner = self.training.runner
+        if self.queue is not None:
+            runner.run(self.queue.drained())
+        return self.evaluator.run(runner, self.training.watcher, phase)
 
     def _check_before(self, before: EvalReport | None) -> None:
         """Stop a run in which nothing can be learned, and tell what else is not the model's doing."""
@@ -212,8 +234,7 @@ class Run:
         return is_due and not any(r["step"] == step and "eval/pass_rate" in r for r in self.folder.metrics())
 
     def _evaluate_between(self, step: int) -> float:
-        assert self.evaluator is not None
-        report = self.evaluator.run(self.training.runner, self.training.watcher, f"evaluating at step {step}")
+        report = self._score(f"evaluating at step {step}")
         write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
         return report.mean_reward

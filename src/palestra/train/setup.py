@@ -17,6 +17,7 @@ from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.loading import LoadedModel, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
+from palestra.policy.pinned import sampling_copy
 from palestra.policy.remote import RemotePolicy
 
 
@@ -66,7 +67,9 @@ def with_adapter(model: Any, config: RunConfig) -> Any:
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     """What a run samples with: the model in this process, or a server that is given its weights after each step."""
     if config.rollout.policy_url is None:
-        return build_policy(model, tokenizer, config.model.engine, config.model.kv_memory_gib)
+        # sampling goes on while the learner changes its weights: by a module of its own, at the last version
+        sampled = sampling_copy(model) if config.rollout.max_staleness else model
+        return build_policy(sampled, tokenizer, config.model.engine, config.model.kv_memory_gib)
     if config.lora.r:
         raise PalestraError(
             "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"

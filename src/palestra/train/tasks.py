@@ -74,12 +74,14 @@ class EnvironmentTask:
     def source(self, parts: Parts) -> ProblemSource:
         config = parts.config
         _check_tools(self.environment, parts)
+        collector, size = self._collector(parts, training=True), config.rollout.group_size
         return ProblemSource(
-            self._collector(parts, training=True),
+            collector,
             self.environment.problems("train"),
             self.environment.reward_weights,
-            config.rollout.group_size,
+            size,
             config.seed,
+            concurrent=collector.groups_at_once(size),
             on_rollout=lambda rollout: parts.watcher.rollout(),
         )
 
@@ -98,6 +100,7 @@ class EnvironmentTask:
         )
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
+            parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             return FunctionCollector(
                 self.environment,
                 self.rollout_func,

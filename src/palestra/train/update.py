@@ -11,7 +11,7 @@ import numpy as np
 from palestra.algo.batching import split_minibatches
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
-from palestra.core.config import RunConfig, TrainSection
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
 from palestra.learner.base import Batch, Learner
@@ -19,6 +19,7 @@ from palestra.train.schedule import Coefficients
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
 
 
 def update(
@@ -47,7 +48,7 @@ def update(
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
     if not any_logprobs(samples):  # then these compare the policy with itself
-        metrics = {name: value for name, value in metrics.items() if name not in ("kl_sampler", "sampler_gap_max")}
+        metrics = {name: value for name, value in metrics.items() if name not in SAMPLER_METRICS}
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
         "learning_rate": coefficients.learning_rate,
@@ -64,7 +65,7 @@ def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coeff
     return [
         StepLoss.of(
             batch.samples,
-            objective_of(config.train),
+            objective_of(config),
             max_completion_length=config.rollout.max_new_tokens,
             tokens_total=sum(tokens) / len(batches) if per_batch else own,
             entropy_coefficient=coefficients.entropy,
@@ -111,8 +112,9 @@ def any_logprobs(samples: Sequence[Sample]) -> bool:
     return any(bool(np.isfinite(s.logprobs[s.policy_mask]).any()) for s in samples)
 
 
-def objective_of(train: TrainSection) -> Objective:
-    return Objective(**{f.name: getattr(train, f.name) for f in fields(Objective)})
+def objective_of(config: RunConfig) -> Objective:
+    settings = {f.name: getattr(config.train, f.name) for f in fields(Objective)}
+    return Objective(**settings | {"importance_correction": config.importance_correction})
 
 
 def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, float]:

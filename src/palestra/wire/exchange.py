@@ -14,7 +14,6 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.wire import journal
-from palestra.wire.journal import Journal
 from palestra.wire.packing import Queued, next_batch
 from palestra.wire.posts import PostedGroup
 from palestra.wire.types import EnvRegistration, Registration
@@ -67,7 +66,7 @@ class Exchange:
     """
 
     def __init__(self, folder: Path, max_waiting: int = 65_536, max_waiting_mib: int = 4096) -> None:
-        self.journal = Journal(folder)
+        self.journal = journal.open_journal(folder)
         self.folder = folder
         self.max_waiting = max_waiting
         self.max_bytes = max_waiting_mib * MIB

@@ -86,6 +86,7 @@ class WireTask:
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
+            max_staleness=parts.config.rollout.max_staleness or None,
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
@@ -118,6 +119,7 @@ class WireSource:
     echo: bool = False  # tool results are learned, too
     refills: bool = False  # environments choose what they post
     max_staleness: int | None = None
+    concurrent: int = 0  # the trajectory API is a queue already
     _noted: set[str] = field(default_factory=set)
     _last_error: str = ""
 

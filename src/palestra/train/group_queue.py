@@ -1,0 +1,200 @@
+"""Groups ahead of their step: a queue around a source, so that sampling goes on while tools run and the learner works.
+
+Groups are begun and handed out in one order. So a slow group is waited for, not dropped: slow problems are trained as
+often as quick ones. At the beginning of a step, and of each refill in it, as many groups are begun as it takes, and
+`max_staleness` steps' worth of them lie ahead. As every step takes `per_step` groups or more, none is older than
+`max_staleness` versions when it is trained.
+
+Finished groups are in a journal until a checkpoint holds the steps that they were trained in. A run that was killed
+trains the very same groups again, in the same steps, and samples only those that were still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
+from palestra.core.journal import Change, Journal
+from palestra.core.types import Group
+from palestra.train.group_source import GroupSource
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS draws (number INTEGER PRIMARY KEY, after TEXT NOT NULL, groups TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS committed (number INTEGER NOT NULL);
+"""
+_NUMBER = "queue"  # the key of the queue's own number in the state
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One call of the source: its state afterwards, and the groups once they are there and on disk."""
+
+    after: Mapping[str, Any]
+    groups: asyncio.Future[list[Group]]
+
+
+class GroupQueue:
+    """A GroupSource around another. `steps_left` counts the step that is gathered for, None where there is no last."""
+
+    def __init__(
+        self,
+        source: GroupSource,
+        *,
+        per_step: int,
+        max_staleness: int,
+        journal_file: Path | None = None,
+        steps_left: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.max_staleness = max_staleness
+        self.concurrent = 0  # no queue around a queue
+        self._source = source
+        self._per_step = per_step
+        self._steps_left = steps_left
+        self._journal_file = journal_file
+        self._journal: Journal | None = None
+        self._slots = asyncio.Semaphore(source.concurrent)
+        self._line: list[Draw] = []  # begun and not handed out
+        self._finished: dict[int, tuple[dict[str, Any], list[Group]]] = {}  # by an earlier life of the run
+        self._is_open = False
+        self._number = 0  # draws that were handed out
+        self._after: Mapping[str, Any] = source.state()  # the source's state behind them
+        self._saved = 0  # the number in the last state that was given
+
+    @property
+    def refills(self) -> bool:
+        return self._source.refills
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return self._source.reward_weights
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        self._open()
+        left = self._steps_left()
+        steps_ahead = self.max_staleness if left is None else min(self.max_staleness, left - 1)
+        while len(self._line) < count + steps_ahead * self._per_step:
+            self._line.append(self._begin(version))
+        taken = self._line[:count]
+        groups = [group for draw in taken for group in await asyncio.shield(draw.groups)]
+        del self._line[:count]
+        self._number += count
+        self._after = taken[-1].after
+        return groups
+
+    def _begin(self, version: int) -> Draw:
+        number = self._number + len(self._line)
+        if number in self._finished:
+            after, groups = self._finished.pop(number)
+            self._source.restore(after)
+            done: asyncio.Future[list[Group]] = asyncio.get_running_loop().create_future()
+            done.set_result(groups)
+            return Draw(after, done)
+        sampling = self._source.next(1, version)
+        after = self._source.state()
+        return Draw(after, asyncio.create_task(self._sample(number, after, sampling)))
+
+    async def _sample(
+        self, number: int, after: Mapping[str, Any], sampling: Coroutine[Any, Any, list[Group]]
+    ) -> list[Group]:
+        try:
+            async with self._slots:
+                groups = await sampling
+        finally:
+            sampling.close()  # where it was cancelled before it began
+        if self._journal is not None:
+            await self._journal.do(_add(number, after, groups))
+        return groups
+
+    async def drained(self) -> None:
+        """Until nothing is under way: what is measured then has the machine and the environment to itself."""
+        await asyncio.gather(*(draw.groups for draw in self._line), return_exceptions=True)
+
+    def state(self) -> dict[str, Any]:
+        self._saved = self._number
+        return {**self._after, _NUMBER: self._number}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._cancel()
+        self._number = self._saved = int(state.get(_NUMBER, 0))
+        self._source.restore({key: value for key, value in state.items() if key != _NUMBER})
+        self._after = self._source.state()
+        self._is_open = False
+
+    def commit(self) -> None:
+        if self._journal is not None:
+            self._journal.do_now(_commit(self._saved))
+
+    def close(self) -> None:
+        self._cancel()
+        if self._journal is not None:
+            self._journal.close()
+        self._source.close()
+
+    def _open(self) -> None:
+        """Take over what an earlier life of the run has sampled; not before the first draw, when the run's folder is
+        locked and its checkpoint chosen."""
+        if self._is_open or self._journal_file is None:
+            return
+        self._is_open = True
+        if self._journal is None:
+            self._journal = Journal(self._journal_file, _TABLES, remedy="restore it from a copy, or delete it")
+        if self._journal.read(_committed) > self._number:  # an older checkpoint: these draws lead up to a newer one
+            self._journal.do_now(_clear)
+        self._journal.do_now(_commit(self._number))
+        self._finished = self._journal.read(_draws)
+
+    def _cancel(self) -> None:
+        for draw in self._line:
+            if not draw.groups.cancel() and not draw.groups.cancelled():
+                draw.groups.exception()  # marks it as read
+        self._line = []
+
+
+def _add(number: int, after: Mapping[str, Any], groups: Sequence[Group]) -> Change:
+    def change(db: sqlite3.Connection) -> None:
+        rows = [
+            {
+                "problem_id": group.problem_id,
+                "metrics": dict(group.metrics),
+                "rollouts": [rollout_to_dict(rollout, exact=True) for rollout in group.rollouts],
+            }
+            for group in groups
+        ]
+        row = (number, json.dumps(dict(after)), json.dumps(rows))
+        db.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?)", row)
+
+    return change
+
+
+def _draws(db: sqlite3.Connection) -> dict[int, tuple[dict[str, Any], list[Group]]]:
+    def groups(text: str) -> list[Group]:
+        rows = json.loads(text)
+        return [Group(r["problem_id"], tuple(map(rollout_from_dict, r["rollouts"])), r["metrics"]) for r in rows]
+
+    return {n: (json.loads(after), groups(text)) for n, after, text in db.execute("SELECT * FROM draws")}
+
+
+def _committed(db: sqlite3.Connection) -> int:
+    row = db.execute("SELECT max(number) FROM committed").fetchone()
+    return row[0] or 0
+
+
+def _commit(number: int) -> Change:
+    """The draws before this number are in a checkpoint."""
+
+    def change(db: sqlite3.Connection) -> None:
+        db.execute("DELETE FROM draws WHERE number < ?", (number,))
+        db.execute("DELETE FROM committed")
+        db.execute("INSERT INTO committed VALUES (?)", (number,))
+
+    return change
+
+
+def _clear(db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM draws")
