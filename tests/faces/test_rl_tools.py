@@ -125,7 +125,7 @@ def test_text_is_read_where_it_can_mean_one_thing_only(chosen, field, value, rea
         ("train.learning_rate", "-1"),
         ("train.loss", "ppo"),
         ("rollout.group_size", 1),
-        ("rollout.max_staleness", 2),
+        ("rollout.max_staleness", -1),
         ("track.report_to", ["postcards"]),
         ("track.project", "x" * 20_000),
     ],

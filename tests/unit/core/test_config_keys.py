@@ -181,11 +181,6 @@ def test_a_vllm_setting_at_its_default_is_accepted() -> None:
     GRPOTrainingConfig(use_vllm=False, vllm_mode="colocate").to_run_config()
 
 
-def test_asynchronous_training_is_refused_wherever_a_config_is_made() -> None:
-    with pytest.raises(PalestraError, match="max_staleness = 2: asynchronous training is not built yet; leave it at 0"):
-        RunConfig.build({"rollout.max_staleness": 2})
-
-
 def test_four_bits_imply_an_adapter_through_every_door() -> None:
     config = RunConfig.build({"lora.load_in_4bit": "true"})
     assert (config.lora.r, config.suited_to(135_000_000).train.learning_rate) == (16, 1e-4)

@@ -33,6 +33,7 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
         ("checkpoints", "checkpoints"),
         ("model", "model"),
         ("export", "export"),
+        ("queue_file", "queue.sqlite"),
         ("report_file", "report.json"),
         ("report_page", "report.html"),
         ("request_file", "request.json"),

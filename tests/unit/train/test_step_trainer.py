@@ -312,7 +312,7 @@ def test_two_configs_are_one_too_many(tmp_path: Path) -> None:
     ("more", "complaint"),
     [
         ("echo: {coefficient: 0.5}", r"echo\.coefficient = 0\.5 has no effect here: StepTrainer samples without tools"),
-        ("rollout: {max_staleness: 1}", "asynchronous training is not built yet"),
+        ("rollout: {max_staleness: 1}", "StepTrainer samples and learns in turns"),
         ("rollout: {policy_url: 'http://a'}", "samples in this process"),
         ("eval: {every: 5}", r"eval\.every = 5 has no effect here: StepTrainer trains on all prompts"),
         ("checkpoint: {keep_last: 1}", "keeps every checkpoint"),
