@@ -235,6 +235,17 @@ class TrackSection(Section):
     rollouts_every: int = Field(
         1, ge=0, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
     )
+    tokens_every: int = Field(
+        1,
+        ge=0,
+        description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
+    )
+
+    def records_rollouts(self, step: int) -> bool:
+        return self.rollouts_every > 0 and step % self.rollouts_every == 0
+
+    def records_tokens(self, step: int) -> bool:
+        return self.records_rollouts(step) and self.tokens_every > 0 and step % self.tokens_every == 0
 
 
 def full_learning_rate(parameters: int) -> float:

@@ -234,7 +234,7 @@ def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
         values = turn.logprobs.astype(np.float64)
-        values = values if exact else np.round(values, 4)
+        values = values if exact else np.round(values, 6)
         known = [None if math.isnan(value) else value for value in values.tolist()]  # JSON has no NaN
         record |= {"logprobs": known, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
         record |= {"versions": turn.versions.tolist(), "finish": turn.finish} if exact else {}

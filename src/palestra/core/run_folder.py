@@ -115,6 +115,10 @@ class RunFolder:
     def tokens_file(self, step: int) -> Path:
         return self.tokens / f"{_step_name(step)}.npy"
 
+    def tokens_files(self) -> dict[int, Path]:
+        """The token files on disk, by step."""
+        return {step_of(path.with_suffix("")): path for path in sorted(self.tokens.glob("step-[0-9]*.npy"))}
+
     @property
     def dashboard_index(self) -> Path:
         return self.path / "dashboard.db"

@@ -31,7 +31,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """What the index keeps of a rollout, but for where it lies."""
-    turns = [turn for turn in record.get("turns") or () if isinstance(turn, Mapping)]
+    turns = turns_of(record)
     sampled = [len(turn.get("token_ids") or ()) for turn in turns if turn.get("maker") == "model"]
     calls = [str(call.get("name")) for message in messages_of(record) for call in message["tool_calls"]]
     return {
@@ -81,6 +81,18 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def lineages_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The other conversations of an attempt: with subagents, or after the agent has changed its history."""
+    return [part for part in record.get("lineages") or () if isinstance(part, Mapping)]
+
+
+def turns_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The turns of a rollout, then those of its other conversations."""
+    return [
+        turn for part in (record, *lineages_of(record)) for turn in part.get("turns") or () if isinstance(turn, Mapping)
+    ]
+
+
 def scores_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     scores = record.get("scores")
     return {name: s for name, s in scores.items() if isinstance(s, dict)} if isinstance(scores, Mapping) else {}
@@ -92,7 +104,7 @@ def search_text(record: Mapping[str, Any]) -> str:
 
 
 def _pieces(record: Mapping[str, Any]) -> Iterator[str]:
-    for message in messages_of(record):
+    for message in [m for part in (record, *lineages_of(record)) for m in messages_of(part)]:
         yield message["text"][:_SEARCHED]
         for call in message["tool_calls"]:
             yield f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)[:_SEARCHED]}"

@@ -15,6 +15,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array
 from palestra.dashboard.rollout_index import RolloutIndex, token_table
+from palestra.dashboard.rollout_row import turns_of
 
 MAX_TOKENS = 20_000  # of one answer
 _NUMBERS = ("logprob", "learner_logprob", "advantage", "ratio", "entropy", "gap")
@@ -55,7 +56,7 @@ def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict
 
 def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, Any]:
     """The columns of a rollout's line, and those of the token file where there is one; NaN where a token has none."""
-    turns = [turn for turn in record.get("turns") or () if turn.get("token_ids")]
+    turns = [turn for turn in turns_of(record) if turn.get("token_ids")]
     lengths = [len(turn["token_ids"]) for turn in turns]
     total = sum(lengths)
     maker = [turn["maker"] for turn, length in zip(turns, lengths, strict=True) for _ in range(length)]
@@ -73,14 +74,16 @@ def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, A
     }
     if learned is None or len(learned) != total:
         return columns
-    exact, own, old = (learned[name].astype(np.float64) for name in ("logprob", "learner_logprob", "old_logprob"))
+    exact, own, ratio, entropy, advantage = (
+        learned[name].astype(np.float64) for name in ("logprob", "learner_logprob", "ratio", "entropy", "advantage")
+    )
     return columns | {
         "mask": np.asarray(learned["policy_mask"]),
         "logprob": np.where(np.isnan(exact), logprob, exact),
         "learner_logprob": own,
-        "advantage": learned["advantage"].astype(np.float64),
-        "ratio": np.exp(own - np.where(np.isnan(old), own, old)),
-        "entropy": learned["entropy"].astype(np.float64),
+        "advantage": advantage,
+        "ratio": ratio,
+        "entropy": entropy,
         "gap": exact - own,
     }
 

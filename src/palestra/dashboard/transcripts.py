@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
-from palestra.dashboard.rollout_row import messages_of, scores_of, shown
+from palestra.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
 
 MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
 _AFTER_DIVERGENCE = 80
@@ -67,7 +67,7 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
 
 
 def token_ids(record: Mapping[str, Any]) -> list[int]:
-    return [token for turn in record.get("turns") or () for token in turn.get("token_ids") or ()]
+    return [token for turn in turns_of(record) for token in turn.get("token_ids") or ()]
 
 
 def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
@@ -116,15 +116,11 @@ def _prompt_tokens(record: Mapping[str, Any]) -> int:
 
 
 def _whole(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    messages = messages_of(record)
-    for message in messages:
-        text = message["text"]
-        message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
-        message["text"] = text[:max_chars]
-        message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
+    others = [{"stop": part.get("stop"), "messages": _messages(part, max_chars)} for part in lineages_of(record)]
     return {
         **shown(row),
-        "messages": messages,
+        "messages": _messages(record, max_chars),
+        "lineages": others,
         "scores": {name: _score(score, max_chars) for name, score in scores_of(record).items()},
         "tool_results": record.get("tool_results") or [],
         "tool_names": record.get("tool_names") or [],
@@ -132,6 +128,16 @@ def _whole(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -
         "error": record.get("error"),
         "has_tokens": bool(row["tokens"]),
     }
+
+
+def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str, Any]]:
+    messages = messages_of(record)
+    for message in messages:
+        text = message["text"]
+        message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
+        message["text"] = text[:max_chars]
+        message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
+    return messages
 
 
 def _score(score: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:

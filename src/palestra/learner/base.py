@@ -26,10 +26,14 @@ class Batch:
 
 
 class Outputs(Protocol):
-    """What a forward_backward found. Both may wait for the device, so ask after `optim_step`."""
+    """What a forward_backward found. All may wait for the device, so ask after `optim_step`."""
 
     def logprobs(self) -> list[Array]:
         """[T] for each sample, before any step; NaN at tokens that no loss reads."""
+        ...
+
+    def entropies(self) -> list[Array]:
+        """The same for the entropy of the distribution at each token; all NaN where it is not known."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -38,9 +38,13 @@ class LocalOutputs:
     stats: TokenStats
     token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for messages
     token_logprobs: list[tuple[PackedMicroBatch, Tensor]]
+    token_entropies: list[tuple[PackedMicroBatch, Tensor]]
 
     def logprobs(self) -> list[Array]:
         return tokens_to_rows(self.token_logprobs, self.batch.samples)
+
+    def entropies(self) -> list[Array]:
+        return tokens_to_rows(self.token_entropies, self.batch.samples)
 
     def metrics(self) -> dict[str, float]:
         policy, echo, bonus = self.parts.tolist()
@@ -125,7 +129,8 @@ class LocalLearner:
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
         packed = self._pack(batch, echo=loss.echo_coefficient > 0)
-        found = LocalOutputs(batch, loss, torch.zeros(3, dtype=torch.float64, device=self.device), TokenStats(), [], [])
+        parts = torch.zeros(3, dtype=torch.float64, device=self.device)
+        found = LocalOutputs(batch, loss, parts, TokenStats(), [], [], [])
         scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
         try:
             with self._mode(training=True), self._scorer.session():
@@ -232,6 +237,7 @@ class LocalLearner:
         found.stats += stats
         found.token_losses.append((token_loss.detach(), row))
         found.token_logprobs.append((micro, logprobs.detach()))
+        found.token_entropies.append((micro, entropy.detach()))
         return torch.stack(parts)
 
     def _echo_part(self, micro: PackedMicroBatch, packed: PackedBatch, loss: StepLoss, logprobs: Tensor) -> Tensor:

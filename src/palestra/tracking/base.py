@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from palestra.core.types import Group
+from palestra.core.types import Array, Group
 
 
 class Tracker(Protocol):
@@ -14,6 +14,10 @@ class Tracker(Protocol):
     def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
+
+    def tokens(self, step: int, table: Array) -> None:
+        """What the step found for each token of its rollouts, as `train.token_record` says."""
+        ...
 
     def close(self) -> None: ...
 
@@ -31,6 +35,10 @@ class Trackers:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         for tracker in self._trackers:
             tracker.rollouts(step, groups)
+
+    def tokens(self, step: int, table: Array) -> None:
+        for tracker in self._trackers:
+            tracker.tokens(step, table)
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from palestra.core.types import Group
+from palestra.core.types import Array, Group
 
 log = logging.getLogger("palestra")
 
@@ -36,6 +36,9 @@ class GuardedTracker:
             self._try(lambda: self._service.metrics(step, row))
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        pass
+
+    def tokens(self, step: int, table: Array) -> None:
         pass
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""The tracker that is always on: metrics.jsonl and rollouts.jsonl in the run folder."""
+"""The tracker that is always on: metrics.jsonl, rollouts.jsonl and tokens/ in the run folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from palestra.core.files import append_jsonl, filter_jsonl
+from palestra.core.files import append_jsonl, filter_jsonl, replacing
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Group
+from palestra.core.types import Array, Group
 
 
 class JsonlTracker:
@@ -19,6 +19,9 @@ class JsonlTracker:
         if resume_after is not None:  # the steps after it are repeated
             for path in (folder.metrics_file, folder.rollouts_file):
                 filter_jsonl(path, lambda row: isinstance(step := row.get("step"), int) and step <= resume_after)
+            for step, path in folder.tokens_files().items():
+                if step > resume_after:
+                    path.unlink()
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         append_jsonl(self._folder.metrics_file, [{"step": step, **row}])
@@ -26,8 +29,18 @@ class JsonlTracker:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         if not self._rollouts_every or step % self._rollouts_every:
             return
-        rows = ({"step": step, **rollout_to_dict(r)} for group in groups for r in group.rollouts)
+        rows = (
+            {"step": step, "group": g, **rollout_to_dict(r)} for g, group in enumerate(groups) for r in group.rollouts
+        )
         append_jsonl(self._folder.rollouts_file, rows)
+
+    def tokens(self, step: int, table: Array) -> None:
+        import numpy as np
+
+        path = self._folder.tokens_file(step)
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as partial, partial.open("wb") as file:
+            np.save(file, table, allow_pickle=False)
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, trainable_samples
 from palestra.train.schedule import coefficients_at, next_entropy
+from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
 
@@ -154,9 +156,11 @@ class Training:
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
         version = state.policy_version
+        record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
         if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
             with self._policy_asleep():
-                metrics |= self._compute(lambda: update(self.learner, samples, config, coefficients, version))
+                learn = partial(update, self.learner, samples, config, coefficients, version, record)
+                metrics |= self._compute(learn)
             if config.train.target_entropy is not None:
                 metrics["entropy_coefficient"] = coefficients.entropy
             version += 1
@@ -177,6 +181,8 @@ class Training:
             "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
         }
         self.tracker.rollouts(after.step, groups)
+        if record is not None:
+            self.tracker.tokens(after.step, record.table(groups, advantages, samples))
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics

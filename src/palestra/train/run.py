@@ -183,7 +183,8 @@ class Run:
         if self.resume_from is not None and not self.resume_from[0].exists():
             raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
-        folder.add_to_record(steps=training.total_steps, threads=torch.get_num_threads())
+        weights = dict(training.source.reward_weights)
+        folder.add_to_record(steps=training.total_steps, threads=torch.get_num_threads(), reward_weights=weights)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 

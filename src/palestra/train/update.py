@@ -16,6 +16,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
 from palestra.learner.base import Batch, Learner
 from palestra.train.schedule import Coefficients
+from palestra.train.token_record import TokenRecord
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
@@ -23,9 +24,17 @@ SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
 
 
 def update(
-    learner: Learner, samples: Sequence[Sample], config: RunConfig, coefficients: Coefficients, version: int
+    learner: Learner,
+    samples: Sequence[Sample],
+    config: RunConfig,
+    coefficients: Coefficients,
+    version: int,
+    record: TokenRecord | None = None,
 ) -> dict[str, float]:
-    """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights."""
+    """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
+
+    `record` takes down what is found for each token.
+    """
     started, train = time.perf_counter(), config.train
     check_samples(samples)
     batches = [Batch(part) for part in split_minibatches(samples, train.minibatches)]
@@ -43,6 +52,8 @@ def update(
             outputs = learner.forward_backward(batch, loss)
             norm = learner.optim_step(coefficients.learning_rate, max_grad_norm=train.max_grad_norm)
             updates.append(outputs.metrics() | {"grad_norm": norm})
+            if record is not None:
+                record.add(batch, outputs)
             if train.iterations > 1 and len(updates) <= len(batches):
                 batch.old_logprobs = filled(batch.old_logprobs, outputs.logprobs())
     seconds = time.perf_counter() - started

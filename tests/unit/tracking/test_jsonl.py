@@ -65,3 +65,15 @@ def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp
     assert read is not None
     assert (read.pass_rate.passed, read.pass_rate.n) == (1, 1)
     assert read_evaluation(run.eval_file("after")) is None
+
+
+def test_token_files_of_steps_that_are_done_again_are_dropped(tmp_path) -> None:
+    import numpy as np
+
+    run = RunFolder(tmp_path)
+    tracker = JsonlTracker(run)
+    for step in (1, 2, 3):
+        tracker.tokens(step, np.zeros(step))
+    assert len(np.load(run.tokens_file(2))) == 2
+    JsonlTracker(run, resume_after=1)
+    assert list(run.tokens_files()) == [1]

@@ -32,6 +32,9 @@ class FakeOutputs:
     def logprobs(self) -> list[Array]:
         return [np.full(len(s.token_ids), -1.0, dtype=np.float32) for s in self.batch.samples]
 
+    def entropies(self) -> list[Array]:
+        return [np.full(len(s.token_ids), self.entropy, dtype=np.float32) for s in self.batch.samples]
+
     def metrics(self) -> dict[str, float]:
         return {"loss": 0.5, "entropy": self.entropy, "tokens_computed": 8.0}
 
@@ -135,12 +138,16 @@ def sampled_by(rollout: Rollout, version: int) -> Rollout:
 class FakeTracker:
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     groups: list[tuple[int, int]] = field(default_factory=list)
+    tables: dict[int, Array] = field(default_factory=dict)
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         self.rows.append((step, dict(row)))
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         self.groups.append((step, len(groups)))
+
+    def tokens(self, step: int, table: Array) -> None:
+        self.tables[step] = table
 
     def close(self) -> None: ...
 

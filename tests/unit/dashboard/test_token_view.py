@@ -1,0 +1,65 @@
+"""The token view of a real step: the numbers of rollouts.jsonl, of metrics.jsonl, and of the learner."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dashboard_client import client_of
+
+from palestra.core.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> RunFolder:
+    """One step of the demo, on 2 problems."""
+    from palestra.faces.cli.main import run
+
+    folder = tmp_path_factory.mktemp("trained")
+    settings = {"train.max_steps": 1, "train.problems_per_step": 3, "rollout.group_size": 4, "eval.cases": 1}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    assert run(["train", "--output_dir", str(folder), *words, "--checkpoint.every", "0"]) == 0
+    return RunFolder(next(folder.iterdir()))
+
+
+def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(trained, tmp_path) -> None:
+    client = client_of(trained.path, tmp_path)
+    api = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
+    rows = client.get(f"{api}/rollouts", params={"sort": "oldest"}).json()["rollouts"]
+    records = list(trained.rollouts())
+    assert len(rows) == len(records) == 12
+    columns: dict[str, list] = {name: [] for name in ("mask", "gap", "ratio", "entropy", "logprob", "learner_logprob")}
+    for row, record in zip(rows, records, strict=True):
+        tokens = client.get(f"{api}/rollouts/{row['id']}/tokens").json()
+        written = [x for turn in record["turns"] for x in turn.get("logprobs", [None] * len(turn["token_ids"]))]
+        shown = tokens["logprob"]
+        assert [x is None for x in shown] == [x is None for x in written]
+        assert np.allclose(
+            [x for x in shown if x is not None], [x for x in written if x is not None], rtol=0, atol=1e-6
+        )
+        sampled = [a for a, maker in zip(tokens["advantage"], tokens["maker"], strict=True) if maker == "model"]
+        assert set(sampled) == {row["advantage"]}
+        for name, values in columns.items():
+            values += tokens[name]
+    metrics = trained.metrics()[0]
+    mask = np.array(columns["mask"])
+    numbers = {name: np.array(values, dtype=float)[mask] for name, values in columns.items() if name != "mask"}
+    assert mask.sum() == metrics["tokens_trained"]
+    assert np.mean(numbers["entropy"]) == pytest.approx(metrics["entropy"], abs=1e-6)
+    assert np.abs(numbers["gap"]).max() == pytest.approx(metrics["sampler_gap_max"], abs=1e-6)
+    assert np.mean(numbers["ratio"]) == pytest.approx(metrics["ratio_mean"], abs=1e-6)
+    assert np.max(numbers["ratio"]) == pytest.approx(metrics["ratio_max"], abs=1e-6)
+    advantages = [row["advantage"] for row in rows]
+    assert max(advantages) == pytest.approx(metrics["advantage_max"], abs=1e-6)
+    assert min(advantages) == pytest.approx(metrics["advantage_min"], abs=1e-6)
+
+
+def test_text_of_tokens_comes_from_the_tokenizer_of_the_run(trained, tmp_path) -> None:
+    client = client_of(trained.path, tmp_path)
+    api = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
+    row = client.get(f"{api}/rollouts").json()["rollouts"][0]
+    text = "".join(client.get(f"{api}/rollouts/{row['id']}/tokens").json()["text"])
+    assert row["question"] in text
+
+
+def test_a_run_records_what_each_measure_counts(trained) -> None:
+    assert trained.record["reward_weights"] == {"right_total": 1.0}
