@@ -63,6 +63,10 @@ class TinkerOutputs:
             self.found = read_logprobs(rows, self.batch.samples, self.sent, echo=self.loss.echo_tokens > 0)
         return self.found
 
+    def entropies(self) -> list[Array]:
+        """The service does not tell them."""
+        return [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in self.batch.samples]
+
     @property
     def terms(self) -> StepTerms:
         if self.computed is None:
