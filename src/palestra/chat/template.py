@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ _END_OF_TURN = (
     "<|end_of_text|>",
 )
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1024, 4096
+_UNCHANGED = re.compile(r"(?!\s)[\w .,:;+*/=()%!?#@~^-]+(?<!\s)", re.ASCII)  # the same in every form of a body
 _SYSTEM, _QUESTION, _ANSWER = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER"
 Value = TypeVar("Value")
 
@@ -121,8 +122,13 @@ class ChatFormat:
         replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
-        text = self._delta(replies, more)[1]
-        pieces = _pieces(text, scaffold, [reply.text for reply in replies])
+        bodies = [reply.text for reply in replies]
+        if all(_UNCHANGED.fullmatch(body) for body in bodies):
+            # most results are a number or a plain sentence: a template writes those as it wrote the marks
+            text = "".join(chain.from_iterable(zip(scaffold, [*bodies, ""], strict=True)))
+        else:
+            text = self._delta(replies, more)[1]
+        pieces = _pieces(text, scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
         labelled = self._encode([_Piece(stop, False), *pieces] if stop else pieces)
         return tuple(_turns(labelled[1:] if stop and after_stop_token else labelled))
@@ -204,7 +210,7 @@ class ChatFormat:
         return "", new[len(old) :]
 
     def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters if variables else {}
         for name in variables:
             if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
                 raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
@@ -240,15 +246,18 @@ class ChatFormat:
         return labelled + self._encode_together(together)
 
     def _encode_together(self, pieces: Sequence[_Piece], split_special_tokens: bool = False) -> list[tuple[int, Maker]]:
-        encoded = self._tokenizer(
-            "".join(piece.text for piece in pieces),
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            split_special_tokens=split_special_tokens,
-        )
+        backend = self._tokenizer.backend_tokenizer  # without the checks around it, which take longer than the work
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        backend.encode_special_tokens = split_special_tokens
+        encoded = backend.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
+        if not any(piece.is_body for piece in pieces):
+            return [(token_id, "template") for token_id in encoded.ids]
         in_body = [piece.is_body for piece in pieces for _ in piece.text]
         labelled: list[tuple[int, Maker]] = []
-        for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             # a token that also covers scaffold is not the environment's
             inside = start < end and all(in_body[start:end])
             labelled.append((token_id, "environment" if inside else "template"))

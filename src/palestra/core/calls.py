@@ -8,13 +8,19 @@ import contextvars
 import inspect
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 MAX_HUNG_CALLS = 500
 MAX_IDLE_THREADS = 512
+SLOW_S = 0.01  # a call that takes longer has its thread to itself
+DELIVER_EVERY_S = 0.002
 
 
 class CallTimeout(Exception):
@@ -26,38 +32,136 @@ class OutOfThreads(BaseException):
     not take it for the answer of a tool or a measure."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call for a thread: its outcome, for the event loop, and whether it has ended, though perhaps nobody waits."""
+
+    run: Callable[[], Any]
+    outcome: asyncio.Future[tuple[Any, BaseException | None]]
+    started: bool = False
+    ended: bool = False
+
+
+class _Desk:
+    """The calls of one event loop that wait for a thread, and the outcomes on their way back.
+
+    Most tools and measures take microseconds, less than a thread takes to be handed one. So one thread takes all that
+    wait, and wakes the loop now and then; more threads join as long as calls are slow.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.waiting: deque[_Call] = deque()
+        self.outcomes: deque[tuple[_Call, Any, BaseException | None]] = deque()
+        self.lock = threading.Lock()  # a worker that leaves and a call that comes exclude each other
+        self.workers: set[_Worker] = set()
+        self._loop = loop
+        self._watched = self._waking = False
+
+    def submit(self, call: _Call) -> None:
+        self.waiting.append(call)
+        if not self._watched:
+            self._watched = True
+            self._loop.call_soon(self._watch)  # when all that run now have said what they want to call
+
+    def wake(self) -> None:
+        """Called by workers: outcomes are there."""
+        if not self._waking:
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._waking = False  # before looking: an outcome that comes later wakes again
+        while self.outcomes:
+            call, value, error = self.outcomes.popleft()
+            if not call.outcome.done():  # the waiter may have given up meanwhile
+                call.outcome.set_result((value, error))
+
+    def _watch(self) -> None:
+        """Give waiting calls a worker, or twice as many as are busy with slow ones; deliver meanwhile."""
+        self._deliver()
+        with self.lock:
+            slow = {w for w in self.workers if time.perf_counter() - w.since > SLOW_S}
+            self.workers -= slow  # they go on, and nobody counts on them
+            if not self.waiting and not self.workers:
+                self._watched = False
+                return
+            if not self.workers:
+                self._add_workers(min(len(self.waiting), max(1, 2 * len(slow))))
+        self._loop.call_later(SLOW_S, self._watch)
+
+    def _add_workers(self, count: int) -> None:
+        for _ in range(count):
+            try:
+                worker = _idle.pop() if _idle else _Worker()
+            except RuntimeError as error:
+                if not self.workers:
+                    self._refuse(error)
+                return
+            worker.since = time.perf_counter()
+            self.workers.add(worker)
+            worker.desks.put(self)
+
+    def _refuse(self, error: RuntimeError) -> None:
+        text = (
+            f"no thread could be started for a tool, a measure or an environment: {error}. {hung_calls()} calls that "
+            "ran past their time limit still hold one; give what they wait for a time limit of its own, or lower "
+            "rollout.max_open_episodes"
+        )
+        self.outcomes.extend((call, None, OutOfThreads(text)) for call in self.waiting)
+        self.waiting.clear()
+
+
 class _Worker:
-    """A thread that runs one call after the other. Starting one takes longer than most calls, so they are kept.
+    """A thread that runs calls. Starting one takes longer than most calls, so they are kept.
 
     A daemon: a call that hangs takes its worker with it, and does not keep the process from ending.
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.desks: SimpleQueue[_Desk] = SimpleQueue()
+        self.since = 0.0  # when it took the call that it runs
         threading.Thread(target=self._work, name="palestra-call", daemon=True).start()
-
-    def run(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
 
     def _work(self) -> None:
         while True:
-            self._calls.get()()
+            self._drain(self.desks.get())
             if len(_idle) >= MAX_IDLE_THREADS:
                 return
             _idle.append(self)
 
+    def _drain(self, desk: _Desk) -> None:
+        woken = time.perf_counter()
+        while (call := self._next(desk)) is not None:
+            value, error = None, None
+            try:
+                value = call.run()
+            except BaseException as caught:
+                error = caught
+            call.ended = True
+            desk.outcomes.append((call, value, error))
+            if not desk.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
+                desk.wake()
+                woken = time.perf_counter()
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call in a thread: its outcome, for the event loop, and whether it has ended, though perhaps nobody waits."""
-
-    outcome: asyncio.Future[tuple[Any, BaseException | None]]
-    ended: bool = False
+    def _next(self, desk: _Desk) -> _Call | None:
+        with desk.lock:
+            self.since = time.perf_counter()
+            while desk.waiting:
+                call = desk.waiting.popleft()
+                if not call.outcome.done():  # otherwise nobody waits for it any more
+                    call.started = True
+                    return call
+            desk.workers.discard(self)
+        desk.wake()
+        return None
 
 
 _idle: list[_Worker] = []
+_desks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Desk] = WeakKeyDictionary()
 _hung: set[_Call] = set()  # ran past their limit; a thread cannot be ended from outside
 os.register_at_fork(after_in_child=_idle.clear)  # a forked child has no threads but its own
+os.register_at_fork(after_in_child=_desks.clear)
 
 
 def hung_calls() -> int:
@@ -77,7 +181,7 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
         async with scope:
             if inspect.iscoroutinefunction(fn):
                 return await fn(*args, **kwargs)
-            call = _start(lambda: fn(*args, **kwargs))
+            call = _start(partial(fn, *args, **kwargs))
             result, error = await call.outcome
             if error is not None:
                 raise error
@@ -85,7 +189,7 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
     except TimeoutError:
         if not scope.expired():
             raise
-        hangs = call is not None and not call.ended
+        hangs = call is not None and call.started and not call.ended
         if call is not None and hangs:
             _count_hung(call)
         raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hangs else ' and was stopped'}") from None
@@ -101,37 +205,10 @@ def _count_hung(call: _Call) -> None:
 
 
 def _start(fn: Callable[[], Any]) -> _Call:
-    """Run `fn` in a thread, an idle one if there is one."""
     loop = asyncio.get_running_loop()
-    call = _Call(loop.create_future())
-    context = contextvars.copy_context()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not call.outcome.done():  # the waiter may have given up meanwhile
-            call.outcome.set_result((value, error))
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = context.run(fn)
-        except BaseException as caught:
-            error = caught
-        call.ended = True
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, value, error)
-
-    _worker().run(work)
+    call = _Call(partial(contextvars.copy_context().run, fn), loop.create_future())
+    desk = _desks.get(loop)
+    if desk is None:
+        desk = _desks[loop] = _Desk(loop)
+    desk.submit(call)
     return call
-
-
-def _worker() -> _Worker:
-    with contextlib.suppress(IndexError):
-        return _idle.pop()
-    try:
-        return _Worker()
-    except RuntimeError as error:
-        raise OutOfThreads(
-            f"no thread could be started for a tool, a measure or an environment: {error}. {hung_calls()} calls that "
-            "ran past their time limit still hold one; give what they wait for a time limit of its own, or lower "
-            "rollout.max_open_episodes"
-        ) from error

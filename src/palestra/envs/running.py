@@ -44,6 +44,8 @@ class EnvEpisode:
         return getattr(self.env, "environment", self.env)
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if type(self.env).step is Env.step and not self.error:  # most environments answer nothing
+            return ()
         said = await self._call("step", messages)
         return () if said is None else as_messages(said)
 

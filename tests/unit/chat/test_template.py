@@ -129,7 +129,7 @@ def test_a_continuation_begins_right_behind_the_stop_token():
     )
 
 
-def test_the_same_replies_are_rendered_once_and_other_replies_with_one_rendering(monkeypatch):
+def test_the_same_replies_are_rendered_once_others_with_one_rendering_and_plain_ones_without(monkeypatch):
     tokenizer = make_tokenizer()
     chat = ChatFormat(tokenizer)
     rendered = []
@@ -139,6 +139,8 @@ def test_the_same_replies_are_rendered_once_and_other_replies_with_one_rendering
     count = len(rendered)
     assert chat.continuation([tool("42")]) == first
     assert len(rendered) == count
+    assert chat.continuation([tool('{"a": 43}')]) != first
+    assert len(rendered) == count + 1
     assert chat.continuation([tool("43")]) != first
     assert len(rendered) == count + 1
 
@@ -277,7 +279,7 @@ def test_a_template_that_does_not_show_tools_is_refused_when_there_are_any():
         ("phi3", "<|end|>", False),
     ],
 )
-def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools):
+def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools, monkeypatch):
     trl = importlib.util.find_spec("trl")
     folder = Path(trl.origin).parent / "chat_templates" if trl and trl.origin else Path("nowhere")
     if not (folder / f"{name}.jinja").exists():
@@ -294,6 +296,9 @@ def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools):
             turns = chat.continuation(replies)
             assert environment_texts(tokenizer, turns) == ["tea"] * len(replies)
             assert tokenizer.decode(ids_of(turns)).count(end) == (1 if name.startswith("qwen") else len(replies))
+            with monkeypatch.context() as patch:  # plain words are written without the template as it writes them
+                patch.setattr("palestra.chat.template._UNCHANGED", re.compile("never"))
+                assert ChatFormat(tokenizer).continuation(replies) == turns
 
 
 def test_no_chat_template_is_a_clear_error():
