@@ -1,36 +1,24 @@
 """Grammars for sampling: inside of a tool call only a tool at hand and arguments that fit its JSON schema.
 
 >>> SamplingParams(max_new_tokens=64, grammar=json.dumps([tool.schema]))         # doctest: +SKIP
->>> compile_grammar = grammar_compiler(tokenizer)                                # on the side that samples
+>>> compile_grammar = grammar_compiler(tokenizer)       # of chat/grammars.py, on the side that samples
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm, form_of
+from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _OPEN = OPEN.encode()
 _SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
-_KEPT = 256  # grammars; environments may make up tools for every problem
-
-
-def grammar_compiler(tokenizer: Any) -> Callable[[str], CallGrammar]:
-    """Text (the JSON of tools' schemas) -> the grammar that a sampler follows; llguidance is loaded at the first."""
-    made: list[CallGrammars] = []
-
-    def compile_grammar(text: str) -> CallGrammar:
-        if not made:
-            made.append(CallGrammars(tokenizer, form_of(getattr(tokenizer, "chat_template", None) or "")))
-        return made[0].of(json.loads(text))
-
-    return compile_grammar
+A_NOTE = "Unknown format"  # a warning that can be passed over: a format may be a mere note
 
 
 class CallGrammars:
@@ -42,46 +30,28 @@ class CallGrammars:
                 f"rollout.constrain_tool_calls knows the form {HERMES.example}; this model's chat template asks for "
                 f"the {form.name} form, {form.example}. Leave the setting off, or use a template with {OPEN}"
             )
-        try:
-            from llguidance import hf
-        except ModuleNotFoundError:
-            raise PalestraError(
-                "rollout.constrain_tool_calls needs llguidance; pip install 'palestra[constrain]'"
-            ) from None
-        try:
-            self.tokens = hf.from_tokenizer(tokenizer)
-        except ValueError as error:
-            raise PalestraError(
-                f"rollout.constrain_tool_calls cannot read {type(tokenizer).__name__}: {error}. Leave the setting off"
-            ) from None
+        self.tokens = guidance_tokens(tokenizer, "rollout.constrain_tool_calls")
         self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
         self.crossing = _crossing(self.pieces)
-        added = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items()}
-        # llguidance keeps added tokens in <…> apart from text, also where they are not declared special
-        is_apart = CLOSE in added and self.tokens.is_special_token(added[CLOSE])
-        self._close = f"<[{added[CLOSE]}]>" if is_apart else json.dumps(CLOSE)
-        self._made: dict[str, CallGrammar] = {}
+        self._close = tag_rule(tokenizer, self.tokens, CLOSE)
 
-    def of(self, tools: Sequence[dict[str, Any]]) -> CallGrammar:
-        """The grammar of these tools, given as their schemas."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._made:
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            self._made[key] = CallGrammar(self, self._matcher(tools))
-        return self._made[key]
+    def of(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
+        """The grammar of these tools, given as their schemas. After a call, only tokens of `end_after_call` may come,
+        if there are any."""
+        return CallGrammar(self, self._matcher(tools), bits(end_after_call, len(self.pieces)))
 
     def _matcher(self, tools: Sequence[dict[str, Any]]) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self.tokens, _lark(tools, self._close), log_level=0)
+        start = f"start: WS? ({call_names(len(tools))}) WS? {self._close}"
+        matcher = LLMatcher(self.tokens, "\n".join([start, *call_rules(tools)]), log_level=0)
         said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        unkept = [text for text in said if not text.startswith("Unknown format")]  # a format may be a mere note
+        unkept = [text for text in said if not text.startswith(A_NOTE)]
         if not unkept:
             return matcher
         for tool in tools if len(tools) > 1 else ():
             self._matcher([tool])  # raises for the one that is to blame
-        reason = unkept[0].partition("\n")[0].rpartition("JSON schema: ")[2]
+        reason = why_not(unkept[0])
         raise PalestraError(
             f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {reason}. "
             "Leave the setting off, or write the schema without it"
@@ -91,8 +61,9 @@ class CallGrammars:
 class CallGrammar:
     """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
 
-    def __init__(self, grammars: CallGrammars, matcher: LLMatcher) -> None:
+    def __init__(self, grammars: CallGrammars, matcher: LLMatcher, after_call: bytes | None = None) -> None:
         self.pieces = grammars.pieces
+        self.after_call = after_call
         self._grammars = grammars
         self._matcher = matcher
         self._openings: dict[int, bytes | None] = {}
@@ -125,8 +96,11 @@ class CallMatching:
         self._text = bytearray()  # outside of calls
         self._begun = 0  # bytes of an opening tag at its end
         self._call: LLMatcher | None = None
+        self._has_called = False
 
     def allowed(self) -> bytes | None:
+        if self._has_called and self._grammar.after_call is not None:
+            return self._grammar.after_call
         if self._call is None:
             return self._grammar.openings(self._begun)
         mask = self._call.compute_bitmask()
@@ -139,7 +113,7 @@ class CallMatching:
             if not self._call.consume_token(token_id):
                 raise PalestraError(f"a tool call left its grammar: {self._call.get_error()}")
             if self._call.is_accepting():
-                self._call = None
+                self._call, self._has_called = None, True
             return
         piece = self._grammar.pieces[token_id] if token_id < len(self._grammar.pieces) else b""
         text = self._text
@@ -168,24 +142,64 @@ def _crossing(pieces: Sequence[bytes]) -> list[list[tuple[int, bytes]]]:
     return found
 
 
-def _lark(tools: Sequence[dict[str, Any]], close: str) -> str:
-    """One call and the tag that closes it, in llguidance's dialect of Lark."""
+def guidance_tokens(tokenizer: Any, setting: str) -> LLTokenizer:
+    """The tokenizer as llguidance knows it; `setting` asks for it."""
+    try:
+        from llguidance import hf
+    except ModuleNotFoundError:
+        raise PalestraError(f"{setting} needs llguidance; pip install 'palestra[constrain]'") from None
+    try:
+        return hf.from_tokenizer(tokenizer)
+    except ValueError as error:
+        raise PalestraError(f"{setting} cannot read {type(tokenizer).__name__}: {error}. Leave it off") from None
+
+
+def tag_rule(tokenizer: Any, tokens: LLTokenizer, tag: str) -> str:
+    """A tag in llguidance's dialect of Lark. It keeps added tokens in <…> apart from text, also where they are not
+    declared special."""
+    added = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items()}
+    is_apart = tag in added and tokens.is_special_token(added[tag])
+    return f"<[{added[tag]}]>" if is_apart else json.dumps(tag)
+
+
+def call_rules(tools: Sequence[dict[str, Any]]) -> list[str]:
+    """A rule for the JSON of a call to each tool, and WS, in llguidance's dialect of Lark."""
 
     def key(word: str) -> str:
         return json.dumps(json.dumps(word, ensure_ascii=False), ensure_ascii=False)
 
     calls = [
         f'"{{" WS? {key("name")} WS? ":" WS? {key(tool["function"]["name"])} WS? "," WS? '
-        f'{key("arguments")} WS? ":" WS? %json {json.dumps(_schema(tool))} WS? "}}"'
+        f'{key("arguments")} WS? ":" WS? {json_rule(_arguments_schema(tool))} WS? "}}"'
         for tool in tools
     ]
-    rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
-    start = f"start: WS? ({' | '.join(f'call_{i}' for i in range(len(calls)))}) WS? {close}"
-    return "\n".join([start, *rules, f"WS: /{_SPACE}/"])
+    return [*(f"call_{i}: {call}" for i, call in enumerate(calls)), f"WS: /{_SPACE}/"]
 
 
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments, closed as tools read them: what is not named is refused."""
-    parameters = tool["function"].get("parameters") or {}
+def call_names(count: int) -> str:
+    return " | ".join(f"call_{i}" for i in range(count))
+
+
+def json_rule(schema: dict[str, Any]) -> str:
     options = {"whitespace_pattern": _SPACE, "coerce_one_of": True, "lenient": True}
-    return {"type": "object", "additionalProperties": False, **parameters, "x-guidance": options}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def why_not(message: str) -> str:
+    """llguidance's reason, without what surrounds it."""
+    return message.partition("\n")[0].rpartition("JSON schema: ")[2]
+
+
+def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
+    """A mask that allows these tokens alone; None for none."""
+    if not token_ids:
+        return None
+    mask = bytearray(-(-vocabulary // 8))
+    for token_id in token_ids:
+        mask[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(mask)
+
+
+def _arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Closed as tools read them: what is not named is refused."""
+    return {"type": "object", "additionalProperties": False, **(tool["function"].get("parameters") or {})}

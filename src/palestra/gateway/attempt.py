@@ -8,15 +8,16 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.chat.toolcalls import parse_assistant, split_thinking, strip_thinking
+from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
 from palestra.gateway.lineages import Branch, Lineages, Node
-from palestra.gateway.request import Answer, ChatRequest, params_of
+from palestra.gateway.reply_stream import ReplyStream
+from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of, thinking_of
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.serve.completer import Completer, SamplingRequest
@@ -58,6 +59,7 @@ class Attempt:
         self.lineages = Lineages(model.policy, model.chat)
         self.ended = False
         self.requests = 0
+        self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
         self.failure: Exception | None = None  # of the policy: no agent's fault
         self._url = gateway_url
         self._model = model
@@ -109,22 +111,40 @@ class Attempt:
             await asyncio.wait([turn.task for turn in turns])
             return [await self._record(request, turn) for turn in turns]
 
-    async def stream(self, request: ChatRequest) -> AsyncGenerator[tuple[int, Sequence[int] | Answer | None], None]:
-        """(choice, ids so far) as they come, (choice, Answer) when one has ended, (-1, None) while nothing does."""
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
+        """First how large the prompt is, then each choice's deltas as they come and, at its end, its Answer.
+
+        (-1, None) while nothing comes, so that the caller can look whether its client is still there.
+        """
         with self._sampled(request) as turns:
-            left = dict(enumerate(turns))
+            branch = turns[0].branch
+            await asyncio.sleep(0)  # what the policy refuses, it refuses at once
+            for turn in turns:
+                if turn.task.done():
+                    self._result(turn.task)
+            yield -1, PromptSize(turns[0].start, branch.cached_tokens)
+            left = {
+                i: (turn, ReplyStream(self._model, request, turn.params, turn.prompt)) for i, turn in enumerate(turns)
+            }
             while left:
-                tasks = {turn.task for turn in left.values()}
+                tasks = [turn.task for turn, _ in left.values()]
                 await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                for i, turn in list(left.items()):
-                    if turn.task.done():
-                        yield i, await self._record(request, left.pop(i))
-                    else:
-                        yield i, turn.session.token_ids[turn.start :]
+                for i, (turn, reply) in list(left.items()):
+                    if not turn.task.done():
+                        for delta in reply.push(turn.session.token_ids[turn.start :]):
+                            yield i, delta
+                        continue
+                    answer = await self._record(request, left.pop(i)[0])
+                    for delta in reply.rest(answer):
+                        yield i, delta
+                    yield i, answer
                 yield -1, None
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        return self.lineages.count_tokens(request.messages, request.tools, request.variables)
+
     @contextlib.contextmanager
-    def _sampled(self, request: ChatRequest) -> Any:
+    def _sampled(self, request: ChatRequest) -> Iterator[list[_TurnUnderWay]]:
         """The turns of a request, being sampled; those that are not recorded when this ends never were."""
         if self.ended:
             raise AttemptEnded("this attempt has ended; its key is not valid any more")
@@ -152,10 +172,13 @@ class Attempt:
     def _start(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:
         number = self.lineages.take_number(branch.place)
         params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
+        start = len(session.token_ids)
         task = asyncio.ensure_future(self._model.policy.sample(session, params))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return _TurnUnderWay(branch, session, number, params, task, len(session.token_ids))
+        return _TurnUnderWay(
+            branch, session, number, params, task, start, tuple(session.token_ids[start - _PROMPT_END : start])
+        )
 
     def _turn_seed(self, branch: Branch, number: int) -> int:
         """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
@@ -200,8 +223,7 @@ class Attempt:
         node = self.lineages.add(branch, reply, said, turn.session, ids, has_stop_token)
         turn.recorded = True
         shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        thinking = split_thinking(completion.text)[0].strip().removeprefix("<think>").removesuffix("</think>").strip()
-        return Answer(node, shown, thinking, completion, start, branch.cached_tokens)
+        return Answer(node, shown, thinking_of(completion.text), completion, start, branch.cached_tokens)
 
     def _result(self, task: asyncio.Task[Turn]) -> Turn:
         if task.cancelled():
@@ -238,6 +260,7 @@ class Attempt:
 
 
 _POLL_S = 0.01
+_PROMPT_END = 8  # tokens that show whether the prompt opened the thinking
 
 
 @dataclass(eq=False, slots=True)
@@ -248,6 +271,7 @@ class _TurnUnderWay:
     params: SamplingParams
     task: asyncio.Task[Turn]
     start: int  # how many tokens were there before
+    prompt: tuple[int, ...]  # the last of them
     recorded: bool = False
 
 

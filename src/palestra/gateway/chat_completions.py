@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.gateway.request import Answer, ChatRequest
+from palestra.gateway.dialect import Event
+from palestra.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
+from palestra.gateway.tool_choice import function_tool, grammar_of, json_schema, openai_choice
 from palestra.serve.completer import Completer
-from palestra.serve.openai_forms import ChatBody, call_dict, chat_logprobs, tool_schema
-from palestra.serve.sampling_fields import known_fields, short
+from palestra.serve.openai_forms import ChatBody, ResponseFrame, call_dict, chat_logprobs, response
+from palestra.serve.sampling_fields import known_fields
 
 
 class ChatCompletionBody(ChatBody):
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+
     @classmethod
     def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
         return cls.model_validate(known_fields(cls, raw))
@@ -22,29 +25,50 @@ class ChatCompletionBody(ChatBody):
     def request(self, model: Completer) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise PalestraError(f"tool_choice={short(self.tool_choice)} is not supported; use auto or none")
+        tools = tuple(map(function_tool, self.tools or ()))
+        schema = json_schema(self.response_format, "response_format")
+        choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
         return ChatRequest(
             tuple(self.read_messages()),
             self,
-            tuple(tool_schema(tool) for tool in self.tools or ()),
+            tools,
             variables,
-            reads_calls=self.tool_choice != "none",
+            reads_calls=choice.mode != "none",
+            grammar=grammar_of(model, tools, choice, schema) or self.grammar,
             top_logprobs=self.top_logprobs or 0,
         )
 
     def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model.name,
-            "choices": [self._choice(i, answer, model) for i, answer in enumerate(answers)],
-            "usage": usage(answers),
-        }
+        choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
+        size = PromptSize(answers[0].prompt_tokens, answers[0].cached_tokens)
+        return response("chat.completion", model)(choices, usage=_usage(size, answers))
+
+    async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
+        chunk, answers, size = response("chat.completion.chunk", model), list[Answer](), PromptSize(0, 0)
+        for i in range(self.choices):
+            yield Event(chunk([_delta(i, {"role": "assistant", "content": ""})]))
+        async for i, piece in pieces:
+            if isinstance(piece, PromptSize):
+                size = piece
+            elif isinstance(piece, Delta):
+                yield Event(chunk([_delta(i, {"reasoning_content" if piece.is_thinking else "content": piece.text})]))
+            elif isinstance(piece, Answer):
+                answers.append(piece)
+                for event in self._end(i, piece, chunk, model):
+                    yield event
+        if (self.stream_options or {}).get("include_usage"):
+            yield Event(chunk([], usage=_usage(size, answers)))
+        yield Event("[DONE]")
+
+    def _end(self, index: int, answer: Answer, chunk: ResponseFrame, model: Completer) -> list[Event]:
+        """The calls one by one, then why the choice ended."""
+        choice = self._choice(index, answer, model)
+        calls = choice.pop("message").get("tool_calls", ())
+        deltas = [_delta(index, {"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(calls)]
+        return [Event(chunk([each])) for each in [*deltas, {**choice, "delta": {}}]]
 
     def _choice(self, index: int, answer: Answer, model: Completer) -> dict[str, Any]:
         text, calls = answer.message.text, answer.message.tool_calls
@@ -53,28 +77,21 @@ class ChatCompletionBody(ChatBody):
             message["reasoning_content"] = answer.thinking
         if calls:
             message["tool_calls"] = [call_dict(call) for call in calls]
-        choice = {
-            "index": index,
-            "message": message,
-            "finish_reason": finish_reason(answer),
-            "logprobs": chat_logprobs(answer.completion, model) if self.logprobs else None,
-        }
+        reason = "length" if answer.is_cut_off else "tool_calls" if calls else "stop"
+        logprobs = chat_logprobs(answer.completion, model) if self.logprobs else None
+        choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
         return choice | ({"token_ids": answer.completion.token_ids} if self.return_token_ids else {})
 
 
-def finish_reason(answer: Answer) -> str:
-    if answer.is_cut_off:
-        return "length"
-    return "tool_calls" if answer.message.tool_calls else "stop"
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """All choices have the same prompt."""
-    prompt = answers[0].prompt_tokens
+def _usage(size: PromptSize, answers: Sequence[Answer]) -> dict[str, Any]:
     sampled = sum(len(answer.completion.token_ids) for answer in answers)
     return {
-        "prompt_tokens": prompt,
+        "prompt_tokens": size.tokens,
         "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
+        "total_tokens": size.tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": size.cached},
     }

@@ -104,18 +104,29 @@ class Lineages:
 
     def branch(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Branch:
         """The place that a history leads to. The caller samples there, and adds the turn or closes the session."""
+        place, heard, given = self._place(messages, tools, variables)
+        session, cached = self._session(place[0], given)
+        self.retokenised_turns += sum(m.role == "assistant" and reply_key(m) in self._replies for m in heard)
+        return Branch(place, heard, given, _names(tools), session, cached)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> int:
+        """How many tokens the session of that place would hold."""
+        (node, *_), _, given = self._place(messages, tools, variables)
+        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in given)
+
+    def _place(
+        self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]
+    ) -> tuple[Place, tuple[Message, ...], tuple[Turn, ...]]:
+        """The place, the messages that are new there, and their tokens."""
         keys, opening = request_keys(messages), value_key([list(tools), dict(variables)])
         node, start = self._find(messages, keys, opening)
-        given: tuple[Turn, ...] | None = None
         if node is not None:
             heard = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
             given = self._continuation(heard, variables, node.has_stop_token)
-        if node is None or given is None:
-            node, start, heard = None, 0, tuple(_with_call_names(messages))
-            given = (self.chat.prompt(heard, tools, variables),)
-        session, cached = self._session(node, given)
-        self.retokenised_turns += sum(m.role == "assistant" and reply_key(m) in self._replies for m in heard)
-        return Branch((node, opening, tuple(keys[start:])), heard, given, _names(tools), session, cached)
+            if given is not None:
+                return (node, opening, tuple(keys[start:])), heard, given
+        heard = tuple(_with_call_names(messages))
+        return (None, opening, tuple(keys)), heard, (self.chat.prompt(heard, tools, variables),)
 
     def add(
         self, branch: Branch, reply: Message, said: Turn, session: Any, call_ids: tuple[str, ...], has_stop_token: bool

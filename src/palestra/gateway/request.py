@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from palestra.chat.toolcalls import split_thinking
 from palestra.core.types import Message, SamplingParams
 from palestra.gateway.lineages import Node
 from palestra.serve.completer import Completion
@@ -45,6 +46,30 @@ class Answer:
     def stop_text(self) -> str | None:
         """The stop sequence that ended it, if one did."""
         return self.completion.matched if isinstance(self.completion.matched, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of an answer: of its text, or all of its thinking."""
+
+    text: str
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """The tokens before an answer, and how many of them were known to the session."""
+
+    tokens: int
+    cached: int
+
+
+Piece = tuple[int, "PromptSize | Delta | Answer | None"]  # of a stream: the choice, and what comes
+
+
+def thinking_of(text: str) -> str:
+    """What a model thought before it spoke, without the tags."""
+    return split_thinking(text)[0].strip().removeprefix("<think>").removesuffix("</think>").strip()
 
 
 def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:

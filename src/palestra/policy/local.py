@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from palestra.chat.callgrammar import grammar_compiler
+from palestra.chat.grammars import grammar_compiler
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.engine import Engine

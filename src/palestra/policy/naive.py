@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.chat.callgrammar import grammar_compiler
+from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights

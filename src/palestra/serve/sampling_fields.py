@@ -62,13 +62,13 @@ _NO_EFFECT = frozenset(
 MAX_PROMPTS = 1024
 _GREEDY_BELOW = 1e-5  # logits divided by less are no numbers any more
 _QUOTED = 80  # characters of a refused value
-_MAX_STOPS, _MAX_STOP_LENGTH, _MAX_GRAMMAR = 64, 256, 1 << 18
+MAX_STOPS, MAX_STOP_LENGTH, _MAX_GRAMMAR = 64, 256, 1 << 18
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 StopId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-StopText = Annotated[str, Field(max_length=_MAX_STOP_LENGTH)]
-Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=_MAX_STOPS)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=MAX_STOPS)]
 
 
 class SamplingFields(BaseModel):
@@ -83,7 +83,7 @@ class SamplingFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     stop: Stop | None = None
-    stop_token_ids: list[StopId] | None = Field(None, max_length=_MAX_STOPS)
+    stop_token_ids: list[StopId] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool = False
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)

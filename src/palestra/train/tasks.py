@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from palestra.chat.callgrammar import grammar_compiler
+from palestra.chat.grammars import grammar_compiler
 from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError

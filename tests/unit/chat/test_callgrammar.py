@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from palestra import function_tool
 from palestra.chat.callforms import HERMES, LLAMA3
 from palestra.chat.callgrammar import CallGrammars, CallMatching
+from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError
 
 
@@ -141,9 +142,10 @@ def test_a_call_in_thinking_is_only_talk(grammars: CallGrammars, tiny_tokenizer:
     assert follow(matching, tiny_tokenizer, "<tool_call>Well") == "<tool_call>"
 
 
-def test_turns_of_one_grammar_do_not_meet(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
-    grammar = grammars.of(SCHEMAS)
-    assert grammar is grammars.of(list(SCHEMAS))
+def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
+    compile_grammar = grammar_compiler(tiny_tokenizer)
+    grammar = compile_grammar(json.dumps(SCHEMAS))
+    assert grammar is compile_grammar(json.dumps(SCHEMAS))
     first, second = grammar.start(), grammar.start()
     follow(first, tiny_tokenizer, "<tool_call>{")
     assert second.allowed() is None
