@@ -54,6 +54,14 @@ def test_environment_that_fails_is_told_with_the_end_of_its_log(tmp_path):
         process.check()
 
 
+def test_a_file_that_does_nothing_when_it_is_run_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.wire.atropos._LAST_POSTS_S", 0.0)
+    process = EnvProcess([sys.executable, "-c", "pass"], tmp_path / "log")
+    process.process.wait(20)
+    with pytest.raises(PalestraError, match=r"status 0.*\n.*\nDoes its file call its class's cli\(\)"):
+        process.check()
+
+
 def test_environment_that_goes_on_is_ended(tmp_path):
     process = EnvProcess([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
     process.check()

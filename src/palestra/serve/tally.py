@@ -11,10 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 @dataclass(slots=True)
 class Tally:
-    """How many posts an application has answered and refused, and why it refused the last."""
+    """How many posts an application has answered, refused and is working on, and why it refused the last."""
 
     answered: int = 0
     refused: int = 0
+    running: int = 0
     reason: str = ""
 
 
@@ -39,5 +40,11 @@ class Counted:
                     self._tally.reason = f"{scope['path']}: {json.loads(message['body'])['error']['message']}"
             await send(message)
 
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        await self._app(scope, receive, counting if is_post else send)
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        self._tally.running += 1
+        try:
+            await self._app(scope, receive, counting)
+        finally:
+            self._tally.running -= 1

@@ -34,6 +34,7 @@ request_log = logging.getLogger("palestra.requests")  # one line each, where som
 _SILENCE_S = 30  # between two pieces of a body
 _BODY_S = 600.0
 _DRAIN_S = 30.0
+_GRACE_S = 5
 _MAX_MESSAGE = 2000  # characters: it may quote what was sent
 
 T = TypeVar("T")
@@ -318,26 +319,67 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`."""
+    """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`.
 
-    def __init__(self, app: ASGIApp, *, handle_signals: bool = False, limits: Connections | None = None) -> None:
+    When it ends, requests in flight have `grace_s` left; then they are answered with 503, without a traceback.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        handle_signals: bool = False,
+        limits: Connections | None = None,
+        grace_s: float = _GRACE_S,
+    ) -> None:
         limits = limits or Connections.within_file_limit()
         limit_log_lines()
         super().__init__(
             uvicorn.Config(
-                app,
+                self._end_with_503(app),
                 http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
                 log_level="warning",
                 access_log=False,
                 backlog=limits.backlog,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=_GRACE_S * 2,
                 lifespan="on",
                 ws="none",
             )
         )
         self._handle_signals = handle_signals
+        self._grace_s = grace_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         with super().capture_signals() if self._handle_signals else contextlib.nullcontext():
             yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_requests)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _cancel_requests(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    def _end_with_503(self, app: ASGIApp) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            is_started = False
+
+            async def watched(message: Message) -> None:
+                nonlocal is_started
+                is_started = True
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            except asyncio.CancelledError:
+                if scope["type"] != "http" or not self.should_exit:
+                    raise
+                if is_started:  # of a stream, what was sent is all there is
+                    await send({"type": "http.response.body"})
+                else:
+                    await JSONResponse(error_body(503, "the server is shutting down"), 503)(scope, receive, send)
+
+        return answer

@@ -105,7 +105,9 @@ class EnvProcess:
             children.end(self.process)
         if code or time.monotonic() - self._ended_at > _LAST_POSTS_S:
             last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
-            raise PalestraError(f"the environment ended with status {code}; its log {self.log} ends with:\n{last}")
+            text = f"the environment ended with status {code}; its log {self.log} ends with:\n{last}"
+            hint = "" if code else "\nDoes its file call its class's cli() at the end?"
+            raise PalestraError(text + hint)
 
     def stop(self) -> None:
         if self._ended_at is None:

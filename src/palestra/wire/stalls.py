@@ -19,6 +19,8 @@ _FIRST_NOTE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _REFUSALS = 3  # posts or requests, after which the next ones will hardly fare better
 _REPEATS = 8  # of the same message in the environment's log
+# How many limits to wait. What a log repeats while the model answers may be said of each bad answer, and groups follow.
+_NEVER, _SURE, _LIKELY, _IDLE = 0, 1, 2, 5
 _DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, and none of them posted
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
 _TROUBLE = re.compile(r"error|exception|fail|skipp|refus|invalid|too long|cannot|not support", re.IGNORECASE)
@@ -73,9 +75,9 @@ class StallWatch:
         waited_s = now - self._began
         if waited_s < min(self._next_note_s, self.limit_s or _FIRST_NOTE_S):
             return
-        reason, is_failing = self._reason(status)
+        reason, limits = self._reason(status)
         text = f"no group for {waited_s:.0f} s: {reason}"
-        if is_failing and self.limit_s and waited_s >= self.limit_s:
+        if limits and self.limit_s and waited_s >= limits * self.limit_s:
             raise PalestraError(f"{text}. Fix this, or wait longer with --wait-limit SECONDS (0: for ever)")
         if waited_s >= self._next_note_s:
             self._next_note_s = 2 * waited_s
@@ -88,15 +90,18 @@ class StallWatch:
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         self._next_note_s = _FIRST_NOTE_S
 
-    def _reason(self, status: Mapping[str, Any]) -> tuple[str, bool]:
-        """What is wrong, as far as can be seen from here, and whether it is wrong enough to stop."""
+    def _reason(self, status: Mapping[str, Any]) -> tuple[str, int]:
+        """What is wrong, as far as can be seen from here, and after how many limits it is time to stop."""
         if status.get("environments") == 0:
-            return "no environment has registered at the trajectory API; is one running?", False
+            return "no environment has registered at the trajectory API; is one running?", _NEVER
         posts = int(status.get("posts_refused", 0)) - self._refused_posts
         refused = self.inference.refused - self._before.refused
         answered = self.inference.answered - self._before.answered
         repeats, line = repeated_trouble(_read_from(self.log, self._log_start))
+        is_idle = not (answered or refused or posts or self.inference.running)
         parts = [f"{answered} requests to the model were answered"]
+        if is_idle:
+            parts.append("the environment asks for nothing; are its prompts longer than --env.max_token_length?")
         sampled = self.requests.groups - self._groups_before
         if sampled >= _DROPPED_GROUPS:
             parts.append(
@@ -106,27 +111,32 @@ class StallWatch:
             parts.append(f"{posts} posts were refused, the last because {status.get('last_refusal')}")
         if refused:
             parts.append(f"{refused} requests to the model were refused, the last because {self.inference.reason}")
-        if line:
-            parts.append(f"the environment's log says {repeats} times: {line}")
-            parts += [remedy for text, remedy in _REMEDIES.items() if text in line]
+        remedies = [remedy for text, remedy in _REMEDIES.items() if text in line]
+        if repeats > 1:
+            parts += [f"the environment's log says {repeats} times: {line}", *remedies]
         if self.log.is_file():
             parts.append(f"see {self.log}")
         is_refused = posts >= _REFUSALS or (refused >= _REFUSALS and not answered)
-        is_failing = is_refused or repeats >= _REPEATS or sampled >= _DROPPED_GROUPS
-        return "; ".join(parts), is_failing
+        is_repeated = repeats >= _REPEATS
+        if is_refused or sampled >= _DROPPED_GROUPS or (is_repeated and (remedies or not answered)):
+            return "; ".join(parts), _SURE
+        return "; ".join(parts), _LIKELY if is_repeated else _IDLE if is_idle else _NEVER
 
 
 def repeated_trouble(text: str) -> tuple[int, str]:
-    """The message of trouble that a log repeats most, and how often; numbers in it may differ.
+    """The message of trouble that a log repeats most, and how often; numbers and what stands around it may differ.
 
     >>> repeated_trouble("starting\\nKeyError: 3\\n  File x, line 2\\nKeyError: 4\\n")
     (2, 'KeyError: 4')
+    >>> repeated_trouble("task: gcd | score 0.0 (all failed)\\ntask: lcm | score 0.1 (all failed)\\n")
+    (2, 'task: lcm | score 0.1 (all failed)')
     """
     counts: Counter[str] = Counter()
     last: dict[str, str] = {}
     for line in map(str.strip, text.splitlines()):
         if _TROUBLE.search(line) and not _FRAME.match(line):
-            kind = re.sub(r"\d+", "0", line)[:200]
+            part = next((part for part in re.split(r"[:|] ", line) if _TROUBLE.search(part)), line)
+            kind = re.sub(r"\d+", "0", part)[:200]
             counts[kind] += 1
             last[kind] = line[:300]
     if not counts:

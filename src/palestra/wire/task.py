@@ -193,7 +193,7 @@ class Serving:
         self._runner = runner
         app = inference_app(completer, token=address.token)
         self.tally: Tally = app.state.tally
-        self._server = Server(app)
+        self._server = Server(app, grace_s=0)  # when the run ends, nobody needs what is still being sampled
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

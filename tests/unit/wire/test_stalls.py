@@ -86,10 +86,38 @@ def test_a_slow_environment_is_waited_for(wait):
     assert "40 requests to the model were answered" in wait.notes[0]
 
 
+def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unless_a_request_is_being_answered(wait):
+    wait.inference.running = 1
+    wait.look_at(2000)
+    wait.inference.running = 0
+    with pytest.raises(PalestraError, match=r"asks for nothing; are its prompts longer than --env.max_token_length"):
+        wait.look_at(2010)
+
+
+def test_an_environment_that_asks_for_nothing_yet_has_time_for_its_preparations(wait):
+    wait.look_at(299)
+    assert "asks for nothing" in wait.notes[0]
+
+
+def test_a_setting_with_fail_in_its_name_is_no_trouble(wait):
+    wait.log.write_text("    dump_failed_rollouts=False,\n")
+    wait.look_at(31)
+    assert "dump_failed" not in wait.notes[0]
+
+
 def test_what_the_log_repeats_ends_the_run_with_its_remedy(wait):
     wait.log.write_text("installing\n" + 8 * SAME)
     with pytest.raises(PalestraError, match=r"8 times: .*Scores are the same.*ensure_scores_are_not_same.*env\.log"):
         wait.look_at(60)
+
+
+def test_what_the_log_says_of_each_answer_ends_the_run_only_after_two_limits(wait):
+    wait.inference.answered = 13
+    wait.log.write_text(16 * "Error: JSON parsing error: Expecting value\n")
+    wait.look_at(119)
+    assert "16 times: Error: JSON parsing error" in wait.notes[0]
+    with pytest.raises(PalestraError, match="JSON parsing error"):
+        wait.look_at(121)
 
 
 def test_what_was_in_the_log_before_the_wait_does_not_count(tmp_path):
@@ -117,6 +145,11 @@ def test_the_message_is_found_among_the_frames_of_tracebacks():
     log = "".join(f"{frames}ValueError: {i} is not prime\n" for i in range(12)) + "Error: once\n"
     assert repeated_trouble(log) == (12, "ValueError: 11 is not prime")
     assert repeated_trouble("all is well\n") == (0, "")
+
+
+def test_the_same_message_about_different_tasks_is_one_message():
+    log = "".join(f"10:00:0{i} - Task: {name} | mean 0.{i} (All failed)\n" for i, name in enumerate(("gcd", "lcm")))
+    assert repeated_trouble(log) == (2, "10:00:01 - Task: lcm | mean 0.1 (All failed)")
 
 
 def test_a_log_is_shortened_also_where_nobody_has_to_wait(wait, monkeypatch):
