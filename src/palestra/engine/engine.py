@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
@@ -168,14 +169,16 @@ class Engine:
         """One step of every session that can run; the turns that ended with it."""
         if self._asleep:
             raise PalestraError("the engine sleeps and has no KV memory; call wake before sampling")
-        chunks = self.scheduler.plan(self.runner.decode_steps)
+        with phases("planning"):
+            chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return self._unstick()
         emissions = self.runner.step(chunks)
-        ended = [e.job for e in emissions if self._accept(e)]
-        for chunk in chunks:
-            if chunk.job.params is None and chunk.job.pending <= 0:
-                self.scheduler.withdraw(chunk.job)
+        with phases("planning"):
+            ended = [e.job for e in emissions if self._accept(e)]
+            for chunk in chunks:
+                if chunk.job.params is None and chunk.job.pending <= 0:
+                    self.scheduler.withdraw(chunk.job)
         return ended
 
     def sample(self, sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams]) -> list[Turn]:

@@ -19,6 +19,7 @@ from palestra.algo.losses import TokenStats, policy_loss, token_weights
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.phases import phases
 from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
@@ -185,13 +186,14 @@ class LocalLearner:
 
     def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
         if batch.packed is None or batch.packed[0] != echo:
-            packed = pack_batch(
-                batch.samples,
-                max_tokens=self._max_tokens,
-                share_prefix=self._share_prefix,
-                echo=echo,
-                device=self.device,
-            )
+            with phases("packing"):
+                packed = pack_batch(
+                    batch.samples,
+                    max_tokens=self._max_tokens,
+                    share_prefix=self._share_prefix,
+                    echo=echo,
+                    device=self.device,
+                )
             batch.packed = (echo, packed)
         found: PackedBatch = batch.packed[1]
         return found

@@ -12,6 +12,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError
+from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
@@ -113,10 +114,12 @@ def token_speakers(policy: Policy[Any], chat: ChatFormat) -> Callable[[Sequence[
     def start(episodes: Sequence[Episode]) -> list[Speaker]:
         openings = [(e.prompt, [t.schema for t in e.tools]) for e in episodes]
         if all(opening == openings[0] for opening in openings):
-            prompts = [chat.prompt(*openings[0])] * len(openings)
+            with phases("template"):
+                prompts = [chat.prompt(*openings[0])] * len(openings)
             sessions = policy.fork(policy.open(prompts[0].token_ids.tolist()), len(prompts))
         else:
-            prompts = [chat.prompt(*opening) for opening in openings]
+            with phases("template"):
+                prompts = [chat.prompt(*opening) for opening in openings]
             sessions = _open_all(policy, prompts)
         return [TokenSpeaker(policy, s, chat, p) for s, p in zip(sessions, prompts, strict=True)]
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from palestra.core.errors import RolloutError
+from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
 from palestra.policy.base import HoldsTokens, Policy
 
@@ -37,10 +38,12 @@ class TokenSpeaker:
         turn = await self._policy.sample(self._session, sampling)
         self._record(turn)
         self.sampled_tokens += len(turn.token_ids)
-        return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
+        with phases("template"):
+            return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
 
     def hear(self, messages: Sequence[Message]) -> None:
-        turns = self._chat.continuation(messages)
+        with phases("template"):
+            turns = self._chat.continuation(messages)
         self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
         for turn in turns:
             self._record(turn)

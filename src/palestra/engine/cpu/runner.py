@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.cpu.kv_slots import KVSlots, Pages
@@ -61,7 +62,7 @@ class CpuRunner:
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
         ordered, decoding = self._arrange(chunks)
-        with torch.inference_mode():
+        with phases("decode" if decoding == len(ordered) else "prefill"), torch.inference_mode():
             logits = self.forward(ordered, decoding)
             for chunk in chunks:
                 chunk.job.session.kv_len += chunk.count

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
@@ -118,11 +119,15 @@ class CudaRunner:
         """Run the chunks; what each sampling one emitted."""
         decoding = [c for c in chunks if c.count == 1 and c.samples]
         prefills = [c for c in chunks if not (c.count == 1 and c.samples)]
-        emissions = self._prefill(prefills) if prefills else []
+        emissions: list[Emission] = []
+        if prefills:
+            with phases("prefill"):
+                emissions += self._prefill(prefills)
         if decoding:
-            rows = [SamplingRow.of(c.job) for c in decoding]
-            general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-            emissions += self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
+            with phases("decode"):
+                rows = [SamplingRow.of(c.job) for c in decoding]
+                general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
+                emissions += self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
         return emissions
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Emission]:
