@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--busy", type=int, help="the step of which it is told how long the GPU was busy")
     arguments, more = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp()) / "run"
     options = SETTINGS | {"train.max_steps": arguments.steps}
@@ -48,6 +49,8 @@ def main() -> None:
     try:
         from palestra.faces.cli.main import main as palestra
 
+        if arguments.busy:
+            watch_gpu(arguments.busy)
         palestra()
     except SystemExit:
         pass
@@ -76,10 +79,46 @@ def report(folder: Path, began: float) -> None:
                 "sample_s": round(statistics.median(r["sample_seconds"] for r in steady), 4),
                 "train_s": round(statistics.median(r["train_seconds"] for r in steady), 4),
                 "tokens_per_s": round(statistics.median(r["sample_tokens_per_second"] for r in steady)),
+                "phases_ms": phases_of(steady),
                 "whole_command_s": round(time.time() - began, 1),
             }
         )
     )
+
+
+def watch_gpu(number: int) -> None:
+    """Print how much of one step the GPU was busy, by its profiler."""
+    import torch
+
+    from palestra.train.loop import Training
+
+    step = Training.step
+
+    def watched(training: Training) -> dict[str, float]:
+        if training.state.step + 1 != number:
+            return step(training)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            began = time.perf_counter()
+            metrics = step(training)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+        events = profile.key_averages()
+        busy = sum(event.self_device_time_total for event in events) / 1e6
+        print(json.dumps({"step": number, "seconds": round(seconds, 3), "gpu_busy": round(busy / seconds, 3)}))
+        for event in sorted(events, key=lambda e: -e.self_device_time_total)[:25]:
+            print(f"{event.self_device_time_total / 1000:9.2f} ms {event.count:6d} x {event.key[:110]}")
+        return metrics
+
+    Training.step = watched  # type: ignore[method-assign]
+
+
+def phases_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The median milliseconds of each phase of a step."""
+    whole = {"sample_seconds", "train_seconds", "elapsed_seconds"}
+    names = {name for row in steps for name in row if name.endswith("_seconds")} - whole
+    medians = {n.removesuffix("_seconds"): statistics.median(1000 * row.get(n, 0.0) for row in steps) for n in names}
+    return {name: round(value, 1) for name, value in sorted(medians.items(), key=lambda item: -item[1])}
 
 
 if __name__ == "__main__":

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.phases import phases
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner
 from palestra.learner.memory import peak_memory_gib
@@ -139,12 +141,15 @@ class Training:
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
         count = self.config.train.problems_per_step
+        phases.take()
         rollouts = self.runner.run(gather(self.source, count, self.config, self.state.policy_version))
+        times = phases.take()
+        times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
         with deferred_interrupts():
-            return self.learn(rollouts)
+            return self.learn(rollouts, times)
 
-    def learn(self, rollouts: StepRollouts) -> dict[str, float]:
-        """Learn from the groups, publish the weights, record the step."""
+    def learn(self, rollouts: StepRollouts, times: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Learn from the groups, publish the weights, record the step; `times` is where its sampling's went."""
         began, state, config = time.perf_counter(), self.state, self.config
         groups = rollouts.groups
         advantages = group_advantages(groups, config.train, self.source.reward_weights)
@@ -158,13 +163,14 @@ class Training:
         version = state.policy_version
         record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
         if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
-            with self._policy_asleep():
+            with self._policy_asleep(), phases("learner"):
                 learn = partial(update, self.learner, samples, config, coefficients, version, record)
                 metrics |= self._compute(learn)
             if config.train.target_entropy is not None:
                 metrics["entropy_coefficient"] = coefficients.entropy
             version += 1
-            self.policy.update(self.learner.weights(version))
+            with phases("publishing"):
+                self.policy.update(self.learner.weights(version))
         after = replace(
             state,
             step=state.step + 1,
@@ -180,9 +186,11 @@ class Training:
             "elapsed_seconds": self.elapsed_s,
             "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
         }
-        self.tracker.rollouts(after.step, groups)
-        if record is not None:
-            self.tracker.tokens(after.step, record.table(groups, advantages, samples))
+        with phases("records"):
+            self.tracker.rollouts(after.step, groups)
+            if record is not None:
+                self.tracker.tokens(after.step, record.table(groups, advantages, samples))
+        metrics |= {f"{name}_seconds": seconds for name, seconds in (*times.items(), *phases.take().items())}
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
