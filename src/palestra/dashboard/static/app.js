@@ -50,6 +50,7 @@ async function open() {
   visit = new AbortController();
   const { signal } = visit;
   const { parts, query } = place();
+  const { hash } = location;
   setKeys();
   drawTop(parts[0] ?? "runs");
   const wait = setTimeout(() => replace(main, loading()), 150); // a quick page does not flash
@@ -62,6 +63,7 @@ async function open() {
     if (!signal.aborted) replace(main, notice("bad", h("b", "This page cannot be shown. "), error.message));
   } finally {
     clearTimeout(wait);
+    if (!signal.aborted) main.dataset.shown = hash; // tests wait for it
   }
 }
 

@@ -3,7 +3,7 @@
 import { h } from "../lib/dom.js";
 import { integer, number, signed } from "../lib/format.js";
 import { link } from "../lib/router.js";
-import { oneLine, visible } from "../lib/text.js";
+import { oneLine } from "../lib/text.js";
 import { passedPill } from "./parts.js";
 import { table } from "./table.js";
 
@@ -12,7 +12,7 @@ export const rolloutLink = (run, row, parameters) => link(["runs", run, "rollout
 export function rolloutTable(run, rows, { label = "Rollouts", extra = [], first = [] } = {}) {
   const columns = [
     ...first,
-    { label: "Step", cell: (row) => (row.kind === "train" ? row.step : row.kind), kind: "num" },
+    { label: "Step", cell: (row) => (row.kind === "train" ? row.step : row.kind) },
     { label: "Rollout", cell: (row) => what(run, row) },
     { label: "Reward", cell: (row) => number(row.reward), kind: "num" },
     {
@@ -31,7 +31,7 @@ export function rolloutTable(run, rows, { label = "Rollouts", extra = [], first 
 }
 
 function what(run, row) {
-  const snippet = row.snippet?.map(([text, isMatch]) => (isMatch ? h("mark", ...visible(text)) : visible(text)));
+  const snippet = row.snippet?.map(([text, isMatch]) => (isMatch ? h("mark", text) : text));
   return [
     h("a.break", { href: rolloutLink(run, row) }, oneLine(row.question, 110) || row.problem_id),
     h("div.soft.small.break", snippet ? [snippet] : oneLine(row.answer ?? "", 120) || "no answer"),

@@ -2,9 +2,8 @@
    arrow keys. Long rollouts are loaded in parts. */
 
 import { get } from "../lib/api.js";
-import { h, replace } from "../lib/dom.js";
+import { append, h, replace } from "../lib/dom.js";
 import { exact, integer } from "../lib/format.js";
-import { visible } from "../lib/text.js";
 import { segmented } from "./parts.js";
 import { COLUMNS, MAKER_COLOURS, MASK_COLOURS, scaleOf } from "./token_colours.js";
 
@@ -166,7 +165,7 @@ export class TokenView {
     ];
     replace(
       this.tip,
-      h("b.mono", ...visible(JSON.stringify(data.text[index]))),
+      h("b.mono", JSON.stringify(data.text[index])),
       h("span.soft", ` token ${integer(index)}`),
       h(
         "dl",
@@ -185,7 +184,7 @@ export function tokenSpan(text, index, isTrained) {
   const span = h(`span.token${isTrained ? "" : ".masked"}`, { "data-index": index });
   const parts = text.split("\n");
   parts.forEach((part, i) => {
-    span.append(...visible(part));
+    append(span, part);
     if (i < parts.length - 1) span.append(h("span.glyph", "⏎"), "\n");
   });
   if (!text) span.append(h("span.glyph", "∅"));

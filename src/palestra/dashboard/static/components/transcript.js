@@ -3,7 +3,7 @@
 import { get } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { duration } from "../lib/format.js";
-import { textBlock, visible } from "../lib/text.js";
+import { textBlock } from "../lib/text.js";
 
 const ROLES = { system: "System", user: "User", assistant: "Model", tool: "Tool" };
 const THINKING = /^\s*<think>([\s\S]*?)<\/think>\s*/;
@@ -15,15 +15,20 @@ export function transcript(messages, { run = null, rollout = null, results = [],
   const nodes = messages.slice(from).map((message, i) => {
     const index = from + i;
     const load = message.cut && run ? (start) => rest(run, rollout, index, start) : null;
-    const at = mark?.message === index ? mark.char : null;
-    return messageCard(message, { result: resultOf.get(message.tool_call_id), load, at });
+    return messageCard(message, {
+      result: resultOf.get(message.tool_call_id),
+      load,
+      mark: mark?.message === index ? mark : null,
+    });
   });
   return h("div.transcript", nodes);
 }
 
-export function messageCard(message, { result = null, load = null, at = null } = {}) {
-  const thinking = message.text.match(THINKING);
-  const body = thinking && at === null ? message.text.slice(thinking[0].length) : message.text;
+/** `mark.char` is where in the text the first difference is; null: in its tool calls. */
+export function messageCard(message, { result = null, load = null, mark = null } = {}) {
+  const at = mark?.char ?? null;
+  const thinking = at === null ? message.text.match(THINKING) : null;
+  const body = thinking ? message.text.slice(thinking[0].length) : message.text;
   return h(
     `article.message.${ROLES[message.role] ? message.role : "system"}`,
     h(
@@ -34,22 +39,22 @@ export function messageCard(message, { result = null, load = null, at = null } =
     ),
     h(
       "div.body",
-      thinking && at === null && h("details.thinking", h("summary", "Thinking"), textBlock(thinking[1])),
+      thinking && h("details.thinking", h("summary", "Thinking"), textBlock(thinking[1])),
       at === null ? body && textBlock(body, { whole: message.chars, load }) : markedText(body, at),
-      (message.tool_calls ?? []).map(toolCall),
+      (message.tool_calls ?? []).map((call) => toolCall(call, mark !== null && at === null)),
     ),
   );
 }
 
-function toolCall(call) {
+function toolCall(call, isMarked) {
   const text = typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments ?? {}, null, 1);
-  const isSmall = text.length < 100;
+  const line = text.replace(/\n\s*/g, " ").replace(/^\{ | \}$/g, (end) => end.trim());
   return h(
-    `div.call${call.error ? ".bad" : ""}`,
-    h("b", ...visible(call.name || "unreadable call")),
+    `div.call${call.error ? ".bad" : ""}${isMarked ? ".diverges" : ""}`,
+    h("b", call.name || "unreadable call"),
     " ",
-    isSmall ? h("code", ...visible(text.replace(/\s+/g, " "))) : textBlock(text, { tag: "pre" }),
-    call.error && h("div.bad.small", ...visible(call.error)),
+    line.length < 100 ? h("code", line) : textBlock(text, { tag: "pre" }),
+    call.error && h("div.bad.small", call.error),
   );
 }
 
@@ -59,13 +64,12 @@ function resultNote(result) {
 
 function markedText(text, at) {
   const characters = Array.from(text); // the server counts characters, not UTF-16 units
-  const part = (from, to) => visible(characters.slice(from, to).join(""));
-  const difference = part(at, at + MARK_LENGTH);
+  const part = (from, to) => characters.slice(from, to).join("");
   return h(
     "div.text",
-    ...part(0, at),
-    h("mark.diverges", { title: "The first difference" }, ...(difference.length ? difference : ["∎"])),
-    ...part(at + MARK_LENGTH),
+    part(0, at),
+    h("mark.diverges", { title: "The first difference" }, part(at, at + MARK_LENGTH) || "∎"),
+    part(at + MARK_LENGTH),
   );
 }
 

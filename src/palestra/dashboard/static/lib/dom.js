@@ -1,4 +1,7 @@
-/* Elements without markup: strings become text nodes, so nothing that a model wrote is ever parsed as HTML. */
+/* Elements without markup: strings become text nodes with hidden characters made visible, so nothing that a model wrote
+   is ever parsed as HTML. */
+
+import { visible } from "./hidden.js";
 
 /** h("button.primary", {onclick, "aria-label": "…"}, "Save", icon) → an element. `null` and `false` children are left out. */
 export function h(name, attributes, ...children) {
@@ -22,7 +25,8 @@ export function svg(tag, attributes, ...children) {
 export function append(element, children) {
   for (const child of [children].flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    element.append(child instanceof Node ? child : String(child));
+    if (child instanceof Node) element.append(child);
+    else for (const part of visible(String(child))) element.append(part);
   }
   return element;
 }

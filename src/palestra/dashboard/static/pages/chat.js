@@ -4,8 +4,7 @@ import { run as runAction } from "../components/dialog.js";
 import { empty, notice, pageHead } from "../components/parts.js";
 import { messageCard } from "../components/transcript.js";
 import { get, send, stream } from "../lib/api.js";
-import { h, replace } from "../lib/dom.js";
-import { visible } from "../lib/text.js";
+import { append, h, replace } from "../lib/dom.js";
 
 export async function show({ query, signal }) {
   const [{ runs }, status] = await Promise.all([get("runs", { limit: 200 }, signal), get("status", {}, signal)]);
@@ -129,7 +128,7 @@ async function answer(list, chat, said, signal) {
     if (event === "delta") {
       if (!growing)
         list.append((growing = h("article.message.assistant", h("header", "Model"), h("div.body", h("div.text")))));
-      growing.querySelector(".text").append(...visible(data.text));
+      append(growing.querySelector(".text"), data.text);
     } else if (event === "message") {
       const card = messageCard(data);
       growing && data.role === "assistant" ? growing.replaceWith(card) : list.append(card);

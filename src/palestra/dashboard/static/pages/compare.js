@@ -8,7 +8,6 @@ import { get } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { integer, number } from "../lib/format.js";
 import { link } from "../lib/router.js";
-import { visible } from "../lib/text.js";
 
 const TITLES = { reward_mean: "Reward", pass_rate: "Pass rate in training", "eval/pass_rate": "Pass rate, held out" };
 const AXES = [
@@ -80,7 +79,7 @@ function settings(data, label) {
     { label: "Setting", cell: (row) => h("code", row.key) },
     ...data.runs.map((run) => ({
       label: label(run.id),
-      cell: (row) => h("span.mono.break", ...visible(text(row.values[run.id]))),
+      cell: (row) => h("span.mono.break", text(row.values[run.id])),
     })),
   ];
   return h(

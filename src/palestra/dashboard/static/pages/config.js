@@ -3,7 +3,7 @@
 import { getRun, runHead } from "../components/run_head.js";
 import { facts } from "../components/parts.js";
 import { h, replace } from "../lib/dom.js";
-import { textBlock, visible } from "../lib/text.js";
+import { textBlock } from "../lib/text.js";
 
 export async function show({ names: [id], signal }) {
   const run = await getRun(id, signal);
@@ -44,7 +44,7 @@ export async function show({ names: [id], signal }) {
 
 const rows = (pairs) =>
   pairs.length
-    ? facts(pairs.map(([key, value]) => [h("code", key), h("span.mono", ...visible(text(value)))]))
+    ? facts(pairs.map(([key, value]) => [h("code", key), h("span.mono", text(value))]))
     : h("p.soft", "None.");
 
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));

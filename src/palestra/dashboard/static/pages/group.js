@@ -108,7 +108,7 @@ function messagesOf(id, rollout) {
   const mark =
     rollout.diverges_message === null || rollout.diverges_message === undefined
       ? null
-      : { message: rollout.diverges_message, char: rollout.diverges_char ?? 0 };
+      : { message: rollout.diverges_message, char: rollout.diverges_char };
   return transcript(rollout.messages, {
     run: id,
     rollout: rollout.id,

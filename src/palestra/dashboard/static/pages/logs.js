@@ -4,7 +4,6 @@ import { empty, segmented } from "../components/parts.js";
 import { getRun, runHead, runPath } from "../components/run_head.js";
 import { follow } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { visible } from "../lib/text.js";
 
 const MOST_LINES = 5000; // older ones leave the page, not the file
 const AT_END = 40; // pixels: whoever is this near the end wants to see new lines
@@ -46,7 +45,7 @@ export async function show({ names: [id], signal }) {
 
 function add(log, lines) {
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < AT_END;
-  log.append(...lines.map((line) => h("div", ...visible(line || " "))));
+  log.append(...lines.map((line) => h("div", line || " ")));
   while (log.childElementCount > MOST_LINES) log.firstElementChild.remove();
   if (follows) log.scrollTop = log.scrollHeight;
 }

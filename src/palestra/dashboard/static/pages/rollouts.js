@@ -89,7 +89,10 @@ export async function show({ names: [id], query, signal }) {
 
 function filters(facets, filter, set) {
   const choice = (label, name, options) => select(label, [["", label], ...options], filter[name], set(name));
-  const counted = (found) => Object.entries(found ?? {}).map(([name, n]) => [name, `${name} (${integer(n)})`]);
+  const counted = (found) =>
+    Object.entries(found ?? {})
+      .filter(([name]) => name)
+      .map(([name, n]) => [name, `${name} (${integer(n)})`]);
   const box = (name, label, width) =>
     h("input", {
       type: "number",
@@ -132,7 +135,7 @@ function filters(facets, filter, set) {
           ["0", "measure failed"],
         ])
       : null,
-    box("reward_min", "Reward from", "118px"),
+    box("reward_min", "Reward from", "126px"),
     box("reward_max", "to", "76px"),
     filter.problem && chip("problem", filter.problem, set),
     filter.shape && chip("shape", filter.shape, set),

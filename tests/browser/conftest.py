@@ -1,0 +1,71 @@
+"""A real browser, and dashboards for it to look at. Without a Chromium these tests are skipped, each by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts")]
+
+from chromium import Chromium, find_chromium
+
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
+SCREENSHOTS = os.environ.get("PALESTRA_SCREENSHOTS")  # `make test-browser` saves those of docs/dashboard.md
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if find_chromium() is None:
+        pytest.skip("no Chromium on this machine; `make test-browser` installs it, or name it in PALESTRA_CHROMIUM")
+    pytest.importorskip("websockets", reason="the driver needs websockets: pip install palestra[browser]")
+    with Chromium.start(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser):
+    """A tab. Whatever the test did, nothing may have gone wrong in the console."""
+    with browser.page() as page:
+        page.dark(False)
+        yield page
+        page.evaluate("new Promise((resolve) => setTimeout(resolve, 20))")  # what is under way reports its errors
+        assert page.errors == []
+
+
+@pytest.fixture
+def visit(page):
+    """visit(url, "#/runs"): goes there and waits until the page is shown."""
+
+    def go(url: str, place: str = "#/runs") -> None:
+        page.open(url + place)
+        page.wait(f"document.getElementById('main')?.dataset.shown === {json.dumps(place)}")
+
+    return go
+
+
+@pytest.fixture
+def violations(page):
+    """What axe-core finds wrong with the page as it is: one line a rule, with the first element."""
+
+    def check() -> list[str]:
+        if not page.evaluate("'axe' in window"):
+            page.evaluate(AXE.read_text(encoding="utf-8") + ";true")
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+        return [f"{v['id']}: {v['help']}: {v['nodes'][0]['html'][:160]} ({len(v['nodes'])})" for v in found]
+
+    return check
+
+
+@pytest.fixture
+def picture(page):
+    """picture("runs"): the window for the docs, where screenshots are asked for."""
+
+    def save(name: str) -> None:
+        if SCREENSHOTS:
+            page.screenshot(Path(SCREENSHOTS) / f"{name}.webp")
+
+    return save
