@@ -84,6 +84,7 @@ class Page:
         self.errors: list[str] = []
         for domain in ("Page", "Runtime", "Log"):
             self.command(f"{domain}.enable")
+        self.command("Emulation.setFocusEmulationEnabled", enabled=True)  # keys go to this tab, wherever the focus is
         self.size(1280, 860)
 
     def command(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Page:
     def press(self, key: str) -> None:
         text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
         codes = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
-        common = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0)}
+        common = {"key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0].upper()))}
         self.command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.command("Input.dispatchKeyEvent", type="keyUp", **common)
 

@@ -51,10 +51,11 @@ def visit(page):
 def violations(page):
     """What axe-core finds wrong with the page as it is: one line a rule, with the first element."""
 
-    def check() -> list[str]:
+    def check(*rules: str) -> list[str]:
         if not page.evaluate("'axe' in window"):
             page.evaluate(AXE.read_text(encoding="utf-8") + ";true")
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+        options = {"resultTypes": ["violations"]} | ({"runOnly": list(rules)} if rules else {})
+        found = page.evaluate(f"axe.run(document, {json.dumps(options)}).then((r) => r.violations)")
         return [f"{v['id']}: {v['help']}: {v['nodes'][0]['html'][:160]} ({len(v['nodes'])})" for v in found]
 
     return check

@@ -2,7 +2,7 @@
 
 import { icon } from "./components/icons.js";
 import { openDialog } from "./components/dialog.js";
-import { loading, notice } from "./components/parts.js";
+import { loading, notice, pageHead } from "./components/parts.js";
 import { h, replace } from "./lib/dom.js";
 import { keyHelp, listen, setKeys } from "./lib/keys.js";
 import { go, link, place } from "./lib/router.js";
@@ -60,7 +60,7 @@ async function open() {
     const nodes = await page.show({ names, query, signal });
     if (!signal.aborted) replace(main, nodes);
   } catch (error) {
-    if (!signal.aborted) replace(main, notice("bad", h("b", "This page cannot be shown. "), error.message));
+    if (!signal.aborted) replace(main, pageHead("This page cannot be shown"), notice("bad", error.message));
   } finally {
     clearTimeout(wait);
     if (!signal.aborted) main.dataset.shown = hash; // tests wait for it

@@ -7,7 +7,7 @@ const MOST = 0.62; // of the colour: the text stays readable on it
 
 export const MAKER_COLOURS = {
   model: mix("series-1", 0.3),
-  environment: mix("series-2", 0.3),
+  environment: mix("series-2", 0.18),
   template: mix("soft", 0.16),
 };
 export const MASK_COLOURS = { true: mix("series-3", 0.34), false: mix("soft", 0.12) };

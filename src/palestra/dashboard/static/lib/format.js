@@ -36,7 +36,7 @@ export function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(count, 1)) / 3));
   const value = count / 1000 ** power;
-  return `${value < 10 && power ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
+  return `${value < 9.95 && power ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
 }
 
 /** A moment (seconds since 1970) relative to now: "5 min ago". */

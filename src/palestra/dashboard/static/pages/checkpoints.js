@@ -46,7 +46,7 @@ export async function show({ names: [id], signal }) {
     { label: "Saved", cell: (row) => h("span.soft", ago(row.created)), kind: "wide-only" },
     { label: "Size", cell: (row) => bytes(row.bytes), kind: "num" },
     {
-      label: "",
+      label: h("span.visually-hidden", "Actions"),
       cell: (row) =>
         h(
           "div.actions.end",

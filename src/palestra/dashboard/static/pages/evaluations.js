@@ -73,7 +73,7 @@ function flips(id, found) {
           oneLine(row.question ?? row.problem_id, 110),
         ),
     },
-    { label: "", cell: (row) => h(`span.pill.${row.direction === "fixed" ? "good" : "bad"}`, row.direction) },
+    { label: "Change", cell: (row) => h(`span.pill.${row.direction === "fixed" ? "good" : "bad"}`, row.direction) },
     {
       label: found.from,
       cell: (row) => row.from !== null && h("a", { href: link(["runs", id, "rollouts", row.from]) }, "open"),

@@ -14,7 +14,7 @@ import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
 const MOST_TOKENS = 2000; // of each sibling; the rest is in its own token view
-const BEFORE = 12; // tokens of the prompt's end, for orientation
+const BEFORE = 12; // tokens that all share, for orientation
 
 export async function show({ names: [id, number_], signal }) {
   const path = runPath(id, "groups", number_);
@@ -119,7 +119,7 @@ function messagesOf(id, rollout) {
 }
 
 async function tokensOf(id, rollout, group) {
-  const start = Math.max(0, group.prompt_tokens - BEFORE);
+  const start = Math.max(0, Math.min(group.prompt_tokens, group.diverges_at ?? Infinity) - BEFORE);
   const data = await get(runPath(id, "rollouts", rollout.id, "tokens"), { start, limit: MOST_TOKENS });
   const spans = data.text.map((text, i) => {
     const span = tokenSpan(text, start + i, data.mask[i]);
