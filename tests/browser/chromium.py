@@ -119,15 +119,14 @@ class Page:
     def open(self, url: str) -> None:
         self.command("Page.navigate", url=url)
 
-    def wait(self, script: str, timeout_s: float = TIMEOUT_S) -> Any:
-        """Until the expression is true; its value."""
+    def wait(self, script: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Until the expression is true."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self.evaluate(script)):
+        while not self.evaluate(f"!!({script})"):
             if time.monotonic() > deadline:
                 text = self.evaluate("document.body.innerText.slice(0, 1500)")
                 raise AssertionError(f"not within {timeout_s} s: {script}\nerrors: {self.errors}\npage: {text}")
             time.sleep(0.03)
-        return value
 
     def wait_for(self, selector: str, text: str = "", timeout_s: float = TIMEOUT_S) -> None:
         """Until an element is there, with the text in it."""
