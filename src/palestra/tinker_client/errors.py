@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import tinker
 from tinker.types import RequestErrorCategory
@@ -22,6 +23,12 @@ def is_lost(error: Exception) -> bool:
     # a promise that has expired; the class is not public
     is_expired = type(error).__name__ == "RetryableException"
     return is_expired or isinstance(error, tinker.APIConnectionError | asyncio.TimeoutError)
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether the server does not know what the request is about."""
+    status = _status_error(error)
+    return status is not None and status.status_code == 404
 
 
 def refusal(error: Exception) -> Exception:
@@ -50,7 +57,8 @@ def _status_error(error: Exception) -> tinker.APIStatusError | None:
 
 
 def _detail(error: tinker.APIStatusError) -> str:
-    body = error.body
-    if isinstance(body, dict):
-        return str(body.get("detail") or body.get("error") or body.get("message") or body)
-    return str(body or error.message)
+    """The sentence in an answer's body: {"detail": …}, or {"error": {"message": …}}."""
+    found: Any = error.body
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("detail", "error", "message") if key in found), str(found))
+    return str(found or error.message)

@@ -23,7 +23,7 @@ import tinker
 
 from palestra.core.errors import PalestraError
 from palestra.core.http import HttpError, Request
-from palestra.tinker_client.errors import is_lost, refusal
+from palestra.tinker_client.errors import is_lost, is_unknown, refusal
 
 log = logging.getLogger("palestra")
 
@@ -202,6 +202,7 @@ class TinkerModel:
                 return found
 
     def _wait(self, future: Any) -> Any:
+        future = future if isinstance(future, Future) else future.future()  # the SDK has its own kind around it
         while True:
             try:
                 return future.result(_POLL_S)
@@ -241,7 +242,8 @@ class TinkerModel:
         with self._lock:
             if generation != self._generation:  # someone else has done it
                 return
-            if not is_lost(error):
+            in_vain = self._failures > 0 and is_unknown(error)  # it knows the new session; so this is something else
+            if not is_lost(error) or in_vain:
                 raise refusal(error) from error
             if self._failures >= _RECOVERIES:
                 raise self._lost(error) from error

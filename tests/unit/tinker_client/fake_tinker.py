@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import torch
 from tinker import NotFoundError, types
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 VOCABULARY = 16
+Answer = AwaitableConcurrentFuture[Any]
 
 
 def gone(what: str) -> NotFoundError:
@@ -62,7 +64,7 @@ class FakeService:
         return FakeSampling(self, torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64))
 
     def create_rest_client(self) -> Any:
-        def delete(path: str) -> Future[None]:
+        def delete(path: str) -> Answer:
             self.server.log.append(f"delete {path}")
             self.server.states.pop(path)
             return self.answer(lambda: None)
@@ -72,7 +74,7 @@ class FakeService:
     def close(self, status: str) -> None:
         self.server.log.append(f"close {status}")
 
-    def answer(self, work: Any) -> Future[Any]:
+    def answer(self, work: Any) -> Answer:
         future: Future[Any] = Future()
         try:
             if self.server.fails:
@@ -82,7 +84,7 @@ class FakeService:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        return future
+        return AwaitableConcurrentFuture(future)
 
 
 class FakeTraining:
@@ -92,18 +94,18 @@ class FakeTraining:
         self.adam = torch.optim.AdamW([self.weights], eps=1e-8, weight_decay=0.0)
         self.saved = 0
 
-    def forward(self, data: list[types.Datum], loss_fn: str, config: Any = None) -> Future[Any]:
+    def forward(self, data: list[types.Datum], loss_fn: str, config: Any = None) -> Answer:
         return self.service.answer(lambda: self._outputs(data, loss_fn, config, backward=False))
 
-    def forward_backward(self, data: list[types.Datum], loss_fn: str, config: Any = None) -> Future[Any]:
+    def forward_backward(self, data: list[types.Datum], loss_fn: str, config: Any = None) -> Answer:
         self.service.server.log.append(loss_fn)
         return self.service.answer(lambda: self._outputs(data, loss_fn, config, backward=True))
 
-    def optim_step(self, params: types.AdamParams) -> Future[Any]:
+    def optim_step(self, params: types.AdamParams) -> Answer:
         self.service.server.log.append("optim_step")
         return self.service.answer(lambda: self._step(params))
 
-    def save_state(self, name: str, ttl_seconds: int | None = None) -> Future[Any]:
+    def save_state(self, name: str, ttl_seconds: int | None = None) -> Answer:
         def save() -> Any:
             path = f"tinker://run/weights/{name}"
             state = self.weights.detach().clone(), copy.deepcopy(self.adam.state_dict())
@@ -154,11 +156,13 @@ class FakeSampling:
             sequence = types.SampledSequence(ended, "s", _tokens_list=tokens, _logprobs_list=logprobs)
             return SimpleNamespace(sequences=[sequence])
 
-        return self.service.answer(work)
+        return self.service.answer(work).future()
 
     def compute_logprobs(self, prompt: types.ModelInput) -> Future[Any]:
         ids = prompt.to_ints()
-        return self.service.answer(lambda: [None, *scored(self.weights, ids[:-1], torch.tensor(ids[1:])).tolist()])
+        return self.service.answer(
+            lambda: [None, *scored(self.weights, ids[:-1], torch.tensor(ids[1:])).tolist()]
+        ).future()
 
 
 def scored(weights: torch.Tensor, inputs: list[int], targets: torch.Tensor) -> torch.Tensor:
