@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "gateway": "core chat models envs evals policy rollout serve train",
     "dashboard": "core models evals report runs serve",
     "bench": "core engine models policy",
-    "result": "core chat tools agents evals export policy rollout train",
+    "result": "core chat tools agents evals export models policy rollout train",
     "api": "core agents evals envs models policy rollout train result",
     "env_api": "core chat agents envs evals models policy rollout train wire result api",
     "suite": "evals api",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +40,14 @@ class GRPOTrainingResult:
         steps = max((int(row["step"]) for row in self.metrics), default=0)
         return f"GRPOTrainingResult({self.agent.name!r}, {steps} steps{scored}, {str(self.run.path)!r})"
 
-    @property
+    @cached_property
     def model(self) -> Any:
-        return self.outcome.model
+        """The module; one that was trained on another machine is loaded here when it is asked for."""
+        if self.outcome.model is not None:
+            return self.outcome.model
+        from palestra.models.loading import load_model
+
+        return load_model(str(self.model_path)).model
 
     @property
     def tokenizer(self) -> Any:
@@ -93,6 +100,8 @@ class GRPOTrainingResult:
         """
         from palestra.export.hf import save_hf
 
+        if self.outcome.model is None and not merged:  # the files are all there is of it here
+            return Path(shutil.copytree(self.model_path, path, dirs_exist_ok=True))
         return save_hf(self.model, self.tokenizer, Path(path), merge=merged, record=self.run.record)
 
     def generate(

@@ -56,7 +56,7 @@ class Learner(Protocol):
         ...
 
     def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
-        """Clip, update the weights, forget the gradient; gives its norm before clipping.
+        """Clip, update the weights, forget the gradient; gives its norm before clipping, NaN where it is not known.
 
         A NaN or an infinity in the loss or the gradient raises PalestraError, and the weights stay as they are.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -60,3 +60,10 @@ class Policy(Protocol[Session]):
         ...
 
     def wake(self) -> None: ...
+
+
+@runtime_checkable
+class KnowsContext(Protocol):
+    """A policy whose model is on another machine, so that only it knows how many tokens that can hold at once."""
+
+    context_tokens: int

@@ -20,7 +20,11 @@ def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engi
     return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine))
 
 
-def completer_of(loaded: LoadedModel, policy: Policy[Any]) -> Completer:
+def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:
+    """What the inference server answers from. `context_tokens` is that of a model on another machine, which gives no
+    logprobs but those of its samples."""
+    if context_tokens is not None:
+        return Completer(policy, loaded.tokenizer, loaded.name, context_tokens, None, len(loaded.tokenizer))
     score = partial(token_logprobs, loaded.model)
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)
     return Completer(policy, loaded.tokenizer, loaded.name, context_of(loaded), score, vocabulary)

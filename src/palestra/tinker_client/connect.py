@@ -8,11 +8,12 @@ from typing import Any
 import tinker
 
 from palestra.core.config import LORA_LEARNING_RATE, RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, did_you_mean
 from palestra.tinker_client.errors import refusal
 from palestra.tinker_client.model import TinkerModel
 
 KEY = "TINKER_API_KEY"
+_UNSTATED_CONTEXT = 1 << 15
 _ANY_KEY = "for a server of your own that asks for none, any that begins with tml-"
 
 # settings that would have no effect, and why
@@ -51,11 +52,22 @@ def suited(config: RunConfig) -> RunConfig:
     return config.suited_to(0) if config.train.learning_rate is None else config
 
 
+def context_tokens(service: Any, name: str) -> int:
+    """How many tokens the server's model of this name holds at once; one that it does not have is refused."""
+    models = {str(model.model_name): model for model in service.get_server_capabilities().supported_models}
+    if models and name not in models:
+        raise PalestraError(
+            f"the Tinker server has no model {name!r}.{did_you_mean(name, models)} It has: {', '.join(sorted(models))}"
+        )
+    return int(getattr(models.get(name), "max_context_length", None) or _UNSTATED_CONTEXT)
+
+
 def open_model(config: RunConfig) -> TinkerModel:
     """A new model on the server, with its adapter at the beginning."""
     metadata = {"made_by": "palestra"}
 
     def create(service: Any) -> Any:
+        context_tokens(service, config.model.name)
         return service.create_lora_training_client(
             config.model.name, rank=config.lora.r, seed=config.seed, user_metadata=metadata
         )
@@ -70,7 +82,7 @@ def connect(base_url: str | None) -> Any:
         raise PalestraError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
     try:
         service = tinker.ServiceClient(base_url=base_url)
-        service.get_server_capabilities()
+        _ = service.holder  # opens the session
         return service
     except tinker.TinkerError as error:
         if key is None and "api_key" in str(error):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from tinker import types
 
@@ -16,9 +18,10 @@ from palestra.tinker_client.model import Sampler, TinkerModel
 class TinkerPolicy(TokenSessions):
     """Samples one version of the model's weights until it is given the next: turns under way stay at theirs."""
 
-    def __init__(self, model: TinkerModel, sampler: Sampler | None = None) -> None:
+    def __init__(self, model: TinkerModel, context_tokens: int) -> None:
+        self.context_tokens = context_tokens
         self._model = model
-        self._sampler = sampler or model.sampler(0)
+        self._sampler: Sampler = model.sampler(0)
 
     @property
     def version(self) -> int:
@@ -34,6 +37,10 @@ class TinkerPolicy(TokenSessions):
     async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
         if not session.token_ids:
             raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
+        left = self.context_tokens - len(session.token_ids)
+        if left <= 0:
+            return Turn("model", (), (), self.version, "length")  # type: ignore[arg-type]
+        params = replace(params, max_new_tokens=min(params.max_new_tokens, left))
         prompt, wanted, sampler = types.ModelInput.from_ints(session.token_ids), sampling_params(params), self._sampler
         try:
             answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, wanted))

@@ -54,7 +54,7 @@ def backend_of(
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
     """Learner and policy are two clients of one model on the server."""
-    from palestra.tinker_client.connect import open_model, suited
+    from palestra.tinker_client.connect import context_tokens, open_model, suited
     from palestra.tinker_client.learner import TinkerLearner
     from palestra.tinker_client.policy import TinkerPolicy
 
@@ -66,7 +66,7 @@ def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
         None,
         loaded.tokenizer,
         learner,
-        TinkerPolicy(model),
+        TinkerPolicy(model, context_tokens(model.service, config.model.name)),
         lambda folder, record: None,  # the state is on the server
         lambda folder, record: save_downloaded(
             learner.export, loaded.tokenizer, folder, base=config.model.name, record=record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -51,7 +52,8 @@ def update(
                 continue
             outputs = learner.forward_backward(batch, loss)
             norm = learner.optim_step(coefficients.learning_rate, max_grad_norm=train.max_grad_norm)
-            updates.append(outputs.metrics() | {"grad_norm": norm})
+            known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not tell it
+            updates.append(outputs.metrics() | known)
             if record is not None:
                 record.add(batch, outputs)
             if train.iterations > 1 and len(updates) <= len(batches):

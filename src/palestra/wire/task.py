@@ -11,6 +11,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
 from palestra.models.loading import LoadedModel
+from palestra.policy.base import KnowsContext, Policy
 from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Completer, SamplingRequest
 from palestra.serve.inference import inference_app
@@ -61,13 +62,7 @@ class WireTask:
         parts.config.refuse(
             ["rollout.constrain_tool_calls"], "environments over the wire sample with settings of their own"
         )
-        if not isinstance(parts.policy, LocalPolicy):
-            raise PalestraError(
-                "serving a model while it is trained needs the paged engine; "
-                "set model.engine to auto or paged, and use a model that it supports"
-            )
-        limits = ModelLimits(parts.policy.engine.vocabulary, context_of(self.loaded))
-        completer = completer_of(self.loaded, parts.policy)
+        limits, completer = self._served(parts.policy)
         requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
         completer.on_request = requests
         serving = Serving(completer, self.address, parts.runner)
@@ -87,6 +82,19 @@ class WireTask:
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
             max_staleness=parts.config.rollout.max_staleness or None,
+        )
+
+    def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:
+        match policy:
+            case LocalPolicy():
+                limits = ModelLimits(policy.engine.vocabulary, context_of(self.loaded))
+                return limits, completer_of(self.loaded, policy)
+            case KnowsContext():
+                limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
+                return limits, completer_of(self.loaded, policy, policy.context_tokens)
+        raise PalestraError(
+            "serving a model while it is trained needs the paged engine; "
+            "set model.engine to auto or paged, and use a model that it supports"
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:

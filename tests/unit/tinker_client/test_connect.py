@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.tinker_client import connect as connect_module
-from palestra.tinker_client.connect import connect, suited
+from palestra.tinker_client.connect import connect, context_tokens, suited
 
 
 def config(**settings: Any) -> RunConfig:
@@ -65,3 +66,11 @@ def test_a_key_of_another_kind_is_refused_before_it_is_sent(monkeypatch: pytest.
     with pytest.raises(PalestraError, match="TINKER_API_KEY does not begin with tml-") as raised:
         connect("http://127.0.0.1:9")
     assert "sk-0123456789" not in str(raised.value)
+
+
+def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has() -> None:
+    models = [SimpleNamespace(model_name=name, max_context_length=n) for name, n in (("a/b-8B", 4096), ("c/d", None))]
+    service = SimpleNamespace(get_server_capabilities=lambda: SimpleNamespace(supported_models=models))
+    assert (context_tokens(service, "a/b-8B"), context_tokens(service, "c/d")) == (4096, 32768)
+    with pytest.raises(PalestraError, match=r"has no model 'a/b-8'\. Did you mean 'a/b-8B'\? It has: a/b-8B, c/d"):
+        context_tokens(service, "a/b-8")

@@ -51,7 +51,7 @@ def test_a_session_that_is_lost_at_any_moment_changes_nothing(moment: str, tmp_p
         server, samples = FakeServer(), rows(4)
         torch.manual_seed(0)
         learner = learner_on(server)
-        policy = TinkerPolicy(learner.model)
+        policy = TinkerPolicy(learner.model, 64)
 
         def at(name: str) -> None:
             if restarts and moment == name:
@@ -148,7 +148,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 def test_a_mistake_of_ours_is_not_sent_again() -> None:
     server = FakeServer()
-    policy = TinkerPolicy(learner_on(server).model)
+    policy = TinkerPolicy(learner_on(server).model, 64)
     server.fails = [WRONG]
     with pytest.raises(RolloutError, match=r"the Tinker server refuses a request: no token 99$"):
         sampled(policy)
@@ -167,7 +167,7 @@ def test_a_key_that_is_not_accepted_is_named() -> None:
 
 def test_many_rollouts_open_one_new_session_together() -> None:
     server = FakeServer()
-    policy = TinkerPolicy(learner_on(server).model)
+    policy = TinkerPolicy(learner_on(server).model, 64)
     server.restart()
 
     async def main() -> list[Turn]:
@@ -183,7 +183,7 @@ def test_many_rollouts_open_one_new_session_together() -> None:
 def test_a_policy_stays_at_its_version_until_it_is_given_the_next() -> None:
     server = FakeServer()
     learner = learner_on(server)
-    policy = TinkerPolicy(learner.model)
+    policy = TinkerPolicy(learner.model, 64)
     first = sampled(policy)
     step(learner, rows())
     server.restart()  # the older version is made again, not the newer one
@@ -194,8 +194,17 @@ def test_a_policy_stays_at_its_version_until_it_is_given_the_next() -> None:
     assert sampled(policy).versions.tolist() == [7] * 6
 
 
+def test_a_turn_ends_where_the_context_does() -> None:
+    policy = TinkerPolicy(learner_on(FakeServer()).model, 8)
+    session = policy.open([1, 2, 3])
+    turn = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
+    assert (len(turn.token_ids), turn.finish) == (5, "length")
+    empty = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
+    assert (len(empty.token_ids), empty.finish) == (0, "length")
+
+
 def test_weights_from_elsewhere_are_refused() -> None:
-    policy = TinkerPolicy(learner_on(FakeServer()).model)
+    policy = TinkerPolicy(learner_on(FakeServer()).model, 64)
     with pytest.raises(PalestraError, match="samples the weights that it has trained itself"):
         policy.update(Weights(1, dict))
 
