@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,8 +17,12 @@ from starlette.staticfiles import StaticFiles
 
 from palestra.core.errors import PalestraError
 from palestra.dashboard.access import Access
+from palestra.dashboard.action_routes import ActionRoutes
 from palestra.dashboard.answers import answer
 from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.chats import Chats
+from palestra.dashboard.jobs import Jobs
+from palestra.dashboard.launcher import Launcher
 from palestra.dashboard.rollout_index import UnknownRollout
 from palestra.dashboard.rollout_routes import RolloutRoutes
 from palestra.dashboard.run_routes import RunRoutes
@@ -25,16 +32,25 @@ from palestra.serve.web import error_body
 STATIC = Path(__file__).with_name("static")
 
 
-def dashboard_app(catalog: Catalog, token: str | None = None, *, path: Path | None = None) -> Access:
-    """The application; `path` is what was opened instead of the index of runs."""
-    runs = RunRoutes(catalog)
+def dashboard_app(
+    catalog: Catalog, token: str | None = None, *, launcher: Launcher | None = None, path: Path | None = None
+) -> Access:
+    """The application; `path` is what was opened instead of the index of runs. Without a launcher it only shows."""
+    runs, jobs, chats = RunRoutes(catalog), Jobs(), Chats(catalog)
+    changing = [] if launcher is None else ActionRoutes(catalog, runs, jobs, launcher).routes()
 
     def status(request: Request) -> Response:
         home = {"home": str(catalog.manager.home), "path": None if path is None else str(path)}
-        return answer({"version": version("palestra"), **home, "can_start": False})
+        return answer({"version": version("palestra"), **home, "can_start": launcher is not None})
 
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        jobs.close()
+        await asyncio.to_thread(chats.close)
 
     app = Starlette(
         routes=[
@@ -42,8 +58,12 @@ def dashboard_app(catalog: Catalog, token: str | None = None, *, path: Path | No
             Route("/api/status", status, methods=["GET"]),
             *runs.routes(),
             *RolloutRoutes(catalog).routes(),
+            *changing,
+            *jobs.routes(),
+            *(chats.routes() if launcher is not None else ()),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
+        lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, PalestraError: _refused, Exception: _failed},
     )
     return Access(app, token)

@@ -20,6 +20,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
 from palestra.faces.cli.agent_file import DEMO, AgentFile, load_agent_file
+from palestra.faces.cli.chat_events import described, serve_chat
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries, visible
 from palestra.faces.cli.find_run import find_run, model_of
 from palestra.faces.cli.summary import shorten, show_call
@@ -47,6 +48,7 @@ class Partner:
 @click.option("--instructions", metavar="TEXT", help="Replace the agent's instructions.")
 @click.option("--once", metavar="QUESTION", help="Answer one question and end.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each answer; all else goes to stderr.")
+@click.option("--events", "as_events", is_flag=True, help="For programs: lines of JSON in and out.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy decoding.")
 @click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="For one answer.")
 @click.option("--seed", default=0, show_default=True)
@@ -54,7 +56,13 @@ class Partner:
 @device_option
 @debug_option
 def command(
-    run_or_model: str, agent_file: str | None, instructions: str | None, once: str | None, as_json: bool, **options: Any
+    run_or_model: str,
+    agent_file: str | None,
+    instructions: str | None,
+    once: str | None,
+    as_json: bool,
+    as_events: bool,
+    **options: Any,
 ) -> None:
     """Chat with a run's trained model, or any other; its tools are called, and each call is shown.
 
@@ -66,13 +74,16 @@ def command(
     palestra chat palestra/tiny --agent my_agent.py
     palestra chat RUN --once "What do 3 red lamps cost?" --json
     """
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json or as_events)
     partner = _find_partner(run_or_model, agent_file, instructions)
     load_libraries(console, partner.model)
     session = _open(console, partner, **options)
     show = _shown_as_json(session) if as_json else _shown_to_people(console)
     with asyncio.Runner() as runner:
-        if once is not None:
+        if as_events:
+            about = described(partner.model, partner.instructions, partner.tools, partner.note)
+            serve_chat(session, runner, about)
+        elif once is not None:
             _answer(console, runner, session, once, show)
         else:
             _greet(console, partner)

@@ -9,6 +9,8 @@ import click
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.common import debug_option
 from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
+from palestra.faces.launcher import FormLauncher
+from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
 
@@ -33,5 +35,7 @@ def command(path: Path | None, host: str, port: int, token: str | None) -> None:
     folders = None if path is None else list(run_folders(path))
     if folders == []:
         raise PalestraError(f"{path} holds no run; give a run folder, or a folder of some")
-    app = dashboard_app(Catalog(RunManager(), folders), token, path=path)
+    manager = RunManager()
+    launcher = FormLauncher(manager, load_site())
+    app = dashboard_app(Catalog(manager, folders), token, launcher=launcher, path=path)
     run_server(app, open_port(host, port, token), "the dashboard is at", f"/?token={token}" if token else "")

@@ -1,0 +1,172 @@
+"""What changes something: start, stop, resume, delete, export, re-score, test an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import folder_size
+from palestra.dashboard.answers import answer
+from palestra.dashboard.catalog import Catalog, CatalogRun
+from palestra.dashboard.jobs import Job, Jobs, command
+from palestra.dashboard.launcher import Launcher, Subject
+from palestra.dashboard.run_routes import RunRoutes
+from palestra.dashboard.summaries import actions
+from palestra.serve.web import read_model
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SubjectBody(_Body):
+    environment: str | None = None
+    agent_file: str | None = None
+    values: dict[str, Any] = Field(default_factory=dict)
+    name: str | None = Field(None, max_length=100)
+
+    @property
+    def subject(self) -> Subject:
+        if (self.environment is None) == (self.agent_file is None):
+            raise PalestraError("name an environment or an agent file, and not both")
+        return Subject(self.environment, self.agent_file)
+
+
+class ResumeBody(_Body):
+    max_steps: int | None = Field(None, ge=1)
+
+
+class ExportBody(_Body):
+    format: Literal["hf", "gguf"] = "hf"
+    checkpoint: str | None = Field(None, pattern=r"^(best|last|\d+)$")
+
+
+class RescoreBody(_Body):
+    measures: str
+    kind: str = Field("train", pattern=r"^(train|before|after|\d+)$")
+    limit: int | None = Field(None, ge=1)
+
+
+class TestBody(SubjectBody):
+    models: list[str] | None = None
+    num_steps: int = Field(2, ge=1)
+    group_size: int = Field(4, ge=2)
+
+
+class NoBody(_Body):
+    pass
+
+
+class ActionRoutes:
+    """Handlers that change something. Each runs in a thread: a stop waits, a form asks a process."""
+
+    def __init__(self, catalog: Catalog, runs: RunRoutes, jobs: Jobs, launcher: Launcher) -> None:
+        self._catalog = catalog
+        self._runs = runs
+        self._jobs = jobs
+        self._launcher = launcher
+
+    def routes(self) -> list[Route]:
+        run = "/api/runs/{run}"
+        return [
+            Route("/api/environments", self.environments, methods=["GET"]),
+            Route("/api/environment", self.environment, methods=["GET"]),
+            Route("/api/form", self.form, methods=["GET"]),
+            Route("/api/form/check", self._with(SubjectBody, self.check), methods=["POST"]),
+            Route("/api/runs", self._with(SubjectBody, self.start), methods=["POST"]),
+            Route("/api/environments/test", self._with(TestBody, self.test), methods=["POST"]),
+            Route(f"{run}/stop", self._with(NoBody, self.stop), methods=["POST"]),
+            Route(f"{run}/resume", self._with(ResumeBody, self.resume), methods=["POST"]),
+            Route(f"{run}/export", self._with(ExportBody, self.export), methods=["POST"]),
+            Route(f"{run}/rescore", self._with(RescoreBody, self.rescore), methods=["POST"]),
+            Route(run, self.delete, methods=["DELETE"]),
+        ]
+
+    def _with(self, form: type[Any], act: Callable[[Request, Any], Response]) -> Callable[[Request], Any]:
+        async def handler(request: Request) -> Response:
+            body = await read_model(request, form)
+            return await asyncio.to_thread(act, request, body)
+
+        return handler
+
+    def environments(self, request: Request) -> Response:
+        return answer(self._launcher.environments())
+
+    def environment(self, request: Request) -> Response:
+        return answer(self._launcher.environment(request.query_params.get("name", "")))
+
+    def form(self, request: Request) -> Response:
+        asked = request.query_params
+        body = SubjectBody(environment=asked.get("environment"), agent_file=asked.get("agent_file"))
+        return answer(self._launcher.form(body.subject))
+
+    def check(self, request: Request, body: SubjectBody) -> Response:
+        return answer({"errors": self._launcher.check(body.subject, body.values)})
+
+    def start(self, request: Request, body: SubjectBody) -> Response:
+        run = self._launcher.start(body.subject, body.values, body.name)
+        return answer({"run": self._runs.summary(self._catalog.get(run.run_id))}, 201)
+
+    def stop(self, request: Request, body: NoBody) -> Response:
+        found = self._allowed(request, "stop")
+        self._catalog.manager.stop(found.id, wait_s=0.0)
+        return self._summary(found)
+
+    def resume(self, request: Request, body: ResumeBody) -> Response:
+        found = self._allowed(request, "resume")
+        self._catalog.manager.resume(found.id, max_steps=body.max_steps)
+        return self._summary(found)
+
+    def delete(self, request: Request) -> Response:
+        found = self._allowed(request, "delete")
+        self._catalog.manager.remove(found.id, keep_folder=request.query_params.get("keep_folder") == "1")
+        return answer({"deleted": found.id})
+
+    def export(self, request: Request, body: ExportBody) -> Response:
+        found = self._allowed(request, "export")
+        word = f"{found.folder.path}@{body.checkpoint}" if body.checkpoint else str(found.folder.path)
+        export = command(["export", word, "--to", body.format, "--json"])
+
+        def work(job: Job) -> Any:
+            made = export(job)
+            path = Path(made["path"]) if made else None
+            return None if path is None else {**made, **_files(path)}
+
+        return answer({"job": self._jobs.start("export", f"{found.run.name} as {body.format}", work).to_dict()}, 202)
+
+    def rescore(self, request: Request, body: RescoreBody) -> Response:
+        found = self._allowed(request, "rescore")
+        words = ["rescore", str(found.folder.path), "--measures", body.measures, "--kind", body.kind, "--json"]
+        words += ["--limit", str(body.limit)] if body.limit else []
+        return answer({"job": self._jobs.start("rescore", f"{found.run.name}", command(words)).to_dict()}, 202)
+
+    def test(self, request: Request, body: TestBody) -> Response:
+        def work(job: Job) -> Any:
+            return self._launcher.test(
+                body.subject, body.values, body.models, body.num_steps, body.group_size, job.advance, job.cancelled
+            )
+
+        return answer({"job": self._jobs.start("test", str(body.environment), work).to_dict()}, 202)
+
+    def _allowed(self, request: Request, action: str) -> CatalogRun:
+        found = self._catalog.get(request.path_params["run"])
+        if action not in actions(found):
+            raise PalestraError(f"the run {found.id} is {found.run.state}, and cannot {action} now")
+        return found
+
+    def _summary(self, found: CatalogRun) -> Response:
+        return answer({"run": self._runs.summary(self._catalog.get(found.id))})
+
+
+def _files(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        return {"files": [path.name], "bytes": path.stat().st_size}
+    return {"files": sorted(each.name for each in path.iterdir()), "bytes": folder_size(path)}

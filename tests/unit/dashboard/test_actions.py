@@ -1,0 +1,241 @@
+"""What the dashboard can change: runs started from a form, stopped, resumed and deleted; jobs; chats."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from dashboard_client import ADDRESS
+from starlette.testclient import TestClient
+
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.dashboard import chats, jobs
+from palestra.dashboard.app import dashboard_app
+from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.launcher import Subject
+from palestra.envs.config_fields import EnvDescription
+from palestra.faces import launcher as launchers
+from palestra.faces.launcher import FormLauncher
+from palestra.runs.locks import Site
+from palestra.runs.manager import RunManager
+
+
+class Started(RunManager):
+    """Takes runs down, and starts no process."""
+
+    def _launch(self, run_id: str, folder: RunFolder) -> None:
+        pass
+
+
+@dataclass
+class Door:
+    client: TestClient
+    manager: RunManager
+
+    def call(self, method: str, path: str, status: int = 200, **body):
+        headers = {"Content-Type": "application/json"}
+        response = self.client.request(method, path, headers=headers, **({"json": body} if method == "POST" else {}))
+        assert response.status_code == status, response.text
+        return response.json()
+
+
+@pytest.fixture
+def door(tmp_path, monkeypatch) -> Door:
+    monkeypatch.chdir(tmp_path)
+    own = EnvDescription([], {"train.max_steps": 24, "rollout.group_size": 8})
+    monkeypatch.setattr(launchers, "_describe_agent", lambda found: own)
+    manager = Started(tmp_path / "home")
+    site = Site(run={"train.beta": 0.1}, maximum={"train.max_steps": 100})
+    app = dashboard_app(Catalog(manager), launcher=FormLauncher(manager, site))
+    with TestClient(app, base_url=ADDRESS) as client:
+        yield Door(client, manager)
+
+
+def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(door) -> None:
+    form = door.call("GET", "/api/form?agent_file=demo")
+    fields = {row["name"]: row for row in form["fields"]}
+    assert fields["train.max_steps"]["value"] == 24
+    assert fields["train.max_steps"]["kind"] == "integer"
+    assert fields["train.max_steps"]["maximum"] == 100
+    assert fields["train.loss"]["kind"] == "choice"
+    assert "train.beta" not in fields
+    assert {"name": "train.beta", "value": 0.1} in [{k: row[k] for k in ("name", "value")} for row in form["locked"]]
+
+
+def test_a_form_says_what_is_wrong_field_by_field(door) -> None:
+    values = {"train.max_steps": "101", "train.learning_rate": "much", "train.beta": 0.2, "nothing": 1, "lora.r": "8"}
+    errors = door.call("POST", "/api/form/check", agent_file="demo", values=values)["errors"]
+    assert set(errors) == {"train.max_steps", "train.learning_rate", "train.beta", "nothing"}
+    assert "locked" in errors["train.beta"]
+    assert "100" in errors["train.max_steps"]
+
+
+def test_a_start_with_a_bad_field_names_it_and_starts_nothing(door) -> None:
+    answer = door.call("POST", "/api/runs", 400, agent_file="demo", values={"train.max_steps": 101})
+    assert answer["error"]["field"] == "train.max_steps"
+    assert door.manager.list() == []
+    door.call("POST", "/api/runs", 400, agent_file="demo", environment="calculator")
+    door.call("POST", "/api/runs", 400, agent_file="no/such/file.py")
+    door.call("POST", "/api/runs", 422, agent_file="demo", unknown=1)
+
+
+def test_a_run_is_started_with_the_edited_and_the_locked_settings(door) -> None:
+    run = door.call("POST", "/api/runs", 201, agent_file="demo", values={"train.max_steps": "3"}, name="my run")["run"]
+    assert (run["name"], run["state"], run["actions"]) == ("my-run", "pending", ["stop"])
+    import json
+
+    request = json.loads(RunFolder(door.manager.get(run["id"]).folder).request_file.read_text())
+    assert request["agent_file"] is None
+    assert request["settings"]["train.max_steps"] == 3
+    assert request["settings"]["train.beta"] == 0.1
+
+
+def test_a_run_is_stopped_resumed_and_deleted_when_it_can_be(door) -> None:
+    run = door.call("POST", "/api/runs", 201, agent_file="demo")["run"]
+    path = f"/api/runs/{run['id']}"
+    door.call("DELETE", path, 400)
+    door.call("POST", f"{path}/resume", 400)
+    assert door.call("POST", f"{path}/stop")["run"]["state"] == "stopping"
+    door.manager._index.move(run["id"], ["stopping"], "stopped")
+    assert door.call("GET", path)["actions"] == ["resume", "delete"]
+    door.call("POST", f"{path}/export", 400)
+    assert door.call("POST", f"{path}/resume")["run"]["state"] == "pending"
+    door.manager._index.move(run["id"], ["pending"], "failed")
+    folder = door.manager.get(run["id"]).folder
+    assert door.call("DELETE", path) == {"deleted": run["id"]}
+    assert not folder.exists()
+    door.call("GET", path, 404)
+
+
+def test_agent_files_are_found_by_their_text_and_not_run(door, tmp_path) -> None:
+    (tmp_path / "shop.py").write_text("raise SystemExit('it was run')\nagent = 1\nsuite = 2\n")
+    (tmp_path / "other.py").write_text("agent = 1\n")
+    (tmp_path / "broken.py").write_text("agent = (\n")
+    found = door.call("GET", "/api/environments")
+    assert found["agents"] == ["demo", "shop.py"]
+    assert "calculator" in [row["name"] for row in found["environments"]]
+    assert "calculator" in door.call("GET", "/api/environment?name=calculator")["docs"]
+
+
+def test_a_viewer_changes_nothing(run, tmp_path) -> None:
+    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), [run])), base_url=ADDRESS)
+    assert client.get("/api/status").json()["can_start"] is False
+    for path in ("/api/runs", "/api/form/check", "/api/chats"):
+        assert client.post(path, json={}).status_code in (404, 405)
+
+
+def finished(job: jobs.Job) -> jobs.Job:
+    until = time.monotonic() + 30
+    while job.state == "running":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return job
+
+
+def test_a_job_tells_its_progress_result_and_failure() -> None:
+    running = jobs.Jobs()
+
+    def work(job: jobs.Job) -> int:
+        job.advance(1, 2, "half")
+        return 42
+
+    def fail(job: jobs.Job) -> None:
+        raise PalestraError("it is broken; fix it")
+
+    done, failed = running.start("a", "", work), running.start("b", "", fail)
+    assert (finished(done).result, done.state, done.progress["message"]) == (42, "done", "half")
+    assert (finished(failed).error, failed.state) == ("it is broken; fix it", "failed")
+
+    async def follow() -> list:
+        return [data["state"] async for _, data in jobs._follow(done)]
+
+    assert asyncio.run(follow()) == ["done"]
+
+
+def test_a_command_that_is_cancelled_ends(monkeypatch) -> None:
+    monkeypatch.setattr(jobs.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(jobs.children, "start", _sleeping(jobs.children.start))
+    job = jobs.Jobs().start("sleep", "", jobs.command([]))
+    job.cancelled.set()
+    assert finished(job).state == "cancelled"
+
+
+def _sleeping(start):
+    return lambda program, **options: start(["sleep", "60"], **options)
+
+
+CHAT = """
+import json, sys
+print("a line of a tool that prints")
+print(json.dumps({"ready": {"model": "m", "instructions": "", "tools": ["price"], "note": ""}}), flush=True)
+for line in sys.stdin:
+    text = json.loads(line)["say"]
+    if text == "die":
+        sys.exit("Error: it died")
+    for kind, data in (("delta", "Hel"), ("delta", "lo"), ("message", {"role": "assistant", "text": "Hello " + text})):
+        print(json.dumps({kind: data}), flush=True)
+    print(json.dumps({"done": {"stop": "answered"}}), flush=True)
+"""
+
+
+@dataclass
+class FakeProgram:
+    start: object
+    commands: list = field(default_factory=list)
+
+    def __call__(self, command, **options):
+        self.commands.append(command)
+        return self.start([sys.executable, "-c", CHAT], **options)
+
+
+@pytest.fixture
+def program(monkeypatch) -> FakeProgram:
+    fake = FakeProgram(chats.children.start)
+    monkeypatch.setattr(chats.children, "start", fake)
+    return fake
+
+
+def said(door: Door, chat: str, text: str) -> list[str]:
+    response = door.client.post(f"/api/chats/{chat}/say", json={"text": text})
+    return [line for line in response.text.splitlines() if line]
+
+
+def test_a_chat_streams_what_its_process_says(door, program) -> None:
+    chat = door.call("POST", "/api/chats", 201, model="palestra/tiny", temperature=0.5)["chat"]
+    assert chat["tools"] == ["price"]
+    assert program.commands[0][-4:] == ["--max-new-tokens", "512", "--", "palestra/tiny"]
+    assert said(door, chat["id"], "you") == [
+        "event: delta",
+        'data: {"text":"Hel"}',
+        "event: delta",
+        'data: {"text":"lo"}',
+        "event: message",
+        'data: {"role":"assistant","text":"Hello you"}',
+        "event: done",
+        'data: {"stop":"answered"}',
+    ]
+    assert said(door, chat["id"], "again")[-1] == 'data: {"stop":"answered"}'
+    assert said(door, chat["id"], "die") == ["event: error", 'data: {"message":"it died"}']
+    assert door.client.post(f"/api/chats/{chat['id']}/say", json={"text": "x"}).status_code == 404
+
+
+def test_only_a_few_chats_are_open_at_once(door, program) -> None:
+    ids = [door.call("POST", "/api/chats", 201, model="m")["chat"]["id"] for _ in range(4)]
+    assert door.client.post(f"/api/chats/{ids[0]}/say", json={"text": "x"}).status_code == 404
+    assert said(door, ids[3], "x")[0] == "event: delta"
+    door.call("DELETE", f"/api/chats/{ids[3]}")
+    assert door.client.post(f"/api/chats/{ids[3]}/say", json={"text": "x"}).status_code == 404
+
+
+def test_a_chat_names_a_run_or_a_model(door) -> None:
+    door.call("POST", "/api/chats", 400)
+    door.call("POST", "/api/chats", 404, run="nothing")
+    door.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
+
+
+def test_the_subject_is_one_thing() -> None:
+    assert Subject(environment="a").agent_file is None
