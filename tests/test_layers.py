@@ -39,15 +39,16 @@ MAY_IMPORT = {
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
     "dashboard": "core models evals report runs serve",
+    "harness": "core agents evals envs models policy rollout serve gateway train",
     "bench": "core engine models policy",
     "result": "core chat tools agents evals export models policy rollout train",
-    "api": "core agents evals envs models policy rollout train result",
+    "api": "core agents evals envs models policy rollout harness train result",
     "env_api": "core chat agents envs evals models policy rollout train wire result api",
     "suite": "evals api",
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
     "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve train wire gateway "
-    "bench dashboard result api env_api suite __init__",
+    "harness bench dashboard result api env_api suite __init__",
     "__main__": "faces",
 }
 
@@ -63,7 +64,7 @@ HEAVY = {
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "dashboard serve wire gateway",
+    "starlette": "dashboard serve wire gateway harness",
     "uvicorn": "serve wire",
     "httpx": "",
 }

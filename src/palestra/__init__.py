@@ -7,12 +7,14 @@ from importlib import import_module
 TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
 if TYPE_CHECKING:
     from palestra.agents.agent import Agent
+    from palestra.agents.programs import command_agent
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
     from palestra.envs.env import Env, EnvConfig
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
     from palestra.suite import EvalSuite
     from palestra.tools.context import Context
+    from palestra.tools.mcp_client import McpServer
     from palestra.tools.tool import Tool, function_tool
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "GRPOTrainer",
     "GRPOTrainingConfig",
     "GRPOTrainingResult",
+    "McpServer",
     "Tool",
+    "command_agent",
     "evaluate",
     "fail_reason",
     "function_tool",
@@ -43,7 +47,9 @@ _HOMES = {
     "GRPOTrainer": "palestra.api",
     "GRPOTrainingConfig": "palestra.api",
     "GRPOTrainingResult": "palestra.api",
+    "McpServer": "palestra.tools.mcp_client",
     "Tool": "palestra.tools.tool",
+    "command_agent": "palestra.agents.programs",
     "evaluate": "palestra.api",
     "fail_reason": "palestra.evals.measures",
     "function_tool": "palestra.tools.tool",

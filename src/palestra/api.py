@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.agents.openai_agents import as_agent
+from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
@@ -22,6 +24,9 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
+
+if TYPE_CHECKING:
+    from palestra.train.tasks import Task
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
 
@@ -47,14 +52,17 @@ def train_grpo(
     source: str | None = None,
     folder: Path | str | None = None,
     resume: Path | str | Resume | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> GRPOTrainingResult:
     """Train `agent` on the cases of `suite` with the measures as its reward.
 
+    `agent` may also be a program with a loop of its own: `command_agent(["python", "my_agent.py"])`, or a function
+    (case, base_url, api_key), async or not, that calls the model over HTTP.
     `held_out` is a suite, or the share of `suite` kept aside for the before/after report; with 0 all cases are trained
     on, and the report is about them. `progress`: a bar, or lines where there is no terminal; a `watcher` replaces it.
     `folder` becomes the run folder, instead of a new one in the config's output_dir.
     `resume` is a run folder to go on with; its config is used. `Resume(folder, checkpoint="best", max_steps=100)`
-    chooses the checkpoint and the steps in total.
+    chooses the checkpoint and the steps in total. `record` is more to be written down in the run folder's run.json.
     """
     trainer = GRPOTrainer(
         agent,
@@ -72,7 +80,7 @@ def train_grpo(
         source=source,
         folder=folder,
     )
-    return trainer.train(suite, held_out=held_out, resume=resume)
+    return trainer.train(suite, held_out=held_out, resume=resume, record=record)
 
 
 class GRPOTrainer:
@@ -143,19 +151,26 @@ class GRPOTrainer:
         return self._loaded
 
     def train(
-        self, suite: EvalSuite, *, held_out: EvalSuite | float | None = 0.2, resume: Path | str | Resume | None = None
+        self,
+        suite: EvalSuite,
+        *,
+        held_out: EvalSuite | float | None = 0.2,
+        resume: Path | str | Resume | None = None,
+        record: Mapping[str, Any] | None = None,
     ) -> GRPOTrainingResult:
         """Evaluate, train, evaluate again; everything is recorded in a run folder."""
         train_suite, held = hold_out(suite, held_out)
         scored_elsewhere = bool(self._reward_functions) or (self._factory is not None and owns_reward(self._factory))
+        if isinstance(self.agent, ProgramAgent):
+            scored_elsewhere |= self.agent.posts_reward
         cases = SuiteEnvironment(
             self.agent, train_suite, held, self._measures, self._weights, measures_required=not scored_elsewhere
         )
         with closing(cases):
             if self._factory is None:
-                return self.train_on(cases, resume=resume)
+                return self.train_on(cases, resume=resume, record=record)
             environment = RunningEnv(FactoryEnv(self._factory, cases, self.agent.fixed_instructions))
-            return self.train_on(environment, resume=resume)
+            return self.train_on(environment, resume=resume, record=record)
 
     def train_on(
         self,
@@ -191,9 +206,8 @@ class GRPOTrainer:
         self, environment: Environment, config: RunConfig, run: RunFolder, resume: Resume | None
     ) -> GRPOTrainingResult:
         from palestra.train.run import Run
-        from palestra.train.tasks import EnvironmentTask
 
-        task = EnvironmentTask(environment, self._reward_functions, self._rollout_func, self)
+        task = self._task(environment, config)
         with self._watching() as watcher, asyncio.Runner() as runner:
             built = Run.build(
                 config,
@@ -205,6 +219,25 @@ class GRPOTrainer:
                 resume=resume,
             )
             return GRPOTrainingResult(self.agent, run, built.train(), self)
+
+    def _task(self, environment: Environment, config: RunConfig) -> Task:
+        """What is trained on: our agent loop in an environment, or a program at the gateway."""
+        from palestra.train.tasks import EnvironmentTask
+
+        if not isinstance(self.agent, ProgramAgent):
+            return EnvironmentTask(environment, self._reward_functions, self._rollout_func, self)
+        if self._rollout_func is not None or not isinstance(environment, SuiteEnvironment):
+            raise PalestraError(
+                f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
+                "environment_factory"
+            )
+        try:
+            from palestra.harness.task import ProgramTask
+        except ImportError as missing:
+            raise PalestraError(
+                f"training a program needs {missing.name}; install it with: pip install 'palestra[serve]'"
+            ) from None
+        return ProgramTask(environment, self.agent, self._load(config), self._reward_functions)
 
     def _watching(self) -> AbstractContextManager[Watcher]:
         if self._watcher is not None or not self._progress:
@@ -229,14 +262,20 @@ def evaluate(
 
     def score() -> EvalReport:
         from palestra.policy.build import build_policy
-        from palestra.train.tasks import EnvironmentTask, Parts
+        from palestra.train.tasks import Parts
 
         trainer.config.refuse(["backend", "tinker"], "a model is scored on this machine, unless it is in training")
         config, loaded = trainer.config, trainer._load(trainer.config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         with trainer._watching() as watcher, asyncio.Runner() as runner:
-            parts = Parts(config, policy, loaded.tokenizer, runner, watcher)
-            return EnvironmentTask(environment).evaluator(parts).run(runner, watcher, "scoring")
+            parts, task = Parts(config, policy, loaded.tokenizer, runner, watcher), trainer._task(environment, config)
+            evaluator = task.evaluator(parts)
+            assert evaluator is not None
+            try:
+                return evaluator.run(runner, watcher, "scoring")
+            finally:
+                if close := getattr(task, "close", None):
+                    close(runner)
 
     with closing(environment):
         return outside_event_loop(score)

@@ -10,8 +10,8 @@ import palestra
 
 # What users import. A name may be added here; one that is taken away breaks their code.
 PUBLIC = (
-    "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult Tool "
-    "evaluate fail_reason function_tool judge measure pass_reason train_grpo"
+    "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult McpServer Tool "
+    "command_agent evaluate fail_reason function_tool judge measure pass_reason train_grpo"
 ).split()
 
 

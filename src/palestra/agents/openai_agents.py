@@ -5,9 +5,11 @@ What would change a conversation and cannot be kept in training is refused by na
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from palestra.agents.agent import Agent
+from palestra.agents.programs import function_agent
 from palestra.core.errors import PalestraError
 
 # attribute -> (what it is, what to do instead)
@@ -32,13 +34,15 @@ _OF_THE_DEFAULT_MODEL = {"reasoning", "verbosity"}  # the SDK sets them where no
 
 
 def as_agent(obj: Any) -> Agent:
-    """Our Agent, or one of the openai-agents SDK, as our Agent."""
+    """Our Agent, one of the openai-agents SDK, or a function with a loop of its own, as our Agent."""
     if isinstance(obj, Agent):
         return obj
+    if inspect.isroutine(obj):
+        return function_agent(obj)
     if not all(hasattr(obj, key) for key in ("name", "instructions", "tools")):
         raise PalestraError(
-            f"expected an agent, got {type(obj).__name__}. Pass palestra.Agent(name, model, instructions, tools) "
-            "or an Agent of the openai-agents SDK."
+            f"expected an agent, got {type(obj).__name__}. Pass palestra.Agent(name, model, instructions, tools), "
+            "an Agent of the openai-agents SDK, command_agent([…]), or a function (case, base_url, api_key)."
         )
     for key, (words, remedy) in _UNTRAINABLE.items():
         if getattr(obj, key, None):

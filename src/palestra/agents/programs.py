@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from palestra.agents.agent import Agent
+from palestra.agents.forking import ForkServer
 from palestra.agents.process import run_process
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
@@ -28,6 +29,7 @@ class Endpoint:
 
     base_url: str  # as OpenAI clients want it: …/attempt/<id>/v1
     api_key: str
+    attempt_id: str = ""
 
     @property
     def anthropic_url(self) -> str:
@@ -55,17 +57,26 @@ class ProgramLimits:
 
     timeout_s: float = 300.0
     max_output_bytes: int = 4_000_000
+    fork_server: bool = False  # import a Python program's modules once, and fork for each attempt
 
 
 @dataclass
 class ProgramAgent(Agent):
     """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
 
-    is_command: ClassVar[bool] = False
+    port: int = 0  # of the gateway; 0: any that is free
+    posts_reward: ClassVar[bool] = False  # says itself how good an attempt was, so that no measure is needed
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
         """One attempt at a case. What goes wrong in the program is in the result, or raises RolloutError."""
         raise NotImplementedError
+
+    def routes(self) -> Sequence[Any]:
+        """What it adds to the gateway's own URLs."""
+        return ()
+
+    async def close(self) -> None:
+        """End what all attempts shared."""
 
 
 @dataclass
@@ -75,6 +86,7 @@ class CommandAgent(ProgramAgent):
     command: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
+    _server: ForkServer | None = field(default=None, init=False, repr=False, compare=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
         with tempfile.TemporaryDirectory(prefix="palestra-attempt-") as folder:
@@ -83,8 +95,9 @@ class CommandAgent(ProgramAgent):
             own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
             env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
             try:
+                command = await self._forked(limits.timeout_s) if limits.fork_server else self.command
                 ended = await run_process(
-                    self.command,
+                    command,
                     env=env,
                     stdin=case_file,
                     cwd=self.cwd,
@@ -96,6 +109,16 @@ class CommandAgent(ProgramAgent):
                     f"the agent's command {shlex.join(self.command)} could not be started: {error}"
                 ) from None
             return _with_result(ended, result_file, limits.max_output_bytes)
+
+    async def _forked(self, start_timeout_s: float) -> Sequence[str]:
+        if self._server is None:
+            self._server = ForkServer(self.command, {**clean_environment(), **self.env}, self.cwd)
+        return await self._server.command(start_timeout_s)
+
+    async def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
 
 
 @dataclass

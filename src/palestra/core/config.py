@@ -159,6 +159,19 @@ class RolloutSection(Section):
         return self
 
 
+class AgentSection(Section):
+    """Agents with a loop of their own: a command, a function, or programs elsewhere."""
+
+    timeout_s: float = Field(300.0, gt=0, description="an attempt that takes longer is ended, and counts as failed")
+    max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
+    max_output_bytes: int = Field(
+        4_000_000, ge=1000, description="a program that writes more is ended, and counts as failed"
+    )
+    fork_server: bool = Field(
+        False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
+    )
+
+
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
@@ -268,6 +281,7 @@ class RunConfig(Section):
     model: ModelSection = Field(default_factory=ModelSection)
     train: TrainSection = Field(default_factory=TrainSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    agent: AgentSection = Field(default_factory=AgentSection)
     lora: LoraSection = Field(default_factory=LoraSection)
     tinker: TinkerSection = Field(default_factory=TinkerSection)
     echo: EchoSection = Field(default_factory=EchoSection)

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class RunRequest:
     environment: str | None = None
     environment_name: str | None = None  # how it is listed, where `environment` is a file
     agent_file: str | None = None
+    agent_arguments: Sequence[str] = ()  # --agent-cmd, --cases, … as words of the command line
     settings: Mapping[str, Any] = field(default_factory=dict)
     env_settings: Mapping[str, Any] = field(default_factory=dict)
     server_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -135,7 +136,7 @@ def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
     def command() -> list[str]:
         if folder.has_begun:
             return [*PALESTRA, "train", "--resume", str(folder.path)]
-        subject = [request.agent_file] if request.agent_file else []
+        subject = [*([request.agent_file] if request.agent_file else []), *request.agent_arguments]
         subject = ["--env", request.environment] if request.environment else subject
         return [*PALESTRA, "train", *subject, *_first_start(folder)]
 

@@ -73,6 +73,7 @@ class EnvironmentTask:
 
     def source(self, parts: Parts) -> ProblemSource:
         config = parts.config
+        config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
         _check_tools(self.environment, parts)
         collector, size = self._collector(parts, training=True), config.rollout.group_size
         return ProblemSource(
@@ -86,17 +87,13 @@ class EnvironmentTask:
         )
 
     def evaluator(self, parts: Parts) -> Evaluator:
-        held_out = self.environment.problems("held_out")
-        if not held_out:
-            parts.watcher.note("no problems are held out: before and after are scored on the training problems")
-        problems = held_out or self.environment.problems("train")
-        return Evaluator(
-            self._collector(parts, training=False), problems, parts.config, "held_out" if held_out else "train"
-        )
+        return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = RewardFunctions(
-            self.reward_functions, measures=self.environment.reward_weights, state=lambda: self._state(parts)
+            self.reward_functions,
+            measures=self.environment.reward_weights,
+            state=lambda: trainer_state(parts, self.problem_count),
         )
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
@@ -113,11 +110,6 @@ class EnvironmentTask:
         collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
         return replace(collector, rewards=rewards)
 
-    def _state(self, parts: Parts) -> TrainerState:
-        """For reward functions: every update of the policy counts as a step."""
-        done, config, count = parts.policy.version, parts.config, self.problem_count
-        return TrainerState(done, total_steps(config, count), done * config.train.problems_per_step / count)
-
 
 @dataclass(slots=True)
 class FinishTask:
@@ -131,6 +123,21 @@ class FinishTask:
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
         return None if self.scored_by is None else self.scored_by.evaluator(parts)
+
+
+def evaluator_of(environment: Environment, collector: CollectsGroups, parts: Parts) -> Evaluator:
+    """Scores the held-out problems, or those of the training where none are held out."""
+    held_out = environment.problems("held_out")
+    if not held_out:
+        parts.watcher.note("no problems are held out: before and after are scored on the training problems")
+    problems = held_out or environment.problems("train")
+    return Evaluator(collector, problems, parts.config, "held_out" if held_out else "train")
+
+
+def trainer_state(parts: Parts, problem_count: int) -> TrainerState:
+    """For reward functions: every update of the policy counts as a step."""
+    done, config = parts.policy.version, parts.config
+    return TrainerState(done, total_steps(config, problem_count), done * config.train.problems_per_step / problem_count)
 
 
 def agent_collector(

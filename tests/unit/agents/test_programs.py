@@ -144,3 +144,55 @@ def test_functions_may_be_async_and_what_they_return_or_raise_is_kept() -> None:
     assert run(broken).stderr == "ValueError: the model said nonsense"
     assert run(broken).exit_code == 1
     assert run(slow, 0.05).stopped == "time"
+
+
+class TestForkServer:
+    """The same program, forked from a process that has imported its modules already."""
+
+    def run(self, file: Path, code: str, limits: ProgramLimits, runs: int = 1):
+        file.write_text(code)
+        agent = command_agent([sys.executable, str(file), "an argument"], cwd=file.parent, env={"GIVEN": "yes"})
+
+        async def some():
+            try:
+                return await asyncio.gather(*(agent.run(CASE, ENDPOINT, limits) for _ in range(runs)))
+            finally:
+                await agent.close()
+
+        return asyncio.run(some())
+
+    def test_it_runs_as_if_it_had_been_started(self, tmp_path) -> None:
+        (tmp_path / "neighbour.py").write_text("import os\nWHERE = os.getpid()\n")
+        code = """
+import json, os, random, sys
+import neighbour
+case = json.load(sys.stdin)
+print(__name__, sys.argv[1:], case["id"], os.environ["OPENAI_API_KEY"], os.environ["GIVEN"], os.getcwd())
+print(neighbour.WHERE, random.random(), file=sys.stderr)
+json.dump(case["id"], open(os.environ["PALESTRA_RESULT_FILE"], "w"))
+sys.exit(3)
+"""
+        ended = self.run(tmp_path / "agent.py", code, ProgramLimits(timeout_s=20, fork_server=True), runs=3)
+        words = f"__main__ ['an argument'] c-0 key-of-a1 yes {tmp_path}\n"
+        assert {(e.exit_code, e.stdout, e.result) for e in ended} == {(3, words, "c-0")}
+        imported_by, numbers = zip(*(e.stderr.split() for e in ended), strict=True)
+        assert len(set(imported_by)) == 1
+        assert len(set(numbers)) == 3
+
+    def test_one_that_hangs_or_raises_or_is_killed_ends_as_it_would_alone(self, tmp_path) -> None:
+        note = tmp_path / "pid"
+        code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+        (hung,) = self.run(tmp_path / "hangs.py", code, ProgramLimits(timeout_s=1.0, fork_server=True))
+        assert hung.stopped == "time"
+        assert is_gone(int(note.read_text()))
+        limits = ProgramLimits(timeout_s=20, fork_server=True)
+        (raised,) = self.run(tmp_path / "raises.py", "raise ValueError('no')", limits)
+        assert raised.exit_code == 1
+        assert raised.stderr.endswith("ValueError: no\n")
+        (killed,) = self.run(tmp_path / "dies.py", "import os; os.kill(os.getpid(), 9)", limits)
+        assert killed.exit_code == -9
+
+    def test_other_commands_are_refused(self) -> None:
+        agent = command_agent("node agent.mjs")
+        with pytest.raises(RolloutError, match="fork_server is for commands such as"):
+            asyncio.run(agent.run(CASE, ENDPOINT, ProgramLimits(fork_server=True)))

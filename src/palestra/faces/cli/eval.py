@@ -12,7 +12,8 @@ from rich.console import Console
 from palestra.api import evaluate
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.faces.cli import settings
-from palestra.faces.cli.agent_file import AgentFile, open_agent_file
+from palestra.faces.cli.agent_file import AgentFile
+from palestra.faces.cli.agent_options import AgentOptions, agent_options
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
 from palestra.faces.cli.display import make_display
 from palestra.faces.cli.find_run import with_model_of_run
@@ -28,6 +29,7 @@ from palestra.faces.cli.summary import print_evaluation
     show_default=True,
     help="Which cases: those that training holds out, those that it trains on, or all.",
 )
+@agent_options
 @config_option
 @json_line_option
 @debug_option
@@ -39,12 +41,14 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
       palestra eval
       palestra eval my_agent.py
       palestra eval my_agent.py --model.name k3f9      the model of a run: its id, name or folder; k3f9@50: a checkpoint
+      palestra eval --agent-cmd "python my_agent.py" --cases cases.jsonl --measure score.py:score
       palestra eval my_agent.py --eval.samples_per_case 4 --eval.temperature 0.8
 
     `palestra config --keys` lists every setting.
     """
+    own = AgentOptions.take(parameters)
     options = with_model_of_run(settings.from_options(parameters))
-    file, agent, config = open_agent_file(agent_file, config_file, options)
+    file, agent, config = own.open(agent_file, config_file, options)
     suite, cases, split = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)

@@ -22,7 +22,8 @@ from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_env
 from palestra.envs.load import find_env, load_env
 from palestra.faces.cli import settings
-from palestra.faces.cli.agent_file import AgentFile, load_agent_file, open_agent_file
+from palestra.faces.cli.agent_file import AgentFile
+from palestra.faces.cli.agent_options import AgentOptions, agent_options
 from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option, show_path
 from palestra.faces.cli.display import DryRun, training_display
 from palestra.faces.cli.env import open_env
@@ -45,6 +46,7 @@ from palestra.runs.manager import RunManager, RunRequest
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
+@agent_options
 @click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
@@ -85,17 +87,27 @@ def command(
       palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
       palestra train my_agent.py --model.name k3f9@best        go on from the model of another run
       palestra train --env calculator --env.operations 1
+      palestra train --agent-cmd "python my_agent.py" --cases cases.jsonl --measure score.py:score
+      palestra train --mcp "python server.py" --cases cases.jsonl --measure score.py:score
       palestra train my_agent.py --detach
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
       palestra train --resume runs/my-agent-20260131-101500 --train.max_steps 200
       palestra train --resume runs/my-agent-20260131-101500 --from-checkpoint best
 
-    Every setting of a run is an option, --section.key, with the sections model, train, rollout, lora, echo,
+    With --agent-cmd each attempt is a process of yours: it finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or
+    the same of ANTHROPIC), and its case on stdin. Without --cases it is asked the demo's questions.
+
+    Every setting of a run is an option, --section.key, with the sections model, train, rollout, agent, lora, echo,
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
     console = Console(stderr=as_json)
+    own = AgentOptions.take(parameters)
+    if own.given and (env or env_url or resume):
+        raise PalestraError(
+            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
+        )
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if from_checkpoint is not None and resume is None:
@@ -104,14 +116,14 @@ def command(
     if dry_run:
         if detach or resume or env_url or folder:
             raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
-        _dry_run(agent_file, env, config_file, options, console)
+        _dry_run(agent_file, env, own, config_file, options, console)
         return
     if detach:
         if resume or env_url or folder:
             raise PalestraError(
                 "--detach starts a new run in a folder of its own; `palestra runs resume` continues one"
             )
-        _detach(agent_file, env, config_file, options, wire or None, console, as_json)
+        _detach(agent_file, env, own, config_file, options, wire or None, console, as_json)
         return
     if env_url is not None:
         if agent_file is not None:
@@ -140,21 +152,26 @@ def command(
     elif env is not None:
         result = _train_environment(env, config_file, options, folder, console)
     else:
-        file, agent, config = open_agent_file(agent_file, config_file, options)
-        result = _train_agent(file, agent, config, console, folder=folder)
+        file, agent, config = own.open(agent_file, config_file, options)
+        result = _train_agent(file, agent, config, console, folder=folder, own=own)
     print_training(console, result, result.outcome.report_path)
     if as_json:
         click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
 
 
 def _dry_run(
-    agent_file: str | None, env: str | None, config_file: Path | None, options: dict[str, Any], console: Console
+    agent_file: str | None,
+    env: str | None,
+    own: AgentOptions,
+    config_file: Path | None,
+    options: dict[str, Any],
+    console: Console,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(DryRun):
         if env is not None:
             _train_environment(env, config_file, options, Path(folder), console, dry_run=True)
         else:
-            file, agent, config = open_agent_file(agent_file, config_file, options)
+            file, agent, config = own.open(agent_file, config_file, options)
             _train_agent(file, agent, config, console, folder=Path(folder), dry_run=True)
     console.print("ready; nothing was trained (--dry-run)")
 
@@ -168,6 +185,7 @@ def _train_agent(
     dry_run: bool = False,
     folder: Path | None = None,
     resume: Resume | None = None,
+    own: AgentOptions | None = None,
 ) -> GRPOTrainingResult:
     with training_display(console, config, "palestra train", dry_run=dry_run) as display:
         return train_grpo(
@@ -178,9 +196,10 @@ def _train_agent(
             reward_weights=file.reward_weights,
             held_out=file.held_out,
             watcher=display,
-            source=file.source,
+            source=file.source or None,
             folder=folder,
             resume=resume,
+            record={"agent_options": own.record()} if own and own.given else None,
         )
 
 
@@ -215,20 +234,21 @@ def resume_run(resume: Resume, console: Console, agent_file: str | None = None) 
             return train_env(env, run.config, watcher=display, resume=resume)
     if run.wire_command:
         raise PalestraError(f"{run.path} gets its groups from elsewhere; continue it with: {run.wire_command}")
-    source = agent_file or run.record.get("source")
-    if source is None:
+    source, own = agent_file or run.record.get("source"), AgentOptions.from_record(run.record.get("agent_options"))
+    if source is None and not own.given:
         raise PalestraError(
             f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
             f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
         )
-    file = load_agent_file(source)
+    file, agent, _ = own.open(source, None, {})
     config = run.config
-    return _train_agent(file, replace(file.agent, model=config.model.name), config, console, resume=resume)
+    return _train_agent(file, replace(agent, model=config.model.name), config, console, resume=resume)
 
 
 def _detach(
     agent_file: str | None,
     env: str | None,
+    own: AgentOptions,
     config_file: Path | None,
     options: dict[str, Any],
     wire: bool | None,
@@ -236,15 +256,16 @@ def _detach(
     as_json: bool,
 ) -> None:
     """Start the training in the background, under a supervisor, and print the commands to follow it."""
-    checked = _checked(agent_file, env, config_file, options)
+    checked = _checked(agent_file, env, own, config_file, options)
     request = RunRequest(
         environment=env and absolute_name(env),
         agent_file=agent_file and absolute_name(agent_file),
+        agent_arguments=own.arguments(),
         settings={"output_dir": str(Path("runs").absolute()), **checked.run},
         env_settings=checked.env,
         server_settings=checked.openai,
         wire=wire,
-        name=Path(env or agent_file or "demo").stem,
+        name=Path(env or agent_file or own.cases or "demo").stem,
     )
     run = RunManager().start(request)
     if as_json:
@@ -256,10 +277,12 @@ def _detach(
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
 
 
-def _checked(agent_file: str | None, env: str | None, config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
+def _checked(
+    agent_file: str | None, env: str | None, own: AgentOptions, config_file: Path | None, options: dict[str, Any]
+) -> EnvSettings:
     """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
     if env is None:
-        open_agent_file(agent_file, config_file, options)
+        own.open(agent_file, config_file, options)
     elif find_env(env).dialect == "palestra":
         open_env(env, config_file, options)
     return read_settings(config_file, options)

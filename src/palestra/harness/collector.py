@@ -1,0 +1,142 @@
+"""Groups of attempts by an agent's program: each has an endpoint of its own at the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import to_dict
+from palestra.core.program_result import ProgramResult
+from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams, Score
+from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
+from palestra.gateway.attempt import Attempt
+from palestra.gateway.gateway import Gateway
+from palestra.rollout.agent_loop import from_outside
+from palestra.rollout.collect import OnRollout
+from palestra.rollout.rewards import RewardFunctions
+
+POSTED = "reward"  # the score of an agent elsewhere that says itself how good it was
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCollector:
+    """Problems -> groups of scored attempts, so many at a time. Failures are recorded on the rollout."""
+
+    environment: SuiteEnvironment
+    program: ProgramAgent
+    gateway: Gateway
+    sampling: SamplingParams
+    limits: ProgramLimits
+    max_at_once: int
+    slots: asyncio.Semaphore
+    rewards: RewardFunctions = field(default_factory=RewardFunctions)
+
+    def groups_at_once(self, group_size: int) -> int:
+        """How many groups may be under way together."""
+        return max(1, self.max_at_once // group_size)
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        """One group for each problem. The same seed key gives the same turns to an agent that asks the same."""
+        await self.gateway.start()
+        tasks = [
+            asyncio.create_task(self._group(problem, group_size, key, on_rollout))
+            for problem, key in zip(problems, seed_keys, strict=True)
+        ]
+        try:
+            groups = list(await asyncio.gather(*tasks))
+            self.rewards.require_working()
+            return groups
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
+
+    async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
+        tasks = [asyncio.create_task(self._one(problem, f"{key}/{i}", on_rollout)) for i in range(group_size)]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        rollouts, episodes = [rollout for rollout, _, _ in done], [episode for _, episode, _ in done]
+        group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+        return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
+
+    async def _one(
+        self, problem: Problem, seed_key: str, on_rollout: OnRollout
+    ) -> tuple[Rollout, SuiteEpisode, Attempt]:
+        async with self.slots:
+            attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling)
+            result, error = ProgramResult(), None
+            try:
+                endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)
+                result = await self.program.run(case_of(problem), endpoint, self.limits)
+                error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
+            except RolloutError as failure:
+                error = str(failure)
+            finally:
+                rollouts = await attempt.finish()
+        rollout = one_rollout(problem, rollouts, attempt.transcript)
+        if error is None and not rollouts:
+            error = result.explain_silence()
+        episode = replace(self.environment.open(problem), program=result)
+        scores: Mapping[str, Any] = {}
+        if error is None:
+            try:
+                scores = await from_outside("scoring", score(episode, rollout, result))
+            except PalestraError as failure:
+                error = str(failure)
+        stop = "failed" if error else rollout.stop
+        rollout = replace(rollout, scores=scores, error=error, stop=stop, info=result.record())
+        on_rollout(rollout)
+        return rollout, episode, attempt
+
+
+async def score(episode: SuiteEpisode, rollout: Rollout, result: ProgramResult) -> Mapping[str, Any]:
+    """What the measures say, or the reward that was posted where there are none."""
+    scores = dict(await episode.score(rollout.messages, rollout.tool_results))
+    if result.reward is not None:
+        scores[POSTED] = Score(result.reward, None if scores else result.reward >= 1.0, "posted by the agent")
+    if not scores:
+        raise RolloutError("the agent posted no reward, and there is no measure")
+    return scores
+
+
+def case_of(problem: Problem) -> dict[str, Any]:
+    """What the agent is told of a case: its record and id; never what is expected of it."""
+    text = problem.input if isinstance(problem.input, str) else [to_dict(message) for message in problem.input]
+    expected = problem.expect
+    record = {k: v for k, v in problem.row.items() if k != "expect" and (expected is None or v != expected)}
+    return {**record, "id": problem.id, "input": text}
+
+
+def one_rollout(problem: Problem, lineages: Sequence[Rollout], transcript: Sequence[Message]) -> Rollout:
+    """The attempt as one rollout: the conversation that was spoken in last, with the others beside it."""
+    if not lineages:
+        return Rollout(problem.id, (), (), "failed")
+    main = next((r for r in lineages if r.messages == tuple(transcript)), lineages[-1])
+    others = tuple(Lineage(r.turns, r.messages, r.stop) for r in lineages if r is not main)
+    return replace(main, lineages=others)
+
+
+def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """How the agent's conversations went, a mean over its attempts."""
+    counts = [attempt.counts for attempt in attempts]
+    return {
+        "agent/rows_per_attempt": fmean(c.lineages for c in counts),
+        "agent/requests_per_attempt": fmean(c.requests for c in counts),
+        "agent/recomputed_tokens": fmean(c.recomputed_tokens for c in counts),
+        "agent/retokenised_turns": fmean(c.retokenised_turns for c in counts),
+    }

@@ -1,0 +1,107 @@
+"""Training an agent that is a program: its attempts are the source of groups, and they score the model as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from palestra.agents.programs import ProgramAgent, ProgramLimits
+from palestra.core.errors import PalestraError
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.gateway.gateway import Gateway
+from palestra.harness.collector import ProgramCollector
+from palestra.models.loading import LoadedModel
+from palestra.policy.local import LocalPolicy
+from palestra.rollout.rewards import RewardFunction, RewardFunctions
+from palestra.serve.loading import completer_of
+from palestra.train.evaluation import Evaluator
+from palestra.train.group_source import ProblemSource
+from palestra.train.limits import eval_limits, train_limits
+from palestra.train.tasks import Parts, evaluator_of, trainer_state
+
+_OF_OUR_LOOP = ("rollout.max_tool_rounds", "rollout.tool_timeout_s", "rollout.max_tool_result_chars")
+
+
+@dataclass(slots=True)
+class ProgramTask:
+    """The cases of a suite, attempted by a program."""
+
+    environment: SuiteEnvironment
+    program: ProgramAgent
+    loaded: LoadedModel
+    reward_functions: Sequence[RewardFunction] = ()
+    gateway: Gateway | None = field(default=None, init=False)
+
+    @property
+    def problem_count(self) -> int:
+        return len(self.environment.problems("train"))
+
+    def source(self, parts: Parts) -> ProgramSource:
+        config = parts.config
+        config.refuse(_OF_OUR_LOOP, "the agent runs its tools itself")
+        config.refuse(["rollout.constrain_tool_calls", "rollout.max_open_episodes"], "the agent is a program")
+        collector = self._collector(parts, training=True)
+        return ProgramSource(
+            collector,
+            self.environment.problems("train"),
+            self.environment.reward_weights,
+            config.rollout.group_size,
+            config.seed,
+            concurrent=collector.groups_at_once(config.rollout.group_size),
+            on_rollout=lambda rollout: parts.watcher.rollout(),
+            on_close=lambda: self.close(parts.runner),
+        )
+
+    def evaluator(self, parts: Parts) -> Evaluator:
+        return evaluator_of(self.environment, self._collector(parts, training=False), parts)
+
+    def close(self, runner: asyncio.Runner) -> None:
+        """End the gateway, and what the program's attempts shared."""
+        if self.gateway is not None:
+            runner.run(self.gateway.close())
+            runner.run(self.program.close())
+
+    def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
+        agent, gateway = parts.config.agent, self._gateway(parts)
+        limits = train_limits(parts.config)
+        chosen = limits if training else eval_limits(limits, parts.config)
+        return ProgramCollector(
+            self.environment,
+            self.program,
+            gateway,
+            chosen.sampling,
+            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server),
+            agent.max_at_once,
+            asyncio.Semaphore(agent.max_at_once),
+            RewardFunctions(
+                self.reward_functions,
+                measures=self.environment.reward_weights,
+                state=lambda: trainer_state(parts, self.problem_count),
+            ),
+        )
+
+    def _gateway(self, parts: Parts) -> Gateway:
+        """One for training and evaluation. It serves in the runner's event loop, so it pauses during an update."""
+        if self.gateway is None:
+            if not isinstance(parts.policy, LocalPolicy):
+                raise PalestraError(
+                    "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
+                    "paged, use a model that it supports, and leave rollout.policy_url out"
+                )
+            sampling = train_limits(parts.config).sampling
+            model, program = completer_of(self.loaded, parts.policy), self.program
+            self.gateway = Gateway(model, sampling, port=program.port, routes=program.routes())
+            if program.posts_reward:
+                parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
+        return self.gateway
+
+
+@dataclass(slots=True)
+class ProgramSource(ProblemSource):
+    """As any problems, attempted by a program; the gateway ends with it."""
+
+    on_close: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        self.on_close()
