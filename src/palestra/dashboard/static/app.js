@@ -6,6 +6,7 @@ import { loading, notice, pageHead } from "./components/parts.js";
 import { h, replace } from "./lib/dom.js";
 import { keyHelp, listen, setKeys } from "./lib/keys.js";
 import { go, link, place } from "./lib/router.js";
+import { status } from "./lib/status.js";
 import { applyTheme, nextTheme, theme } from "./lib/theme.js";
 
 // A pattern's ":" parts are handed to the page by position.
@@ -52,9 +53,9 @@ async function open() {
   const { parts, query } = place();
   const { hash } = location;
   setKeys();
-  drawTop(parts[0] ?? "runs");
   const wait = setTimeout(() => replace(main, loading()), 150); // a quick page does not flash
   try {
+    drawTop(parts[0] ?? "runs", await status());
     const [load, names] = find(parts);
     const page = await load();
     const nodes = await page.show({ names, query, signal });
@@ -77,8 +78,9 @@ function find(parts) {
   throw new Error(`There is no page "${parts.join("/")}".`);
 }
 
-function drawTop(current) {
-  const links = SECTIONS.map(([name, label]) =>
+function drawTop(current, { can_start }) {
+  const sections = can_start ? SECTIONS : SECTIONS.slice(0, 1); // a viewer that starts nothing has only runs
+  const links = sections.map(([name, label]) =>
     h("a", { href: link([name]), "aria-current": name === current ? "page" : null }, label),
   );
   replace(

@@ -14,7 +14,7 @@ export function field(setting, onInput) {
   const element = h(
     "div.field",
     { "data-name": setting.name },
-    h("label", { for: id }, setting.name.replace(/^[^.]+\./, "")),
+    h("label", { for: id }, setting.name),
     input,
     setting.description ? h("div.hint", { id: `${id}-hint` }, setting.description) : null,
     problem,

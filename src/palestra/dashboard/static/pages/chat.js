@@ -5,9 +5,10 @@ import { empty, notice, pageHead } from "../components/parts.js";
 import { messageCard } from "../components/transcript.js";
 import { get, send, stream } from "../lib/api.js";
 import { append, h, replace } from "../lib/dom.js";
+import { status } from "../lib/status.js";
 
 export async function show({ query, signal }) {
-  const [{ runs }, status] = await Promise.all([get("runs", { limit: 200 }, signal), get("status", {}, signal)]);
+  const [{ runs }, server] = await Promise.all([get("runs", { limit: 200 }, signal), status()]);
   const able = runs.filter((run) => run.actions.includes("chat"));
   const asked = query.get("run");
   const chosen = able.find((run) => run.id === asked) ?? able[0];
@@ -16,7 +17,7 @@ export async function show({ query, signal }) {
     "select",
     { id: "chat-run", onchange: () => fillCheckpoints() },
     able.map((run) => h("option", { value: run.id, selected: run === chosen }, `${run.name} (${run.id})`)),
-    h("option", { value: "", selected: !chosen }, `untrained: ${status.default_model}`),
+    h("option", { value: "", selected: !chosen }, `untrained: ${server.default_model}`),
   );
   const checkpoint = h("select", { id: "chat-checkpoint" });
   const fillCheckpoints = async () => {
@@ -37,7 +38,7 @@ export async function show({ query, signal }) {
     const options = { temperature: Number(temperature.value), max_new_tokens: 512 };
     const body = who.value
       ? { run: who.value, checkpoint: checkpoint.value || null, ...options }
-      : { model: status.default_model, ...options };
+      : { model: server.default_model, ...options };
     return runAction(button, async () => {
       replace(place, h("p.loading", "Loading the model …"));
       try {
@@ -54,7 +55,6 @@ export async function show({ query, signal }) {
   replace(place, empty("Nobody here yet", "Choose who shall answer, and start the chat."));
   return [
     pageHead("Chat", { lead: "Talk to any checkpoint, with the tools that it was trained with." }),
-    status.can_start ? null : notice("", "This dashboard only shows runs; it loads no models."),
     h(
       "div.columns.chat-columns",
       place,

@@ -7,12 +7,13 @@ import { get, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { duration, integer, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
+import { status } from "../lib/status.js";
 import { textBlock } from "../lib/text.js";
 
 export async function show({ names: [name], signal }) {
-  const [environment, status] = await Promise.all([get("environment", { name }, signal), get("status", {}, signal)]);
+  const [environment, server] = await Promise.all([get("environment", { name }, signal), status()]);
   const place = h("div", { "aria-live": "polite" });
-  const model = h("input", { id: "model", value: status.default_model ?? "palestra/tiny", spellcheck: "false" });
+  const model = h("input", { id: "model", value: server.default_model, spellcheck: "false" });
   const test = (event) => {
     event.preventDefault();
     const body = { environment: name, values: {}, models: [model.value], num_steps: 2, group_size: 4 };
@@ -31,7 +32,7 @@ export async function show({ names: [name], signal }) {
     pageHead(environment.name, {
       crumbs: [["Environments", link(["environments"])]],
       lead: environment.description,
-      actions: status.can_start
+      actions: server.can_start
         ? [h("a.button.primary", { href: link(["start"], { environment: name }) }, "Train in it")]
         : [],
     }),
@@ -44,7 +45,7 @@ export async function show({ names: [name], signal }) {
       ),
       h(
         "div.stack",
-        status.can_start ? tester : null,
+        tester,
         h(
           "section.card",
           h("h2", "About"),

@@ -2,30 +2,66 @@
 
 import { empty, notice, pageHead } from "../components/parts.js";
 import { get } from "../lib/api.js";
-import { h } from "../lib/dom.js";
+import { h, replace } from "../lib/dom.js";
+import { plural } from "../lib/format.js";
+import { setKeys } from "../lib/keys.js";
 import { link } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
 
+const FIRST = 24; // reasoning-gym alone has a hundred
+
 export async function show({ signal }) {
   const { environments, errors = {} } = await get("environments", {}, signal);
-  const card = (environment) =>
-    h(
-      "article.card",
-      h(
-        "div.card-head",
-        h("h2", h("a", { href: link(["environments", environment.name]) }, environment.name)),
-        h("span.pill", environment.origin),
-      ),
-      h("p.soft", oneLine(environment.description ?? "", 200)),
+  const count = h("span.soft.small", { role: "status" });
+  const list = h("div");
+  const draw = (word, most = FIRST) => {
+    const found = environments.filter(({ name, description = "" }) =>
+      `${name} ${description}`.toLowerCase().includes(word),
     );
+    const more =
+      found.length > most
+        ? h("button", { type: "button", onclick: () => draw(word, Infinity) }, `Show all ${found.length}`)
+        : null;
+    count.textContent = plural(found.length, "environment");
+    replace(
+      list,
+      found.length
+        ? h("div.stack", h("div.grid", found.slice(0, most).map(card)), h("div", more))
+        : h("div.card", nothing(environments)),
+    );
+  };
+  const search = h("input.grow", {
+    type: "search",
+    placeholder: "Search environments",
+    "aria-label": "Search environments",
+    oninput: () => draw(search.value.toLowerCase()),
+  });
+  draw("");
+  setKeys({ "/": ["Search", () => search.focus()] });
   return [
     pageHead("Environments", { lead: "Problems, tools and scores. Each can be tried with one click before a run." }),
+    h("div.filters", search, count),
     h(
       "div.stack",
       Object.entries(errors).map(([file, why]) => notice("warn", h("b.mono", file), h("p", why))),
-      environments.length
-        ? h("div.grid", environments.map(card))
-        : h("div.card", empty("No environments", "Write one: ", h("code", "palestra env new"))),
+      list,
     ),
   ];
 }
+
+function card(environment) {
+  return h(
+    "article.card",
+    h(
+      "div.card-head",
+      h("h2.break", h("a", { href: link(["environments", environment.name]) }, environment.name)),
+      h("span.pill", environment.origin),
+    ),
+    h("p.soft", oneLine(environment.description ?? "", 200)),
+  );
+}
+
+const nothing = (all) =>
+  all.length
+    ? empty("No environment matches", "Change the search.")
+    : empty("No environments", "An environment is a Python file: see the tutorial.");

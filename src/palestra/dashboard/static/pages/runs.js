@@ -9,6 +9,7 @@ import { debounce, h, replace } from "../lib/dom.js";
 import { ago, duration, moment, number, percent, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { go, link, remember } from "../lib/router.js";
+import { status } from "../lib/status.js";
 
 const STATES = ["running", "pending", "stopped", "completed", "failed"];
 
@@ -16,7 +17,7 @@ export async function show({ query, signal }) {
   const filter = { q: query.get("q") ?? "", state: query.get("state") ?? "" };
   const chosen = new Set();
   const list = h("div.card.flush");
-  const status = await get("status", {}, signal);
+  const server = await status();
   let runs = [];
   let next = null;
   let total = 0;
@@ -33,7 +34,7 @@ export async function show({ query, signal }) {
       list,
       runs.length
         ? [table(columns(chosen, drawCompare), runs, { label: "Runs", href: (run) => link(["runs", run.id]) }), more]
-        : nothing(filter, status),
+        : nothing(filter, server),
     );
     count.textContent = plural(total, "run");
   };
@@ -82,7 +83,7 @@ export async function show({ query, signal }) {
   });
   signal.addEventListener("abort", () => events.close());
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
-  const start = status.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
+  const start = server.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
   return [
     pageHead("Runs", { lead: "Everything that was trained here, newest first.", actions: [compare, start] }),
     h("div.filters", search, states, count),
@@ -134,8 +135,8 @@ function runProgress(run) {
   ];
 }
 
-function nothing(filter, status) {
+function nothing(filter, server) {
   if (filter.q || filter.state) return empty("No run matches", "Change the search or the state.");
-  if (!status.can_start) return empty("No runs here", h("code", status.path ?? status.home));
+  if (!server.can_start) return empty("No runs here", h("code", server.path ?? server.home));
   return empty("No runs yet", "Start one here, or in a terminal with ", h("code", "palestra train"), ".");
 }

@@ -93,7 +93,7 @@ function form(subject, data) {
       h("h2", "Settings"),
       h(
         "div.form-grid",
-        h("div.field", h("label", { for: "run-name" }, "name"), name, h("div.hint", "How the run is listed.")),
+        h("div.field", h("label", { for: "run-name" }, "run name"), name, h("div.hint", "How the run is listed.")),
         fields.filter((f) => f.common).map((f) => f.element),
       ),
     ),

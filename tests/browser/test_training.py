@@ -1,0 +1,83 @@
+"""A training from the first click on: started, watched, stopped, resumed, talked to and exported in the browser."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.dashboard.app import dashboard_app
+from palestra.dashboard.catalog import Catalog
+from palestra.faces.launcher import FormLauncher
+from palestra.runs.locks import load_site
+from palestra.runs.manager import RunManager
+
+STEPS = "Number(document.querySelector('.stat b').textContent.split('/')[0])"
+SETTINGS = {
+    "train.max_steps": "200",
+    "train.problems_per_step": "2",
+    "rollout.group_size": "4",
+    "eval.cases": "4",
+}
+
+
+@pytest.fixture
+def url(serve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manager = RunManager(tmp_path / "home")
+    yield serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
+    for run in manager.list():
+        if run.active:
+            manager.stop(run.run_id)
+
+
+def fill(page, settings):
+    for name, value in settings.items():
+        page.type(f'[id="field-{name}"]', value)
+
+
+def test_a_run_is_started_watched_stopped_resumed_and_talked_to(page, visit, url) -> None:
+    visit(url)
+    page.click("a.button", "New run")
+    page.wait_for("h1", "New run")
+    assert page.evaluate("document.querySelector('[data-locked] input').disabled")
+    fill(page, {"train.max_steps": "many"})
+    page.wait_for('[data-name="train.max_steps"] .error', "many")
+    fill(page, SETTINGS)
+    page.wait("!document.querySelector('button[type=submit]').disabled")
+    page.click("button", "Start training")
+
+    page.wait_for(".pill", "running", timeout_s=120)
+    page.wait(f"{STEPS} >= 2", timeout_s=120)
+    page.wait_for(".chart canvas")
+    drawn = page.evaluate("document.querySelector('.chart').getAttribute('aria-label')")
+    seen = page.evaluate(STEPS)
+    page.wait(f"{STEPS} > {seen + 1}", timeout_s=60)  # without a reload
+    assert page.evaluate("document.querySelector('.chart').getAttribute('aria-label')") != drawn
+
+    page.click("button", "Stop")
+    page.wait_for(".pill", "stopped", timeout_s=60)
+    steps = page.evaluate(STEPS)
+    page.click("button", "Resume")
+    page.wait_for(".pill", "running", timeout_s=120)
+    page.wait(f"{STEPS} > {steps}", timeout_s=120)
+    page.click("button", "Stop")
+    page.wait_for(".pill", "stopped", timeout_s=60)
+
+    page.click(".tabs a", "Logs")
+    page.wait_for(".log", "step")
+    page.click(".tabs a", "Checkpoints")
+    page.click("button", "Export")
+    page.wait_for("h2", "Exported", timeout_s=60)
+    page.click("td a.button", "Chat")
+    page.wait_for("button", "Start the chat")
+    page.click("button", "Start the chat")
+    page.wait_for("textarea", timeout_s=120)
+    page.type("textarea", "What do 2 red lamps cost?")
+    page.press("Enter")
+    page.wait_for(".message.assistant", timeout_s=60)
+    page.wait_for("button", "Send", timeout_s=60)  # it has ended
+
+    page.click(".top a", "Runs")
+    page.click("tr.open a")
+    page.click("button", "Delete")
+    page.click("dialog button.danger", "Delete")
+    page.wait_for("main", "No runs yet")
