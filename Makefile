@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test test-slow test-foreign fuzz lint clean
+.PHONY: docs demo check test test-slow test-browser test-foreign fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -21,6 +21,11 @@ test-slow: lint  ## everything, and what CI samples in full: every dataset of re
 
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
 	$(BIN)/python scripts/fuzz.py
+
+test-browser: $(READY_DEV)  ## the dashboard in a real Chromium, with a training; screenshots into docs/images/dashboard
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || \
+		echo "no Chromium, and apt cannot install it here: the tests will be skipped"
+	PALESTRA_TEST_SLOW=1 PALESTRA_SCREENSHOTS=docs/images/dashboard $(BIN)/python -m pytest tests/browser -rs
 
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from palestra.dashboard.app import dashboard_app
@@ -10,6 +12,7 @@ from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
+SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-browser trains in the browser")
 STEPS = "Number(document.querySelector('.stat b').textContent.split('/')[0])"
 SETTINGS = {
     "train.max_steps": "200",
@@ -34,6 +37,7 @@ def fill(page, settings):
         page.type(f'[id="field-{name}"]', value)
 
 
+@SLOW
 def test_a_run_is_started_watched_stopped_resumed_and_talked_to(page, visit, url) -> None:
     visit(url)
     page.click("a.button", "New run")
