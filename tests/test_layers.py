@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "rollout": "core chat tools evals envs policy",
     "tinker_client": "core algo learner policy",
     "serve": "core chat engine models policy",
+    "tinker": "core algo engine models tracking runs learner policy serve",
     "train": "core chat algo learner models tracking export evals envs report runs policy rollout tinker_client",
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
@@ -47,24 +48,24 @@ MAY_IMPORT = {
     "suite": "evals api",
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
-    "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve train wire gateway "
-    "harness bench dashboard result api env_api suite __init__",
+    "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve tinker train wire "
+    "gateway harness bench dashboard result api env_api suite __init__",
     "__main__": "faces",
 }
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo bench engine export gguf learner models policy tinker_client train",
+    "torch": "algo bench engine export gguf learner models policy tinker tinker_client train",
     "transformers": "engine gguf learner models policy train",
     "peft": "learner",
     "safetensors": "export gguf learner models train",
-    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy tinker_client train",
+    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy tinker tinker_client train",
     "triton": "engine learner",
     "tinker": "tinker_client",
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "dashboard serve wire gateway harness",
+    "starlette": "dashboard serve tinker wire gateway harness",
     "uvicorn": "serve wire",
     "httpx": "",
 }

@@ -44,6 +44,7 @@ class RunFolder:
       run.lock, index.json                  who trains in it, and its id
       request.json, settings.yaml, logs/    runs in the background
       wire/, env.yaml, tokenizer/           environments in processes of their own
+      tinker/                               what a client of `palestra tinker` saved
     """
 
     path: Path
@@ -199,6 +200,11 @@ class RunFolder:
     def tokenizer(self) -> Path:
         """The model's tokenizer for an environment in a process of its own."""
         return self.path / "tokenizer"
+
+    @property
+    def tinker(self) -> Path:
+        """What a Tinker client saved: weights/NAME with the optimizer's state, sampler_weights/NAME without."""
+        return self.path / "tinker"
 
     @property
     def tensorboard(self) -> Path:

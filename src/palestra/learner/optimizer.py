@@ -52,6 +52,12 @@ class Optimizer:
         """Scale the gradients down to `max_norm`; gives their norm before that."""
         return nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
 
+    def configure(self, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Other constants from the next step on; vectors (norms, biases) are never decayed."""
+        for group in self.adamw.param_groups:
+            decay = weight_decay if group["params"][0].dim() >= 2 else 0.0
+            group.update(betas=betas, eps=eps, weight_decay=decay)
+
     def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
         """Update the weights and forget the gradients; nothing changes if `finite` (only where `can_skip`) is false."""
         for group in self.adamw.param_groups:
@@ -69,6 +75,14 @@ class Optimizer:
             master.grad = None
         for weight, _ in self._pairs:
             weight.grad = None
+
+    def reset(self) -> None:
+        """Begin anew with the weights as they are now."""
+        self.clear()
+        self.adamw.state.clear()
+        with torch.no_grad():
+            for weight, master in self._pairs:
+                master.copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adamw": self.adamw.state_dict(), "masters": [master for _, master in self._pairs]}

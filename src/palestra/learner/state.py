@@ -38,14 +38,19 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         if isinstance(error, PalestraError):
             raise
         raise PalestraError(f"{folder / STATE} is corrupt ({error}); use another checkpoint") from error
-    if hasattr(model, "disable_adapter"):
-        _load_adapter(folder, model)
-    else:
-        _load_weights(folder, model)
+    load_model(folder, model)
     torch.set_rng_state(state["random"]["cpu"])
     if torch.cuda.is_available() and state["random"]["cuda"]:
         torch.cuda.set_rng_state_all(state["random"]["cuda"])
     return state
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Read the weights alone into the model."""
+    if hasattr(model, "disable_adapter"):
+        _load_adapter(folder, model)
+    else:
+        _load_weights(folder, model)
 
 
 def _random_states() -> dict[str, Any]:

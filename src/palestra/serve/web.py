@@ -35,6 +35,7 @@ _SILENCE_S = 30  # between two pieces of a body
 _BODY_S = 600.0
 _DRAIN_S = 30.0
 _GRACE_S = 5
+_ZSTD_WINDOW = 1 << 27  # bytes that a sender may make us hold
 _MAX_MESSAGE = 2000  # characters: it may quote what was sent
 
 T = TypeVar("T")
@@ -137,9 +138,9 @@ class Guard:
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         if self._token:
-            token = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(token, self._token.encode()):
-                return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'"
+            sent = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+            if not hmac.compare_digest(sent.removeprefix("Bearer ").encode(), self._token.encode()):
+                return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
             return None
         host = request.headers.get("host", "localhost")
         if not (is_loopback(host_of(f"//{host}")) and _from_no_other_site(request)):
@@ -170,10 +171,10 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, unpacked where it is gzip; 413 when it holds more than `limit` bytes, packed or not."""
+    """The body, unpacked where it is gzip or zstd; 413 when it holds more than `limit` bytes, packed or not."""
     encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("identity", "gzip"):
-        raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip or none")
+    if encoding not in ("identity", "gzip", "zstd"):
+        raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip, zstd or none")
     unpack = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
     body = bytearray()
     stream = request.stream()
@@ -182,14 +183,33 @@ async def read_body(request: Request, limit: int) -> bytes:
             body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
             if len(body) > limit:
                 await _drain(stream)
-                raise refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
+                raise _too_large(limit)
     except ClientDisconnect:
         raise refuse(499, "the client disconnected") from None
     except zlib.error as error:
         raise refuse(400, f"the body is not valid gzip: {error}") from None
     if unpack is not None and body and not unpack.eof:
         raise refuse(400, "the body is not valid gzip: it ends too early")
-    return bytes(body)
+    return _unpack_zstd(bytes(body), limit) if encoding == "zstd" else bytes(body)
+
+
+def _unpack_zstd(body: bytes, limit: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise refuse(415, "content-encoding 'zstd' needs the package zstandard on the server; use gzip") from None
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(body) as reader:
+            found = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise refuse(400, f"the body is not valid zstd: {error}") from None
+    if len(found) > limit:
+        raise _too_large(limit)
+    return bytes(found)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
 
 
 class WholeBody:

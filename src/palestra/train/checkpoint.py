@@ -1,14 +1,11 @@
 """Checkpoints: whole or not at all.
 
-A checkpoint is a folder with a manifest of its files (size and SHA-256). It is written aside,
-flushed to disk and renamed into place, so that a crash or a full disk leaves the previous one whole.
+`core/whole_folder.py` writes them, so that a crash or a full disk leaves the previous one whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -27,6 +24,7 @@ from palestra.core.run_folder import (  # noqa: F401
     step_folder,
     step_of,
 )
+from palestra.core.whole_folder import check_whole, write_whole
 
 FORMAT = 2
 
@@ -45,42 +43,23 @@ class TrainState:
 
 def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
     """Write a checkpoint into `folder` atomically; `write` puts the learner's files into the path it is given."""
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+
+    def write_all(aside: Path) -> None:
         write(aside)
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
-        files = sorted(p for p in aside.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [*files, aside / MANIFEST, aside]:
-            _flush(path)
-        _replace(aside, folder)
+
+    try:
+        return write_whole(folder, write_all)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these, by who was writing
         raise PalestraError(
             f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
             "checkpoints are whole. Free some space or choose another output_dir, then resume"
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
-    if not (folder / MANIFEST).is_file():
-        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
-    try:
-        manifest = dict(json.loads((folder / MANIFEST).read_text()))
-    except (ValueError, TypeError):
-        raise PalestraError(f"{folder / MANIFEST} is corrupt") from None
-    for name, expected in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
-        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
-            raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
+    check_whole(folder)
     return _read_state(folder)
 
 
@@ -139,26 +118,3 @@ def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:
     for old in step_checkpoints(folder)[:-keep_last]:
         if keep is None or old != keep:
             shutil.rmtree(old)
-
-
-def _replace(aside: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    _flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": ("chat", "Chat with a trained model that has its tools."),
     "serve": ("serve", "Serve a model to any OpenAI client."),
     "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
+    "tinker": ("tinker", "Serve models to the Tinker SDK: train and sample over its API."),
     "mcp": ("agent_tools:mcp", "Let an agent train models, over the Model Context Protocol."),
     "http": ("agent_tools:http", "Let an agent train models, over HTTP."),
     "tools": ("agent_tools:tools", "Print the schemas of the tools by which an agent trains models."),

@@ -1,0 +1,122 @@
+"""A base model whose weights many adapters share: each gets modules of its own around the same tensors."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from palestra.core.config import LoraSection
+from palestra.core.errors import PalestraError
+from palestra.learner.lora import add_lora
+from palestra.models.loading import LoadedModel, load_model
+
+MAX_RANK = 512
+_UNSTATED_CONTEXT = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """Which weights are trained. Rank 0 trains all of them, in a copy of the base."""
+
+    rank: int = 32
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: int = 32  # what the SDK does not say; the update is scaled by alpha / rank
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank <= MAX_RANK:
+            raise PalestraError(f"lora rank {self.rank} is outside 0..{MAX_RANK}; 0 trains all weights")
+        if self.rank and not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise PalestraError("train_attn, train_mlp and train_unembed are all false, so nothing would be trained")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class BaseModel:
+    """One loaded model. It is never run itself, so nothing that a client does can change it."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.name = loaded.name
+        self.path = loaded.path
+        self.tokenizer = loaded.tokenizer
+        self._model = loaded.model.eval().requires_grad_(False)
+        self._building = threading.Lock()  # peft and the random generator are not made for two at once
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> BaseModel:
+        return cls(load_model(name, dtype=dtype, device=device))
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.config.get_text_config().vocab_size)
+
+    @property
+    def context(self) -> int:
+        """How many tokens the model can hold at once."""
+        config = self._model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text, unless a client says otherwise."""
+        ends = self._model.generation_config.eos_token_id
+        return tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
+
+    @property
+    def architecture(self) -> str:
+        return type(self._model).__name__
+
+    def module(self, spec: AdapterSpec | None, seed: int = 0) -> nn.Module:
+        """The base with a fresh adapter, or alone where there is no spec; frozen weights are shared, others its own."""
+        with self._building:
+            if spec is not None and not spec.rank:
+                return copy.deepcopy(self._model).requires_grad_(True)
+            shared = {id(weight): weight for weight in self._model.parameters()}
+            model: nn.Module = copy.deepcopy(self._model, shared)
+            if spec is None:
+                return model
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                section = LoraSection(r=spec.rank, alpha=spec.alpha, target_modules=self._targets(spec))
+                return add_lora(model, section)
+
+    def trained_bytes(self, spec: AdapterSpec) -> int:
+        """About what one training with it holds: weights, gradient, two moments, and one pinned version."""
+        if not spec.rank:
+            return 5 * 4 * sum(weight.numel() for weight in self._model.parameters())
+        targets = set(self._targets(spec))
+        sides = sum(sum(m.weight.shape) for n, m in self._linears() if n.rpartition(".")[2] in targets)
+        return 5 * 4 * spec.rank * sides
+
+    def _targets(self, spec: AdapterSpec) -> list[str]:
+        """The last names of the linear layers to adapt."""
+        head = self._model.get_output_embeddings()
+        chosen = set()
+        for name, module in self._linears():
+            if module is head:
+                wanted = spec.train_unembed
+            else:
+                wanted = spec.train_attn if "attn" in name or "attention" in name else spec.train_mlp
+            if wanted:
+                chosen.add(name.rpartition(".")[2])
+        return sorted(chosen)
+
+    def _linears(self) -> list[tuple[str, nn.Linear]]:
+        return [(name, module) for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]

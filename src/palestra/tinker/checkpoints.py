@@ -1,0 +1,185 @@
+"""tinker:// paths: what clients have saved, in the folders of their runs. The disk is the truth, so they survive all.
+
+>>> str(TinkerPath.parse("tinker://s1:train:0/weights/step-10"))
+'tinker://s1:train:0/weights/step-10'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import folder_size, write_json
+from palestra.core.run_folder import MANIFEST, RunFolder
+from palestra.core.whole_folder import check_whole, write_whole
+from palestra.tinker.base_model import AdapterSpec
+from palestra.tinker.futures import NotHere
+
+ABOUT = "tinker.json"
+KINDS = ("weights", "sampler_weights")  # with the optimizer's state, and without
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    run_id: str
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> TinkerPath:
+        parts = text.removeprefix("tinker://").split("/")
+        if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
+            raise PalestraError(f"{text!r} is no path of a checkpoint; they look like tinker://RUN/weights/NAME")
+        return cls(parts[0], parts[1], checkpoint_name(parts[2]))
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: TinkerPath
+    folder: Path
+    base_model: str
+    spec: AdapterSpec
+    created: float
+    user_metadata: Mapping[str, str] | None = None
+    expires: float | None = None  # seconds since 1970
+
+    @property
+    def size_bytes(self) -> int:
+        return folder_size(self.folder)
+
+
+def checkpoint_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise PalestraError(f"{name!r} cannot name a checkpoint; use letters, digits, '_', '-' and '.', at most 128")
+    return name
+
+
+class Checkpoints:
+    """The checkpoints in the run folders of one output folder."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._runs: dict[str, RunFolder] = {}
+        for record in output_dir.glob("*/run.json"):
+            run = RunFolder(record.parent)
+            try:
+                about = run.record.get("tinker")
+            except (PalestraError, OSError):
+                continue
+            if isinstance(about, dict):
+                self._runs[str(about.get("model_id"))] = run
+
+    def add_run(self, run_id: str, run: RunFolder) -> None:
+        self._runs[run_id] = run
+
+    def run_ids(self) -> list[str]:
+        """Newest first."""
+        return sorted(self._runs, key=lambda i: self._runs[i].record_file.stat().st_mtime, reverse=True)
+
+    def run(self, run_id: str) -> RunFolder:
+        if run_id not in self._runs:
+            raise NotHere(f"there is no training run {run_id!r} here")
+        return self._runs[run_id]
+
+    def save(
+        self,
+        path: TinkerPath,
+        base_model: str,
+        spec: AdapterSpec,
+        write: Callable[[Path], None],
+        *,
+        overwrite: bool = True,
+        ttl_s: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        folder = self._folder(path)
+        if folder.exists() and not overwrite:
+            raise PalestraError(f"{path} exists; give another name, or overwrite=True")
+        now = time.time()
+        about = {
+            "base_model": base_model, "spec": spec.to_dict(), "created": now,
+            "user_metadata": dict(user_metadata) if user_metadata else None, "expires": now + ttl_s if ttl_s else None,
+        }  # fmt: skip
+
+        def write_all(aside: Path) -> None:
+            write(aside)
+            write_json(aside / ABOUT, about)
+
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder, write_all)
+        except OSError as error:
+            raise PalestraError(f"{path} could not be written ({error.strerror}); earlier ones are whole") from error
+
+    def find(self, path: TinkerPath, *, check: bool = False) -> Checkpoint:
+        """A checkpoint that is there; with `check` its files are compared with their sums."""
+        folder = self._folder(path)
+        if not (folder / MANIFEST).is_file():
+            known = ", ".join(str(c.path) for c in self.of_run(path.run_id)) or "none"
+            raise NotHere(f"there is no {path}; the run has {known}")
+        if check:
+            check_whole(folder)
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        spec = AdapterSpec(**about["spec"])
+        base, created = str(about["base_model"]), float(about["created"])
+        return Checkpoint(path, folder, base, spec, created, about.get("user_metadata"), about.get("expires"))
+
+    def of_run(self, run_id: str) -> Iterator[Checkpoint]:
+        """Oldest first."""
+        manifests = self.run(run_id).tinker.glob(f"*/*/{MANIFEST}")
+        found = [self.find(TinkerPath(run_id, m.parent.parent.name, m.parent.name)) for m in manifests if _real(m)]
+        yield from sorted(found, key=lambda checkpoint: checkpoint.created)
+
+    def set_ttl(self, path: TinkerPath, ttl_s: int | None) -> None:
+        checkpoint = self.find(path)
+        about = json.loads((checkpoint.folder / ABOUT).read_text(encoding="utf-8"))
+        about["expires"] = time.time() + ttl_s if ttl_s else None
+
+        def rewrite(aside: Path) -> None:
+            for file in checkpoint.folder.iterdir():
+                if file.name not in (MANIFEST, ABOUT):
+                    shutil.copy2(file, aside / file.name)
+            write_json(aside / ABOUT, about)
+
+        write_whole(checkpoint.folder, rewrite)
+
+    def delete(self, path: TinkerPath) -> None:
+        shutil.rmtree(self.find(path).folder)
+
+    def delete_expired(self) -> None:
+        for run_id in list(self._runs):
+            for checkpoint in list(self.of_run(run_id)):
+                if checkpoint.expires is not None and checkpoint.expires < time.time():
+                    self.delete(checkpoint.path)
+
+    def _folder(self, path: TinkerPath) -> Path:
+        return self.run(path.run_id).tinker / path.kind / path.name
+
+
+def _real(manifest: Path) -> bool:
+    """Not one that is being written or replaced."""
+    return manifest.parent.parent.name in KINDS and not manifest.parent.name.startswith(".")
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The trained tensors by the names that they have in a module with one adapter."""
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.folder.glob("*.safetensors"))
+    if not files:
+        raise PalestraError(f"{checkpoint.path} has no weights")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if not checkpoint.spec.rank:
+        return tensors
+    sides = (".lora_A.", ".lora_B.")
+    return {name.replace(side, f"{side}default."): t for name, t in tensors.items() for side in sides if side in name}

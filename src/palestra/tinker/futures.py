@@ -1,0 +1,143 @@
+"""Requests that are answered later: each has an id to ask by, and each model's are done in the order of `seq_id`."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from palestra.core.errors import PalestraError
+
+Result = bytes | dict[str, Any]  # protobuf, or what becomes JSON
+KEPT_BYTES = 256 << 20  # of results that were fetched, in case that the answer was lost on its way
+KEPT_REQUESTS = 100_000
+MAX_AHEAD = 4096  # requests of one model that may wait for an earlier one
+
+
+class TooBusy(PalestraError):
+    """Come back later: the server answers 429."""
+
+
+class Gone(PalestraError):
+    """What was asked for existed once: the server answers 410."""
+
+
+class NotHere(PalestraError):
+    """What was asked for is not known: the server answers 404."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request under way. `kind` is what was asked for, so that a reused number is noticed."""
+
+    id: str
+    kind: str
+    future: Future[Result] = field(default_factory=Future)
+
+    @property
+    def size(self) -> int:
+        done = self.future.done() and self.future.exception() is None
+        return len(result) if done and isinstance(result := self.future.result(), bytes) else 0
+
+
+class Requests:
+    """All requests of a server by their ids."""
+
+    def __init__(self) -> None:
+        self._life = secrets.token_hex(4)  # ids of an earlier life of the server are not taken for ours
+        self._number = itertools.count()
+        self._all: OrderedDict[str, Request] = OrderedDict()
+        self._fetched: OrderedDict[str, int] = OrderedDict()  # id -> bytes
+        self._fetched_bytes = 0
+        self._lock = threading.Lock()
+
+    def new(self, kind: str) -> Request:
+        request = Request(f"r{self._life}-{next(self._number)}", kind)
+        with self._lock:
+            self._all[request.id] = request
+            while len(self._all) > KEPT_REQUESTS:
+                self._all.popitem(last=False)
+        return request
+
+    def find(self, request_id: str) -> Request:
+        found = self._all.get(request_id)
+        if found is None:
+            raise Gone(
+                f"the server knows no request {request_id!r}: it was fetched long ago, or the server was started anew; "
+                "send the request again"
+            )
+        return found
+
+    def fetched(self, request: Request) -> None:
+        """It was answered; what was answered longest ago is forgotten when there is too much of it."""
+        with self._lock:
+            if request.id not in self._fetched:
+                self._fetched[request.id] = request.size
+                self._fetched_bytes += request.size
+            while self._fetched_bytes > KEPT_BYTES:
+                old, size = self._fetched.popitem(last=False)
+                self._fetched_bytes -= size
+                self._all.pop(old, None)
+
+
+class OrderedWorker:
+    """Does one model's requests in a thread of its own, strictly by number; what comes early waits.
+
+    The SDK numbers from 1, and may send the first part of a split request last.
+    """
+
+    def __init__(self, name: str, requests: Requests, prepare: Callable[[], None] | None = None) -> None:
+        """`prepare` is called in the thread before anything else."""
+        self._requests = requests
+        self._next = 1
+        self._known: dict[int, Request] = {}
+        self._early: dict[int, Callable[[], Result]] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, f"tinker-{name}", prepare)
+
+    def run(self, kind: str, work: Callable[[], Result]) -> Request:
+        """Do this in its turn among what has been started; for what has no number."""
+        request = self._requests.new(kind)
+        self._thread.submit(_do, request, work)
+        return request
+
+    def submit(self, seq_id: int, kind: str, work: Callable[[], Result]) -> Request:
+        """The request of this number: a repeated one is the same, and is done once."""
+        with self._lock:
+            known = self._known.get(seq_id)
+            if known is not None:
+                if known.kind != kind:
+                    raise PalestraError(f"seq_id {seq_id} was a {known.kind} before and is a {kind} now; count up")
+                return known
+            if seq_id < self._next:
+                raise PalestraError(f"seq_id {seq_id} is below {self._next}, the next one; numbers begin at 1")
+            if seq_id - self._next >= MAX_AHEAD:
+                raise TooBusy(f"seq_id {seq_id} is {MAX_AHEAD} or more ahead of {self._next}, which has not come yet")
+            request = self._known[seq_id] = self._requests.new(kind)
+            self._early[seq_id] = work
+            while self._next in self._early:
+                self._thread.submit(_do, self._known[self._next], self._early.pop(self._next))
+                self._next += 1
+                self._known.pop(self._next - KEPT_REQUESTS, None)
+            return request
+
+    def close(self, reason: str) -> None:
+        """Do no more; what waits is told so."""
+        with self._lock:
+            early, self._early = self._early, {}
+            waiting = [self._known[seq_id] for seq_id in early]
+        for request in waiting:
+            request.future.set_exception(Gone(reason))
+        self._thread.shutdown(wait=False, cancel_futures=False)
+
+
+def _do(request: Request, work: Callable[[], Result]) -> None:
+    try:
+        request.future.set_result(work())
+    except Exception as error:
+        request.future.set_exception(error)
