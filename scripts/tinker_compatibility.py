@@ -32,11 +32,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The URL of a server in a thread."""
+    from palestra.serve.web import Server, open_port, url_of
     from palestra.tinker.base_model import BaseModel
     from palestra.tinker.server import tinker_app
     from palestra.tinker.service import Limits, Service
-
-    from palestra.serve.web import Server, open_port, url_of
 
     service = Service([BaseModel.load(MODEL, device="cpu")], folder, Limits(models=64))
     sock = open_port("127.0.0.1", 0, None)
