@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +18,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "policy"))
+
+from fake_vllm import FakeVllm, served
+
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
@@ -26,6 +31,7 @@ from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.policy.remote import RemotePolicy
+from palestra.policy.vllm_server import VllmServerPolicy
 from palestra.tools.arguments import read_arguments
 
 CONTEXT = 512
@@ -91,15 +97,30 @@ def remote(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     assert not thread.is_alive()
 
 
+@contextmanager
+def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
+    """Against a server that answers as vLLM does; `make test-vllm` has the real one."""
+    with served(FakeVllm(LocalPolicy(model, tokenizer, kv_memory_gib=0.05), tokenizer, CONTEXT)) as url:
+        yield VllmServerPolicy(url, tokenizer, weights_folder=folder, temperature=1.0)
+
+
 @dataclass(frozen=True)
 class Kind:
-    """How a policy is built; whether it notices that a closed session is used (a server keeps no sessions)."""
+    """How a policy is built; whether it notices that a closed session is used (a server keeps no sessions), samples
+    by grammars, and knows of each token of a turn by which version it was sampled."""
 
     build: Callable[[Any, Any, Path], AbstractContextManager[AnyPolicy]]
     knows_sessions: bool = True
+    has_grammars: bool = True
+    versions_each: bool = True
 
 
-POLICIES = {"local": Kind(local), "naive": Kind(naive), "remote": Kind(remote, knows_sessions=False)}
+POLICIES = {
+    "local": Kind(local),
+    "naive": Kind(naive),
+    "remote": Kind(remote, knows_sessions=False),
+    "vllm": Kind(vllm, knows_sessions=False, has_grammars=False, versions_each=False),
+}
 
 
 @dataclass(frozen=True)
@@ -284,6 +305,9 @@ def test_a_turn_that_meets_an_update_says_which_version_made_each_token(case: Ca
         return await turn
 
     turn: Turn = run(main)
+    if not case.kind.versions_each:  # then it counts as of the oldest
+        assert turn.versions.tolist() == [0] * 450
+        return
     switch = int(np.searchsorted(turn.versions, 1))
     assert turn.versions.tolist() == [0] * switch + [1] * (450 - switch)
     for model, part in ((case.model, slice(0, switch)), (newer, slice(switch, 450))):
@@ -323,6 +347,10 @@ def test_sessions_survive_a_sleep(case: Case) -> None:
 
 
 def test_a_grammar_as_text_constrains_tool_calls(case: Case) -> None:
+    if not case.kind.has_grammars:
+        with pytest.raises(PalestraError, match="without our grammars"):
+            case.turns(SamplingParams(4, grammar="[]"))
+        return
     pytest.importorskip("llguidance")
     chat, calls = ChatFormat(case.tokenizer), 0
     grammar = json.dumps([order.schema])

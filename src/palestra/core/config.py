@@ -172,6 +172,29 @@ class AgentSection(Section):
     )
 
 
+class VllmSection(Section):
+    """vLLM as the sampler."""
+
+    mode: Literal["off", "server", "colocate"] = Field(
+        "off", description="server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"
+    )
+    url: str = Field("http://127.0.0.1:8000", description="server: where it answers; rollout.weights_folder is shared")
+    timeout_s: float = Field(300.0, gt=0, description="server: how long it may be away or silent before the run ends")
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1, description="colocate: its share of the GPU's memory")
+    max_model_len: int | None = Field(None, ge=1, description="colocate: tokens of a conversation; default the model's")
+    tensor_parallel_size: int = Field(1, ge=1, description="colocate: GPUs that share the model")
+
+    @model_validator(mode="after")
+    def _of_this_mode(self) -> VllmSection:
+        """A setting of another mode would have no effect."""
+        modes = {"url": "server", "timeout_s": "server"}
+        modes |= dict.fromkeys(("gpu_memory_utilization", "max_model_len", "tensor_parallel_size"), "colocate")
+        for name, mode in modes.items():
+            if self.mode != mode and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"vllm.{name} is for vllm.mode = {mode}, and that is {self.mode}; leave it out")
+        return self
+
+
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
@@ -283,6 +306,7 @@ class RunConfig(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     agent: AgentSection = Field(default_factory=AgentSection)
     lora: LoraSection = Field(default_factory=LoraSection)
+    vllm: VllmSection = Field(default_factory=VllmSection)
     tinker: TinkerSection = Field(default_factory=TinkerSection)
     echo: EchoSection = Field(default_factory=EchoSection)
     eval: EvalSection = Field(default_factory=EvalSection)
@@ -312,7 +336,8 @@ class RunConfig(Section):
     def importance_correction(self) -> str:
         """What train.importance_correction comes to."""
         chosen = self.train.importance_correction
-        return ("token_truncate" if self.rollout.max_staleness else "none") if chosen == "auto" else chosen
+        may_differ = self.rollout.max_staleness > 0 or self.vllm.mode != "off"
+        return ("token_truncate" if may_differ else "none") if chosen == "auto" else chosen
 
     def suited_to(self, parameters: int) -> RunConfig:
         """With a learning rate, where none is given, for a model of so many parameters."""

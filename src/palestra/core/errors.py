@@ -10,10 +10,6 @@ class PalestraError(Exception):
     """Bad input or a failed requirement; its text names the remedy. The faces print it and exit 2."""
 
 
-class NotYetError(PalestraError):
-    """A documented feature that this version does not have yet."""
-
-
 class RolloutError(PalestraError):
     """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
 

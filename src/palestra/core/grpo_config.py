@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import FULL_LEARNING_RATE, LORA_LEARNING_RATE, RunConfig, explain
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -75,8 +75,9 @@ class GRPOTrainingConfig(BaseModel):
     max_tool_calling_iterations: int = 5
     world_model_coeff: float = 0.0
     world_loss_normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
-    use_vllm: bool = False  # this and vllm_*: only to_trl_config has them, training refuses them
+    use_vllm: bool = False
     vllm_mode: Literal["colocate", "server"] = "colocate"
+    vllm_server_base_url: str | None = None
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_len: int | None = None
     vllm_tensor_parallel_size: int = 1
@@ -95,20 +96,34 @@ class GRPOTrainingConfig(BaseModel):
 
     def to_run_config(self, problems: int | None = None) -> RunConfig:
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
-        self._refuse_vllm()
         return RunConfig.build(self._settings(problems))
 
     def _settings(self, problems: int | None = None) -> dict[str, Any]:
         batch = self.per_device_batch_size * self.gradient_accumulation_steps
         same = {key: getattr(self, name) for name, key in _SAME.items()}
-        return same | {
-            "train.problems_per_step": batch,
-            "lora.r": self._lora_rank(),
-            # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
-            "model.dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto",
-            "checkpoint.every": self._save_every(batch, problems),
-            "track.report_to": self._trackers(),
-        }
+        return (
+            same
+            | {
+                "train.problems_per_step": batch,
+                "lora.r": self._lora_rank(),
+                # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
+                "model.dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto",
+                "checkpoint.every": self._save_every(batch, problems),
+                "track.report_to": self._trackers(),
+            }
+            | self._vllm()
+        )
+
+    def _vllm(self) -> dict[str, Any]:
+        """The vllm section; settings that would have no effect are refused, here or by it."""
+        changed = [n for n, f in type(self).model_fields.items() if "vllm" in n and getattr(self, n) != f.default]
+        if not self.use_vllm:
+            if changed:
+                raise PalestraError(f"{', '.join(changed)}: without effect, as use_vllm is False; set use_vllm=True")
+            return {}
+        names = {name: name.removeprefix("vllm_").replace("server_base_url", "url") for name in changed}
+        given = {f"vllm.{key}": getattr(self, name) for name, key in names.items() if name != "use_vllm"}
+        return {"vllm.mode": self.vllm_mode, **given}
 
     def to_trl_config(self) -> GRPOConfig:
         """The same training as TRL's GRPOConfig, with this trainer's objective where TRL's defaults differ."""
@@ -149,14 +164,6 @@ class GRPOTrainingConfig(BaseModel):
         except ModuleNotFoundError as error:
             raise PalestraError("build_peft_config needs peft; pip install 'palestra[lora]'") from error
         return LoraConfig(**RunConfig.build(self._settings()).lora.peft_arguments())
-
-    def _refuse_vllm(self) -> None:
-        changed = [n for n, f in type(self).model_fields.items() if "vllm" in n and getattr(self, n) != f.default]
-        if changed:
-            raise NotYetError(
-                f"{', '.join(changed)}: vLLM as the sampler is not built yet; leave these out to sample with the "
-                "built-in engine (to_trl_config() passes them on to TRL)"
-            )
 
     def _lora_rank(self) -> int:
         return self.lora_r if self.use_lora or self.load_in_4bit else 0

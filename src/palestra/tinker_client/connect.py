@@ -22,6 +22,7 @@ _NOT_ON_THE_WIRE = {
         *("model.dtype", "model.device", "model.threads", "model.gradient_checkpointing", "model.sleep_mode"),
         *("model.master_weights", "model.engine", "model.kv_memory_gib"),
         *("train.tokens_per_micro_batch", "train.share_prefix", "rollout.policy_url", "rollout.weights_folder"),
+        "vllm",
     ],
     "a Tinker server chooses the adapter's form by its rank": [
         *("lora.alpha", "lora.dropout", "lora.target_modules", "lora.load_in_4bit")

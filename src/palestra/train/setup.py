@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.export.hf import save_hf
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.loading import LoadedModel, load_model, load_tokenizer
 from palestra.policy.base import Policy
@@ -66,6 +68,8 @@ def with_adapter(model: Any, config: RunConfig) -> Any:
 
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     """What a run samples with: the model in this process, or a server that is given its weights after each step."""
+    if config.vllm.mode != "off":
+        return vllm_policy(model, tokenizer, config)
     if config.rollout.policy_url is None:
         # sampling goes on while the learner changes its weights: by a module of its own, at the last version
         sampled = sampling_copy(model) if config.rollout.max_staleness else model
@@ -76,3 +80,39 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         )
     token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)
     return RemotePolicy(config.rollout.policy_url, token=token, weights_folder=folder)
+
+
+def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
+    """vLLM with the run's weights: a running one, or one in this process."""
+    config.refuse(["rollout.policy_url"], "vLLM samples")
+    config.refuse(["model.engine", "model.kv_memory_gib"], "they are those of our engine, and vLLM samples")
+    config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
+    config.refuse(["lora.r"], "vLLM is given whole weights, and LoRA trains an adapter")
+    options, temperature = config.vllm, config.rollout.temperature
+    if options.mode == "server":
+        from palestra.policy.vllm_server import VllmServerPolicy
+
+        return VllmServerPolicy(
+            options.url,
+            tokenizer,
+            weights_folder=Path(config.rollout.weights_folder),
+            temperature=temperature,
+            token=os.environ.get("VLLM_API_KEY"),
+            timeout_s=options.timeout_s,
+        )
+    from palestra.policy.vllm_colocate import VllmColocatePolicy
+
+    config.refuse(["rollout.weights_folder"], "vLLM in this process is given weights from memory")
+    with tempfile.TemporaryDirectory() as folder:  # any model that was loaded here, GGUF files and adapters too
+        save_hf(model, tokenizer, Path(folder) / "model")
+        return VllmColocatePolicy(
+            str(Path(folder) / "model"),
+            tokenizer,
+            temperature=temperature,
+            dtype=str(model.dtype).removeprefix("torch."),
+            seed=config.seed,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            max_model_len=options.max_model_len,
+            tensor_parallel_size=options.tensor_parallel_size,
+            **({"enable_sleep_mode": True} if config.model.sleep_mode else {}),
+        )

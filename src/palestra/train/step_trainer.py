@@ -289,7 +289,7 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     config.refuse(["backend", "tinker"], "StepTrainer trains the model that it is given")
     config.refuse(["echo", "rollout.constrain_tool_calls"], "StepTrainer samples without tools")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
-    config.refuse(["rollout.policy_url", "rollout.weights_folder"], "StepTrainer samples in this process")
+    config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
     config.refuse(["checkpoint.keep_last", "checkpoint.keep_best"], "StepTrainer keeps every checkpoint")
     config.refuse(["train.refill_limit"], "StepTrainer has every prompt once in a pass")

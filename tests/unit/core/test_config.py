@@ -1,7 +1,7 @@
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
 
 
@@ -54,9 +54,15 @@ def test_lora_rank_counts_only_when_lora_is_on() -> None:
     assert GRPOTrainingConfig(lora_r=4, load_in_4bit=True).to_run_config().lora.r == 4
 
 
-def test_what_is_not_built_yet_says_so() -> None:
-    with pytest.raises(NotYetError, match="use_vllm"):
-        GRPOTrainingConfig(use_vllm=True).to_run_config()
+def test_vllm_is_used_where_it_is_asked_for() -> None:
+    config = GRPOTrainingConfig(use_vllm=True, vllm_gpu_memory_utilization=0.5, vllm_max_model_len=64).to_run_config()
+    assert config.vllm.model_dump(exclude_defaults=True) == {
+        "mode": "colocate",
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 64,
+    }
+    served = GRPOTrainingConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://b:1").to_run_config()
+    assert (served.vllm.mode, served.vllm.url) == ("server", "http://b:1")
 
 
 def test_adapters_have_no_dropout_unless_it_is_given() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from palestra.algo.losses import Objective
 from palestra.core.config import RunConfig, Section
-from palestra.core.errors import NotYetError, PalestraError
+from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.yaml_config import TRANSLATIONS, flatten, translate
 
@@ -147,14 +147,18 @@ def other_value(name: str, config: Any) -> Any:
     )
 
 
+VLLM = [name for name in GRPOTrainingConfig.model_fields if name.startswith("vllm_")]
+
 # What a field needs beside it to have a meaning.
-TOGETHER: dict[str, dict[str, Any]] = {"lora_r": {"use_lora": True}, "save_steps": {"save_strategy": "steps"}}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "lora_r": {"use_lora": True},
+    "save_steps": {"save_strategy": "steps"},
+    **{name: {"use_vllm": True} for name in VLLM},
+    "vllm_server_base_url": {"use_vllm": True, "vllm_mode": "server"},
+}
 
 
-VLLM = [name for name in GRPOTrainingConfig.model_fields if "vllm" in name]
-
-
-@pytest.mark.parametrize("name", [name for name in GRPOTrainingConfig.model_fields if name not in VLLM])
+@pytest.mark.parametrize("name", list(GRPOTrainingConfig.model_fields))
 def test_every_field_of_the_flat_config_changes_the_run(name: str) -> None:
     beside = TOGETHER.get(name, {})
     changed = GRPOTrainingConfig(**beside, **{name: other_value(name, GRPOTrainingConfig())})
@@ -162,8 +166,8 @@ def test_every_field_of_the_flat_config_changes_the_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VLLM)
-def test_every_vllm_field_is_refused_by_name(name: str) -> None:
-    with pytest.raises(NotYetError, match=f"{name}: vLLM as the sampler is not built yet"):
+def test_every_vllm_field_is_refused_by_name_where_vllm_is_not_used(name: str) -> None:
+    with pytest.raises(PalestraError, match=f"{name}: without effect, as use_vllm is False"):
         GRPOTrainingConfig(**{name: other_value(name, GRPOTrainingConfig())}).to_run_config()
 
 

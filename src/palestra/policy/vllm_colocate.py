@@ -1,0 +1,145 @@
+"""vLLM in this process as a Policy: its engine steps between the turns of the event loop, as our own does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+
+log = logging.getLogger("palestra")
+WORKER = "palestra.policy.vllm_worker.PalestraWorker"
+
+
+class VllmColocatePolicy(TokenSessions):
+    """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory."""
+
+    def __init__(self, model: str, tokenizer: Any, *, temperature: float, **options: Any) -> None:
+        """`model` is a folder or a hub id; `options` are those of vLLM's `LLM`."""
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, too
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise PalestraError(
+                f"vllm.mode = colocate needs vLLM in this environment ({error}); pip install 'palestra[vllm]', or use "
+                "vllm.mode = server"
+            ) from None
+        try:
+            self._llm = LLM(
+                model,
+                skip_tokenizer_init=False,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=WORKER,
+                **options,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise PalestraError(
+                f"vLLM did not start with {model!r}: {error}. Lower vllm.max_model_len, or raise or lower "
+                "vllm.gpu_memory_utilization if it is about memory"
+            ) from error
+        self.version = 0
+        self._engine: Any = self._llm.llm_engine
+        self._context = int(self._llm.model_config.max_model_len)
+        self._temperature = temperature
+        self._probe_ids = [int(i) for i in tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+        self._numbers = itertools.count()
+        self._waiters: dict[str, asyncio.Future[Any]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
+        version, ids = self.version, session.token_ids
+        if not ids:
+            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
+        left = self._context - len(ids)
+        if left <= 0:
+            return Turn("model", (), (), version, "length")  # type: ignore[arg-type]
+        request = f"palestra-{next(self._numbers)}"
+        loop = asyncio.get_running_loop()
+        self._add(request, ids, sampling_fields(params) | {"max_tokens": min(params.max_new_tokens, left)})
+        waiter = self._waiters[request] = loop.create_future()
+        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._drive())
+        try:
+            turn = read_output(await waiter, version)
+        finally:
+            if self._waiters.pop(request, None) is not None and not waiter.done():
+                self._engine.abort_request([request])
+        ids += turn.token_ids.tolist()
+        return turn
+
+    def _add(self, request: str, ids: Sequence[int], fields: dict[str, Any]) -> None:
+        try:
+            self._engine.add_request(request, {"prompt_token_ids": list(ids)}, vllm_params(fields))
+        except ValueError as error:
+            raise RolloutError(f"vLLM refuses the request: {error}") from None
+
+    async def _drive(self) -> None:
+        """Step while somebody waits; a failed step fails every turn under way."""
+        await asyncio.sleep(0)
+        while self._waiters:
+            try:
+                outputs = self._engine.step()
+            except Exception as error:
+                for waiter in self._waiters.values():
+                    if not waiter.done():
+                        waiter.set_exception(error)
+                return
+            for output in outputs:
+                asked = self._waiters.get(output.request_id)
+                if output.finished and asked is not None and not asked.done():
+                    asked.set_result(output)
+            await asyncio.sleep(0)
+
+    def update(self, weights: Weights) -> None:
+        """Copy the tensors into vLLM's own; turns under way are computed again with them, from their first token."""
+        self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self.version = weights.version
+        self._check(weights)
+
+    def sleep(self) -> None:
+        self._sleep_mode("sleep")
+
+    def wake(self) -> None:
+        self._sleep_mode("wake_up")
+
+    def _sleep_mode(self, name: str) -> None:
+        try:
+            getattr(self._llm, name)()
+        except Exception as error:
+            raise PalestraError(
+                f"vLLM cannot {name.replace('_', ' ')} here: {error}. model.sleep_mode needs a GPU; set it to false"
+            ) from error
+
+    def _check(self, weights: Weights) -> None:
+        """By the logprobs of a few tokens, that vLLM samples with these weights."""
+        if self._waiters:  # `generate` would take their outputs; the next update checks, and training measures
+            return
+        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
+        prompt = {"prompt_token_ids": self._probe_ids}
+        [output] = self._llm.generate([prompt], vllm_params(sampling_fields(params)), use_tqdm=False)
+        turn = read_output(output, self.version)
+        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process")
+        log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+
+
+def vllm_params(fields: dict[str, Any]) -> Any:
+    from vllm import SamplingParams as VllmParams
+
+    return VllmParams(**fields if fields["stop"] else fields | {"detokenize": False})
+
+
+def read_output(output: Any, version: int) -> Turn:
+    """What vLLM's RequestOutput says of its one completion."""
+    [completion] = output.outputs
+    ids = [int(i) for i in completion.token_ids]
+    logprobs = [row[token].logprob for row, token in zip(completion.logprobs or (), ids, strict=False)]
+    return turn_of(ids, logprobs, version, completion.finish_reason)
