@@ -52,7 +52,7 @@ ATROPOS = [
     f"{GAMES}/blackjack/blackjack_env_no_thinking.py --with gymnasium==1.0.0 --env.max_token_length 1024 {POSTS_ALL}",
     f"{GAMES}/blackjack/blackjack_env_thinking.py --with gymnasium==1.0.0 --env.max_token_length 256 {POSTS_ALL}",
     f"{GAMES}/gym_taxi.py --with gymnasium==1.0.0 --env.max_token_length 1024 {POSTS_ALL}",
-    "community/regex_generation/regex_env.py --env.max_token_length 64",
+    "community/regex_generation/regex_env.py --env.max_token_length 16",
     "community/selcube/rubiks_cube_environment.py --with matplotlib --env.max_token_length 256",
     "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym --env.max_token_length 1024",
 ]
@@ -139,7 +139,7 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
     try:
         source = shop.source(kind)
         if kind == "atropos":
-            command = f"env run-atropos {source / 'environments' / name} {SMALL} --wait-limit 30"
+            command = f"env run-atropos {source / 'environments' / name} {SMALL} --wait-limit 20"
             return _run(
                 kind, name, sys.executable, command, {"PALESTRA_CACHE": str(shop.folder / "cache")}, shop.folder
             )
@@ -213,7 +213,7 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
         "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
         "command, on a CPU with `palestra/tiny`. It should train three steps, or end within a minute with the reason.\n"
         "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n\n"
-        f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 30`.\n"
+        f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 20`.\n"
         f"Load of the machine at the first: {outcomes[0].load:.1f} on {os.cpu_count()} cores.\n\n"
         "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
         + "".join(f"{outcome.row}\n" for outcome in outcomes)

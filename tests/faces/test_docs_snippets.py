@@ -1,15 +1,20 @@
-"""What README and docs tell people to type: every command and option exists, every block of Python can be imported."""
+"""What README and docs tell people to type: every command and option exists, and what is quick runs, Python too."""
 
 from __future__ import annotations
 
-import ast
-import importlib
+import contextlib
+import io
+import os
 import re
+import runpy
 import shlex
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
 
 from palestra.core.config import RunConfig
 from palestra.faces.cli.main import cli, run
@@ -69,20 +74,149 @@ def test_a_command_or_option_that_does_not_exist_is_found() -> None:
     assert unknown_parts(["palestra", "train", "x.py", "--train.learning_rat=1"]) == ["--train.learning_rat"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_block_of_python_parses_and_imports_names_that_exist(page: Path) -> None:
-    for text in blocks(page, "python"):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "palestra":
-                module = importlib.import_module(node.module or "")
-                missing = [name.name for name in node.names if not hasattr(module, name.name)]
-                assert missing == [], f"{node.module} has no {missing}"
+# --- Python blocks ---------------------------------------------------------------------------------------------------
+
+SHORT = {
+    "train": {"max_steps": 1, "problems_per_step": 1},
+    "rollout": {"group_size": 2, "max_new_tokens": 8},
+    "eval": {"cases": 1},
+}
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z")  # right before a block: why no test can run it
+RUN_ELSEWHERE = {"README.md": "test_readme.py", "docs/tutorial.md": "the fixture `trained`"}
+IN_BACKGROUND = {"docs/runs.md", "docs/agent_tools.md"}  # they start processes: make test-slow
 
 
-def test_the_agent_of_the_tutorial_is_scored_and_trained(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my_agent.py").write_text("\n".join(blocks(ROOT / "docs" / "tutorial.md", "python")))
-    assert run(["eval", "my_agent.py"]) == 0
-    options = ["--train.max_steps", "1", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
-    assert run(["train", "my_agent.py", "--folder", "r", "--rollout.max_new_tokens", "60", *options]) == 0
-    assert run(["export", "r", "--to", "hf", "--out", "out"]) == 0
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def python_blocks(page: Path) -> list[tuple[str, str]]:
+    """Each block, and the reason for which it is not run (none: "")."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [(m[2], reason[1] if (reason := NOT_RUN.search(text[: m.start()])) else "") for m in found]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tutorial's agent, scored and trained for a step as it says, in two runs."""
+    folder = tmp_path_factory.mktemp("docs")
+    with contextlib.chdir(folder):
+        Path("my_agent.py").write_text("\n".join(blocks(ROOT / "docs" / "tutorial.md", "python")))
+        assert run(["eval", "my_agent.py", "--eval.cases", "2", "--rollout.max_new_tokens", "30"]) == 0
+        options = ["--train.max_steps", "1", "--rollout.group_size", "2", "--train.problems_per_step", "1"]
+        limits = ["--rollout.max_new_tokens", "30", "--eval.cases", "1"]
+        for name in ("stock-clerk-1", "stock-clerk-2"):
+            assert run(["train", "my_agent.py", "--folder", f"runs/{name}", *options, *limits]) == 0
+    return folder
+
+
+@pytest.fixture
+def names(trained: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the pages speak of before they use it; `train_grpo` trains one short step."""
+    from palestra import api, train_grpo
+    from palestra.models.loading import load_model
+
+    resolve = api.GRPOTrainer._resolve
+    shorten = lambda self, problems: RunConfig.build(resolve(self, problems).model_dump(), SHORT)  # noqa: E731
+    monkeypatch.setattr(api.GRPOTrainer, "_resolve", shorten)
+    monkeypatch.chdir(trained)
+    RunConfig.build(SHORT).save(Path("config.yaml"))
+    known = runpy.run_path("my_agent.py") | {"train_grpo": train_grpo}
+    loaded = load_model("palestra/tiny")
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4)
+    return known | {
+        "model": loaded.model,
+        "tokenizer": loaded.tokenizer,
+        "reward_model": lambda output, expected: float(expected in output),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+    }
+
+
+def run_blocks(page: Path, names: dict[str, Any]) -> None:
+    for text, reason in python_blocks(page):
+        if not reason:
+            exec(compile(text, name_of(page), "exec", dont_inherit=True), names)
+
+
+QUICK = [p for p in PAGES if python_blocks(p) and name_of(p) not in {*RUN_ELSEWHERE, *IN_BACKGROUND}]
+
+
+@pytest.mark.parametrize("page", QUICK, ids=name_of)
+def test_every_block_of_python_runs(page: Path, names: dict[str, Any]) -> None:
+    if name_of(page) == "docs/export.md":
+        names["result"] = names["train_grpo"](names["agent"], names["suite"])
+    run_blocks(page, names)
+
+
+@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="trains in the background: make test-slow")
+@pytest.mark.parametrize("name", sorted(IN_BACKGROUND))
+def test_every_block_of_python_that_starts_a_run_runs(name: str, names: dict[str, Any]) -> None:
+    from palestra.runs.manager import RunManager
+
+    run_blocks(ROOT / name, names)
+    manager = RunManager()
+    for row in manager.list():
+        if not row.state.is_final:
+            manager.stop(row.run_id)
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    """Add to this list only what needs a GPU, a key, the network or a package that `make test` does not install."""
+    found = {(name_of(page), reason) for page in PAGES for _, reason in python_blocks(page) if reason}
+    assert found == set()
+
+
+# --- Commands --------------------------------------------------------------------------------------------------------
+
+# What is checked for its options only, and why.
+ONLY_CHECKED = {
+    r"serve|mcp|http|trajectory|dashboard|gateway": "a server: it ends with Ctrl-C; tests/faces runs each",
+    r"env serve|train .*--env-url": "waits for the other end; tests/faces/test_env_serve.py",
+    r"env run-atropos": "installs atroposlib; make test-foreign",
+    r"train .*--env (verifiers|openenv):": "a package of others; make test-foreign",
+    r"train .*--rollout.policy_url": "needs a server of its own; tests/contract/test_two_processes.py",
+    r"train .*--backend tinker": "needs a key; tests/unit/tinker_backend",
+    r"train .*--detach|runs (resume|finish|watch|stop|rm|logs)": "in the background; tests/faces/test_runs_command.py",
+    r"doctor": "looks at the whole machine; tests/faces/test_doctor.py",
+}
+SYNOPSIS = re.compile(r"[A-Z_]+\||\||\[|--section\.key|(NAME|FILE|MODEL|AGENT_FILE)\b")
+RUN_ID = re.compile(r"RUN|k3f9|runs/my-agent-\d+-\d+")
+
+
+def why_only_checked(line: str) -> str:
+    return next((why for pattern, why in ONLY_CHECKED.items() if re.match(pattern, line)), "")
+
+
+def command_lines() -> list[str]:
+    """Each command that can be run, as it stands in the pages."""
+    text = "\n".join(block for page in PAGES for block in blocks(page, "sh", "bash", "console"))
+    lines = [line.split("  #")[0].split(" # ")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    found = dict.fromkeys(line.removeprefix("palestra ") for line in lines if line.startswith("palestra "))
+    return [line for line in found if not SYNOPSIS.search(line) and "…" not in line]
+
+
+@pytest.mark.parametrize("line", [line for line in command_lines() if not why_only_checked(line)])
+def test_every_quick_command_runs(line: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    words = shlex.split(RUN_ID.sub("runs/stock-clerk-1", line).replace("p2x7", "runs/stock-clerk-2"))
+    if words[0] == "train":
+        words.append("--dry-run")  # loads everything, and ends
+    if words[0] == "eval":
+        words += ["--eval.cases", "1", "--rollout.max_new_tokens", "8"]
+    if "palestra/smollm2" in words:
+        words[words.index("palestra/smollm2")] = "palestra/tiny"
+    assert run(words) == 0
+
+
+def test_what_else_is_typed_exists() -> None:
+    """Targets of make, and the extras that pip is asked for."""
+    text = "\n".join(block for page in PAGES for block in blocks(page, "sh", "bash", "console"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE))
+    assert {target for target in targets if f"\n{target}:" not in makefile} == set()
+    extras = {name for names in re.findall(r"palestra\[([\w,-]+)\]", text) for name in names.split(",")}
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert extras - known.keys() == set()

@@ -116,7 +116,7 @@ class StallWatch:
             parts += [f"the environment's log says {repeats} times: {line}", *remedies]
         if self.log.is_file():
             parts.append(f"see {self.log}")
-        is_refused = posts >= _REFUSALS or (refused >= _REFUSALS and not answered)
+        is_refused = posts >= _REFUSALS or (refused >= _REFUSALS and refused > answered)
         is_repeated = repeats >= _REPEATS
         if is_refused or sampled >= _DROPPED_GROUPS or (is_repeated and (remedies or not answered)):
             return "; ".join(parts), _SURE
