@@ -158,7 +158,7 @@ def test_every_block_of_python_that_starts_a_run_runs(name: str, names: dict[str
 
     run_blocks(ROOT / name, names, steps="1")
     *_, now = RunManager().watch(names.get("run_id") or names["run"].run_id)
-    assert now.state == "complete"
+    assert now.state == "completed"
 
 
 def test_a_block_that_is_not_run_says_why() -> None:
