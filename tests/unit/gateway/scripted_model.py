@@ -39,6 +39,7 @@ class ScriptedPolicy:
     version: int = 3
     sessions: list[ScriptedSession] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     sampled: list[list[int]] = field(default_factory=list)
     computed: int = 0  # tokens that were opened or appended
 
@@ -65,6 +66,7 @@ class ScriptedPolicy:
         assert not session.closed
         ids = self.tokenizer.encode(self.say(len(self.params)), add_special_tokens=False)[: params.max_new_tokens]
         self.params.append(params)
+        self.prompts.append(list(session.token_ids))
         self.sampled.append(ids)
         session.token_ids += ids
         finish = "stop" if ids[-1] in params.stop_token_ids or params.stop else "length"
