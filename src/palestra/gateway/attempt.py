@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopR
 from palestra.gateway.lineages import Branch, Lineages, Node
 from palestra.gateway.reply_stream import ReplyStream
 from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of, thinking_of
+from palestra.gateway.shared_prompts import SharedPrompts
+from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.serve.completer import Completer, SamplingRequest
@@ -52,11 +54,14 @@ class Attempt:
         seed: int,
         key: str | None = None,
         client_sampling: bool = False,
+        shared_prompts: SharedPrompts | None = None,
+        on_end: Callable[[Attempt], None] = lambda attempt: None,
     ) -> None:
         self.id = secrets.token_urlsafe(16)
         self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
         self.problem = problem
-        self.lineages = Lineages(model.policy, model.chat)
+        opener = model.policy if shared_prompts is None else shared_prompts
+        self.lineages = Lineages(model.policy, model.chat, opener.open)
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
@@ -68,6 +73,7 @@ class Attempt:
         self._client_sampling = client_sampling
         self._under_way: set[asyncio.Task[Turn]] = set()
         self._began = time.perf_counter()
+        self._on_end = on_end
 
     @property
     def base_url(self) -> str:
@@ -95,6 +101,7 @@ class Attempt:
         """End it: turns under way are cancelled, the key is refused from now on. One rollout for each lineage."""
         if not self.ended:
             self.ended = True
+            self._on_end(self)
             under_way = list(self._under_way)
             for task in under_way:
                 task.cancel()
@@ -222,6 +229,8 @@ class Attempt:
         has_stop_token = isinstance(completion.matched, int)
         node = self.lineages.add(branch, reply, said, turn.session, ids, has_stop_token)
         turn.recorded = True
+        if not calls and isinstance(self._model.policy, WaitsForTools):
+            self._model.policy.away(turn.session)
         shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
         return Answer(node, shown, thinking_of(completion.text), completion, start, branch.cached_tokens)
 

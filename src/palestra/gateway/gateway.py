@@ -11,16 +11,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from starlette.routing import BaseRoute
 
 from palestra.core.types import Problem, SamplingParams
 from palestra.gateway.app import gateway_app
 from palestra.gateway.attempt import Attempt
+from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.rollout.collect import seed_of
 from palestra.serve.completer import Completer
 from palestra.serve.web import Server, open_port, refuse, url_of
+
+_ENDED = 20_000
 
 
 class Gateway:
@@ -42,8 +46,9 @@ class Gateway:
         self._model = model
         self._sampling = sampling
         self._client_sampling = client_sampling
-        self._by_id: dict[str, Attempt] = {}
+        self._by_id: dict[str, Attempt] = {}  # the open ones
         self._by_key: dict[str, Attempt] = {}
+        self._ended: dict[str, None] = {}  # ids and keys of the last attempts
         self._socket = open_port(host, port, None)
         self._server = Server(gateway_app(model, self._find, routes))
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +63,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End all attempts, and the server."""
-        for attempt in [a for a in self._by_id.values() if not a.ended]:
+        for attempt in list(self._by_id.values()):
             await attempt.finish()
         self._server.should_exit = True
         if self._task is not None:
@@ -72,8 +77,12 @@ class Gateway:
         seed_key: str,
         key: str | None = None,
         sampling: SamplingParams | None = None,
+        shared_prompts: SharedPrompts | None = None,
     ) -> Attempt:
-        """A new attempt. The same seed key (run's seed, problem's number, sibling) gives the same turns."""
+        """A new attempt. The same seed key (run's seed, problem's number, sibling) gives the same turns.
+
+        With the `shared_prompts` of a group, what its siblings open with is computed once.
+        """
         attempt = Attempt(
             problem,
             self._model,
@@ -82,15 +91,35 @@ class Gateway:
             seed=seed_of(seed_key),
             key=key,
             client_sampling=self._client_sampling,
+            shared_prompts=shared_prompts,
+            on_end=self._forget,
         )
         self._by_id[attempt.id] = self._by_key[attempt.api_key] = attempt
         return attempt
+
+    @contextlib.contextmanager
+    def shared_prompts(self, siblings: int) -> Iterator[SharedPrompts]:
+        """For so many attempts at one problem, until they have ended."""
+        shared = SharedPrompts(self._model.policy, siblings)
+        try:
+            yield shared
+        finally:
+            shared.close()
+
+    def _forget(self, attempt: Attempt) -> None:
+        """All but that it was there."""
+        del self._by_id[attempt.id], self._by_key[attempt.api_key]
+        self._ended |= {attempt.id: None, attempt.api_key: None}
+        while len(self._ended) > _ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _find(self, attempt_id: str | None, key: str | None) -> Attempt:
         """The URL names an attempt, or its key does. A key opens no other attempt, and none that has ended.
 
         Beside the URL, which nobody can guess, any key that belongs to no attempt will do: some clients have their own.
         """
+        if attempt_id in self._ended or key in self._ended:
+            raise refuse(401, "this attempt has ended; its key is not valid any more")
         by_key = self._by_key.get(key or "")
         attempt = by_key if attempt_id is None else self._by_id.get(attempt_id)
         if attempt is None:
@@ -98,6 +127,4 @@ class Gateway:
             raise refuse(401, f"{what} belongs to no attempt; use the base URL and the key that the attempt was given")
         if by_key is not None and by_key is not attempt:
             raise refuse(401, "the API key belongs to another attempt than the URL")
-        if attempt.ended:
-            raise refuse(401, "this attempt has ended; its key is not valid any more")
         return attempt

@@ -6,7 +6,7 @@ history opens a branch: at the last turn that it shares with a known conversatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +90,7 @@ class Lineages:
 
     policy: Policy[Any]
     chat: ChatFormat
+    open_prompt: Callable[[Sequence[int]], Any]  # a session for an opening, which siblings may have in common
     nodes: list[Node] = field(default_factory=list)
     recomputed_tokens: int = 0  # of known turns from which somebody had gone on before
     retokenised_turns: int = 0  # sampled, and rendered again as text because the history before them had changed
@@ -215,7 +216,7 @@ class Lineages:
         """A session that holds all tokens up to here, and how many of them it held before."""
         new = [i for turn in given for i in turn.token_ids.tolist()]
         if node is None:
-            return self.policy.open(new), 0
+            return self.open_prompt(new), 0
         if node.session is None:
             known = node.token_ids
             session = self.policy.open(known + new)

@@ -16,6 +16,7 @@ from palestra.core.types import Group, Lineage, Message, Problem, Rollout, Sampl
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
+from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout
 from palestra.rollout.rewards import RewardFunctions
@@ -63,22 +64,25 @@ class ProgramCollector:
             await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
 
     async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
-        tasks = [asyncio.create_task(self._one(problem, f"{key}/{i}", on_rollout)) for i in range(group_size)]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self.gateway.shared_prompts(group_size) as prompts:
+            tasks = [
+                asyncio.create_task(self._one(problem, f"{key}/{i}", prompts, on_rollout)) for i in range(group_size)
+            ]
+            try:
+                done = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         rollouts, episodes = [rollout for rollout, _, _ in done], [episode for _, episode, _ in done]
         group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
 
     async def _one(
-        self, problem: Problem, seed_key: str, on_rollout: OnRollout
+        self, problem: Problem, seed_key: str, prompts: SharedPrompts, on_rollout: OnRollout
     ) -> tuple[Rollout, SuiteEpisode, Attempt]:
         async with self.slots:
-            attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling)
+            attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling, shared_prompts=prompts)
             result, error = ProgramResult(), None
             try:
                 endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -67,3 +67,12 @@ class KnowsContext(Protocol):
     """A policy whose model is on another machine, so that only it knows how many tokens that can hold at once."""
 
     context_tokens: int
+
+
+@runtime_checkable
+class WaitsForTools(Protocol):
+    """A policy whose steps wait a moment for sessions between two turns, as long as these usually come back at once."""
+
+    def away(self, session: Any) -> None:
+        """This one will hardly come back: nobody waits for it."""
+        ...

@@ -53,6 +53,9 @@ class LocalPolicy:
         if job is not None:
             self._deliver(job)
 
+    def away(self, session: Session) -> None:
+        self._tool_barrier.forget(session)
+
     def update(self, weights: Weights) -> None:
         """Copy the tensors, unless the engine runs the module that holds them; cached KV is stale in both cases."""
         load_weights(self.engine.model, weights)

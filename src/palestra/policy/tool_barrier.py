@@ -36,9 +36,14 @@ class ToolBarrier:
 
     def came_back(self, session: Session) -> None:
         """Its next turn begins, or it is closed."""
-        left_at = self._left_at.pop(session, None)
+        left_at = self._left_at.get(session)
         if left_at is not None:
             self._recent_s.append(time.perf_counter() - left_at)
+        self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        """Nobody waits for this one any more."""
+        self._left_at.pop(session, None)
         self._awaited.discard(session)
         if not self._awaited:
             self._all_back.set()

@@ -10,6 +10,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.gateway.chat_completions import ChatCompletionBody
+from palestra.gateway.shared_prompts import SharedPrompts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -173,3 +174,20 @@ def test_after_its_end_an_attempt_answers_nobody(tiny_tokenizer):
     assert finish(one) == []
     with pytest.raises(PalestraError, match="has ended"):
         ask(one, model, [QUESTION])
+
+
+def test_siblings_compute_the_prompt_that_they_share_once(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One.{END}"] * 4)
+    shared = SharedPrompts(model.policy, 4)
+    siblings = [attempt(model, shared_prompts=shared) for _ in range(3)]
+    for one in siblings:
+        ask(one, model, [QUESTION])
+    size = len(model.policy.prompts[0])
+    assert model.policy.prompts == [model.policy.prompts[0]] * 3
+    assert model.policy.computed == size
+    ask(siblings[0], model, [{"role": "user", "content": "Something else."}])
+    assert model.policy.computed == size + len(model.policy.prompts[-1])
+    for one in siblings:
+        finish(one)
+    shared.close()
+    assert all(session.closed for session in model.policy.sessions)

@@ -66,3 +66,16 @@ def test_a_barrier_that_is_switched_off_never_waits(clock: SimpleNamespace) -> N
     for _ in range(8):
         run_tool(barrier, clock, 0.001)
     assert not waits(barrier)
+
+
+@pytest.mark.serial
+def test_nobody_waits_for_a_session_that_is_away() -> None:
+    barrier = ToolBarrier(quick_s=10.0, patience_s=60.0)
+
+    async def step() -> None:
+        session = Session([1])
+        barrier.turn_ended(session)
+        asyncio.get_running_loop().call_soon(barrier.forget, session)
+        await asyncio.wait_for(barrier.wait(), 5)
+
+    asyncio.run(step())
