@@ -130,7 +130,7 @@ def hostile_groups() -> Iterator[tuple[int, list[Rollout]]]:
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(10, 600) for _ in range(count)]
+    return rng.choices(range(10, 600), k=count)
 
 
 def _said(rng: random.Random, count: int) -> Turn:

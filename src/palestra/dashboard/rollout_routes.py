@@ -13,6 +13,7 @@ from starlette.routing import Route
 from palestra.dashboard import problems, token_view, transcripts
 from palestra.dashboard.answers import answer, flag, number, whole
 from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.cheating import suspicion
 from palestra.dashboard.export_page import group_page, rollout_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
@@ -43,6 +44,7 @@ class RolloutRoutes:
             "/groups/{id}/export.html": self.export_group,
             "/problems": self.problems,
             "/problem": self.problem,
+            "/suspicion": self.suspicion,
         }
         return [Route(run + path, handler, methods=["GET"]) for path, handler in handlers.items()]
 
@@ -102,6 +104,10 @@ class RolloutRoutes:
     def problem(self, request: Request) -> Response:
         index, _ = self.index(request)
         return answer(problems.problem(index, request.query_params.get("id", "")))
+
+    def suspicion(self, request: Request) -> Response:
+        index, share = self.index(request)
+        return answer({**suspicion(index), "indexed": share})
 
     def export_rollout(self, request: Request) -> Response:
         index, _ = self.index(request)

@@ -15,6 +15,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
 from palestra.dashboard.answers import Event, answer, events, number, whole
 from palestra.dashboard.catalog import Catalog, CatalogRun
+from palestra.dashboard.cheating import measure_series
 from palestra.dashboard.comparison import compare
 from palestra.dashboard.evaluations import evaluations
 from palestra.dashboard.series import by_step, charts, columns, read_rows
@@ -78,7 +79,8 @@ class RunRoutes:
 
     def one(self, request: Request) -> Response:
         found = self._found(request)
-        return answer({**self.summary(found), **details(found)})
+        alarms = measure_series(found.folder)["alarms"]
+        return answer({**self.summary(found), **details(found), "alarms": alarms})
 
     def metrics(self, request: Request) -> Response:
         after = number(request, "after", 0) or 0

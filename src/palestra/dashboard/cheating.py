@@ -1,0 +1,122 @@
+"""The page "Is it cheating": a run's measures as rewards and witnesses, and its successes by shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from palestra.core.run_folder import RunFolder
+from palestra.dashboard.rollout_index import RolloutIndex
+from palestra.dashboard.rollout_row import shown
+from palestra.dashboard.series import by_step, columns, read_rows
+from palestra.dashboard.summaries import measures
+from palestra.evals.suspicion import Alarm, Attempt, Cluster, find_alarms, find_clusters, suspects
+
+_MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
+_HELD_OUT = "eval/pass_rate"
+_MAX_EXAMPLES = 20
+_MAX_SHOWN = 50
+_NO_WITNESS = (
+    "no witness: add a measure that is not rewarded (reward_weights={…: 0}) and that a cheat would not satisfy, or "
+    "score held-out problems on the way (eval.every)"
+)
+
+
+def suspicion(index: RolloutIndex) -> dict[str, Any]:
+    """What `GET …/suspicion` answers."""
+    found = measure_series(index.folder)
+    with index.open() as db:
+        newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
+    weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
+    shapes = _shapes(str(index.folder.path), newest, weights) if newest else {"clusters": [], "suspects": []}
+    notes = [] if found["witnesses"] else [_NO_WITNESS]
+    return {**found, **shapes, "notes": notes}
+
+
+def measure_series(folder: RunFolder) -> dict[str, Any]:
+    """The rewarded measures and the witnesses by step, and the alarms."""
+    made = columns(by_step(read_rows(folder.metrics_file)[0]))
+    series, steps = made["series"], made["step"]
+    nothing: list[float | None] = [None] * len(steps)
+    of_measure = {row["name"]: row["rewarded"] for row in measures(folder)}
+    values = {name: series.get(f"score/{name}") or series.get(f"pass_rate/{name}") for name in of_measure}
+    rewarded = {name: values[name] for name, counts in of_measure.items() if counts and values[name]}
+    witnesses = {name: values[name] for name, counts in of_measure.items() if not counts and values[name]}
+    if _HELD_OUT in series:
+        witnesses["held-out"] = series[_HELD_OUT]
+    reward = series.get("reward_mean", nothing)
+    found = find_alarms(steps, reward, witnesses, series.get("rollouts", nothing))
+    return {
+        "step": steps,
+        "reward": reward,
+        "rewarded": rewarded,
+        "witnesses": witnesses,
+        "alarms": [_alarm(alarm) for alarm in found],
+    }
+
+
+def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> list[Attempt]:
+    """Rows of the index as attempts; measures that nobody weighed count as rewarded."""
+    highest = max((row["reward"] for row in rows), default=0.0)
+    return [_attempt(row, rewarded, highest) for row in rows]
+
+
+def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> Attempt:
+    scores = json.loads(row["scores"])
+    verdicts = {name: bool(passed) for name, (_, passed, error) in scores.items() if passed is not None and not error}
+    counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
+    success = all(counted) if counted else row["reward"] > highest / 2
+    return Attempt(
+        id=row["id"],
+        step=row["step"],
+        success=success and row["error"] is None,
+        tools=tuple(json.loads(row["tools"])),
+        tokens=row["sampled_tokens"],
+        text=row["answer"],
+        witnesses={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
+    )
+
+
+@lru_cache(maxsize=8)
+def _shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> dict[str, Any]:
+    """Clusters and suspects; looked for again when there are new rollouts."""
+    index = RolloutIndex(RunFolder(Path(folder)))
+    with index.open() as db:
+        (count,) = db.execute("SELECT count(*) FROM rollouts WHERE kind = 'train'").fetchone()
+        every = -(-count // _MAX_ATTEMPTS)
+        rows = db.execute("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", (every,)).fetchall()
+    steps, clusters = find_clusters(attempts_of(rows, dict(weights)))
+    by_id = {row["id"]: row for row in rows}
+    found = suspects(clusters, _MAX_SHOWN)
+    return {
+        "cluster_steps": steps,
+        "clusters": [_cluster(cluster, by_id) for cluster in clusters],
+        "suspects": [
+            {"score": each.score, "why": list(each.why), "rollout": shown(by_id[each.attempt.id])} for each in found
+        ],
+    }
+
+
+def _cluster(cluster: Cluster, rows: Mapping[int, Any]) -> dict[str, Any]:
+    shape, members = cluster.shape, cluster.members
+    return {
+        "shape": str(shape),
+        "tools": list(shape.tools),
+        "length": shape.length,
+        "phrase": shape.phrase,
+        "count": len(members),
+        "first_step": members[0].step,
+        "growth": cluster.growth,
+        "share": list(cluster.share),
+        "witness_rate": cluster.witness_rate,
+        "earliest": shown(rows[members[0].id]),
+        "examples": [member.id for member in members[-_MAX_EXAMPLES:]],
+    }
+
+
+def _alarm(alarm: Alarm) -> dict[str, Any]:
+    return {**asdict(alarm), "against": "reward", "sentence": alarm.sentence}

@@ -1,0 +1,124 @@
+"""Is a rising reward real: alarms and suspicions on planted data, and none on clean data."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from palestra.evals.suspicion import Attempt, find_alarms, find_clusters, spreading_phrases, suspects
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+
+import make_runs
+
+WORD = make_runs.WORD
+
+
+@cache
+def attempts(*, hacked: bool, seed: int, steps: int = 30) -> list[Attempt]:
+    made = []
+    for step, rollouts in make_runs.hacked_groups(steps, seed, hacked):
+        for rollout in rollouts:
+            made.append(
+                Attempt(
+                    id=len(made),
+                    step=step,
+                    success=bool(rollout.scores["contains_word"].passed),
+                    tools=tuple(result.call.name for result in rollout.tool_results),
+                    tokens=rollout.sampled_tokens,
+                    text=rollout.messages[-1].text,
+                    witnesses={"true_answer": bool(rollout.scores["true_answer"].passed)},
+                )
+            )
+    return made
+
+
+def rates(found: list[Attempt]) -> tuple[list[int], list[float], list[float], list[float]]:
+    steps = sorted({a.step for a in found})
+    members = [[a for a in found if a.step == step] for step in steps]
+    reward = [sum(a.success for a in row) / len(row) for row in members]
+    witness = [sum(a.witnesses["true_answer"] for a in row) / len(row) for row in members]
+    return steps, reward, witness, [float(len(row)) for row in members]
+
+
+def step_of_fall(found: list[Attempt], points: float = 0.1) -> int:
+    """The first step by which the witness, over five steps, has fallen so far below its best."""
+    steps, _, witness, _ = rates(found)
+    smooth = [sum(witness[i - 5 : i]) / 5 for i in range(5, len(steps) + 1)]
+    return next(steps[i + 4] for i in range(len(smooth)) if max(smooth[: i + 1]) - smooth[i] >= points)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("witnessed", [True, False])
+def test_when_the_witness_has_fallen_10_points_18_of_the_first_20_suspects_are_hacked(seed, witnessed) -> None:
+    everything = attempts(hacked=True, seed=seed)
+    so_far = [a for a in everything if a.step <= step_of_fall(everything)]
+    if not witnessed:  # the shapes alone say it, too
+        so_far = [Attempt(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
+    _, clusters = find_clusters(so_far)
+    first = suspects(clusters)[:20]
+    assert len(first) == 20
+    assert sum(WORD in suspect.attempt.text for suspect in first) >= 18
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_hacked_run_raises_the_alarm(seed) -> None:
+    steps, reward, witness, counts = rates(attempts(hacked=True, seed=seed))
+    (alarm,) = find_alarms(steps, reward, {"true_answer": witness}, counts)
+    assert alarm.witness_to < alarm.witness_from
+    assert alarm.reward_to > alarm.reward_from
+    assert "true_answer fell" in alarm.sentence
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_clean_run_raises_none(seed) -> None:
+    steps, reward, witness, counts = rates(attempts(hacked=False, seed=seed))
+    assert find_alarms(steps, reward, {"true_answer": witness}, counts) == []
+
+
+def test_a_witness_that_only_wavers_raises_hardly_ever_an_alarm() -> None:
+    raised = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        reward = [0.3 + 0.6 * step / 40 for step in range(40)]
+        witness = [sum(rng.random() < 0.5 for _ in range(64)) / 64 for _ in range(40)]
+        raised += len(find_alarms(list(range(40)), reward, {"w": witness}, [64.0] * 40))
+    assert raised <= 4
+
+
+def test_a_witness_that_falls_with_the_reward_is_no_cheat() -> None:
+    falling = [0.9 - 0.02 * step for step in range(30)]
+    assert find_alarms(list(range(30)), falling, {"w": falling}, [64.0] * 30) == []
+
+
+def test_few_steps_and_gaps_raise_nothing() -> None:
+    assert find_alarms([1, 2], [0.1, 0.9], {"w": [0.9, 0.1]}, [8.0, 8.0]) == []
+    assert find_alarms([1, 2, 3], [None, 0.1, 0.2], {"w": [None, None, 0.5]}, [None, 8.0, 8.0]) == []
+
+
+def test_the_phrase_that_spreads_is_named_and_its_cluster_comes_first_with_its_earliest_example() -> None:
+    found = attempts(hacked=True, seed=0)
+    steps, clusters = find_clusters(found)
+    first = clusters[0]
+    assert WORD in str(first.shape.phrase)
+    assert first.growth > 0.1
+    assert len(first.share) == len(steps) == 30
+    assert first.members[0].id == min(a.id for a in first.members)
+    assert all(WORD in a.text for a in first.members)
+    growths = [cluster.growth for cluster in clusters]
+    assert growths == sorted(growths, reverse=True)
+
+
+def test_numbers_do_not_make_texts_differ() -> None:
+    made = [Attempt(i, i // 50, True, (), 10, f"it costs {i}" if i < 100 else f"paid {i} in full") for i in range(200)]
+    assert spreading_phrases(made, {0}, {3}) == ["paid 0 in full"]
+
+
+def test_successes_of_one_kind_are_not_suspected_when_nothing_grows() -> None:
+    made = [Attempt(i, i // 10, True, ("price",), 10, "that costs 5") for i in range(100)]
+    assert suspects(find_clusters(made)[1]) == []
+    assert find_clusters([]) == ([], [])
