@@ -37,6 +37,7 @@ class TrainState:
     source: dict[str, Any] = field(default_factory=dict)  # what the source of groups needs to go on exactly
     policy_version: int = 0
     entropy_coefficient: float | None = None  # None: as the config says
+    signal_rate: float = 1.0  # the share of the last step's groups whose rewards differed
     best_reward: float = float("-inf")
     best_step: int = 0
 

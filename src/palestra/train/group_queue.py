@@ -53,6 +53,7 @@ class GroupQueue:
     ) -> None:
         self.max_staleness = max_staleness
         self.concurrent = 0  # no queue around a queue
+        self.gives_back = False
         self._source = source
         self._per_step = per_step
         self._steps_left = steps_left
@@ -86,6 +87,8 @@ class GroupQueue:
         self._number += count
         self._after = taken[-1].after
         return groups
+
+    def give_back(self, count: int) -> None: ...
 
     def _begin(self, version: int) -> Draw:
         number = self._number + len(self._line)

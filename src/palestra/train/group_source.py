@@ -5,6 +5,7 @@ Our own agent loop, a user's `rollout_func` and the trajectory wire are sources;
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -43,6 +44,15 @@ class GroupSource(Protocol):
     @property
     def reward_weights(self) -> Mapping[str, float]: ...
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether more groups may be drawn than are needed, and the last ones given back."""
+        ...
+
+    def give_back(self, count: int) -> None:
+        """The last `count` groups will not be used: their problems come again."""
+        ...
+
     async def next(self, count: int, version: int) -> list[Group]:
         """About `count` groups; `version` is that of the policy now. A source that makes batches gives a whole one."""
         ...
@@ -69,6 +79,7 @@ class ProblemSource:
     seed: int
     drawn: int = 0  # problems so far; with the seed it fixes what comes next
     refills: bool = True
+    gives_back: bool = True
     max_staleness: int | None = 0
     concurrent: int = 1024
     on_rollout: OnRollout = lambda rollout: None
@@ -78,6 +89,9 @@ class ProblemSource:
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
         self.drawn += count
         return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
+
+    def give_back(self, count: int) -> None:
+        self.drawn -= count
 
     def state(self) -> dict[str, Any]:
         return {"cursor": self.drawn}
@@ -98,11 +112,14 @@ class NoMoreGroups:
     kept: Mapping[str, Any] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     refills: bool = False
+    gives_back: bool = False
     max_staleness: int | None = None
     concurrent: int = 0
 
     async def next(self, count: int, version: int) -> list[Group]:
         raise PalestraError("this run takes no more steps")
+
+    def give_back(self, count: int) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return dict(self.kept)
@@ -122,30 +139,46 @@ class StepRollouts:
     groups: Sequence[Group]
     dropped: int
     seconds: float
+    signal_rate: float = 1.0  # the share of the groups whose rewards differ
 
 
-async def gather(source: GroupSource, count: int, config: RunConfig, version: int) -> StepRollouts:
+async def gather(
+    source: GroupSource, count: int, config: RunConfig, version: int, signal_rate: float = 1.0
+) -> StepRollouts:
     """Groups for one step: stale ones are dropped, those without signal replaced by fresh ones, within the limit.
 
     Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
-    run ends.
+    run ends. Drawing again takes as long as the longest rollout, so as many are drawn at once as by `signal_rate` (the
+    share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
     refills = train.refill_limit if train.filter_equal_groups else 0
     groups: list[Group] = []
-    dropped = draws = 0
-    missing = count
-    while missing > 0 and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
-        found = await source.next(missing, version)
+    dropped = draws = good = 0
+    while good < count and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
+        missing = count - good
+        ahead = source.gives_back and draws < refills
+        found = await source.next(overdrawn(missing, signal_rate, refills - draws) if ahead else missing, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
-        missing -= sum(has_signal(g, group_advantages([g], train, source.reward_weights)[0]) for g in fresh)
         dropped += len(found) - len(fresh)
+        signals = [has_signal(g, group_advantages([g], train, source.reward_weights)[0]) for g in fresh]
+        if ahead and sum(signals) > missing:
+            needed = 1 + [i for i, signal in enumerate(signals) if signal][missing - 1]
+            source.give_back(len(fresh) - needed)
+            fresh, signals = fresh[:needed], signals[:needed]
+        good += sum(signals)
         groups += fresh
         draws += 1
         if not source.refills:
             break
     require_one_good(groups)
-    return StepRollouts(groups, dropped, time.perf_counter() - began)
+    return StepRollouts(groups, dropped, time.perf_counter() - began, good / max(1, len(groups)))
+
+
+def overdrawn(missing: int, signal_rate: float, refills: int) -> int:
+    """How many groups to draw so that `missing` of them have signal five times out of six, within so many refills."""
+    rate = max(signal_rate, 1 / (1 + refills))
+    return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), missing * (1 + refills))
 
 
 def staleness(group: Group, version: int) -> int:

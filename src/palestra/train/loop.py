@@ -142,7 +142,8 @@ class Training:
         """One step: sample and learn. The state moves on only when all of it has worked."""
         count = self.config.train.problems_per_step
         phases.take()
-        rollouts = self.runner.run(gather(self.source, count, self.config, self.state.policy_version))
+        state = self.state
+        rollouts = self.runner.run(gather(self.source, count, self.config, state.policy_version, state.signal_rate))
         times = phases.take()
         times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
         with deferred_interrupts():
@@ -177,6 +178,7 @@ class Training:
             source=self.source.state(),
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
+            signal_rate=rollouts.signal_rate,
         )
         train_seconds = time.perf_counter() - began
         sampling_s = rollouts.seconds + (train_seconds if self.learner_thread else 0.0)

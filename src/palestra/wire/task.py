@@ -126,10 +126,13 @@ class WireSource:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     echo: bool = False  # tool results are learned, too
     refills: bool = False  # environments choose what they post
+    gives_back: bool = False
     max_staleness: int | None = None
     concurrent: int = 0  # the trajectory API is a queue already
     _noted: set[str] = field(default_factory=set)
     _last_error: str = ""
+
+    def give_back(self, count: int) -> None: ...
 
     async def next(self, count: int, version: int) -> list[Group]:
         for _ in range(_EMPTY_BATCHES):

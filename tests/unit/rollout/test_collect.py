@@ -16,12 +16,12 @@ from palestra.chat.template import ChatFormat
 from palestra.core import calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Message, Problem, SamplingParams, Score
+from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, require_one_good, token_speakers
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.rewards import RewardFunctions
-from palestra.train.group_source import ProblemSource, gather
+from palestra.train.group_source import ProblemSource, draw, gather
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
@@ -104,6 +104,36 @@ def test_a_refused_prompt_drawn_for_a_step_does_not_end_the_run(tokenizer):
     step = asyncio.run(gather(source, 1, config, version=0))
     assert {g.problem_id for g in step.groups} == {"refused", "long", "good"}
     world.assert_all_closed()
+
+
+@dataclass
+class HalfEqual:
+    """A collector of whose groups those of odd problems have equal rewards."""
+
+    drawn: list[int] = field(default_factory=list)
+
+    async def collect(self, problems, group_size, seed_keys, on_rollout):
+        self.drawn.append(len(problems))
+
+        def attempt(problem, i):
+            return Rollout(problem.id, (), (), "answered", reward=float(int(problem.id) % 2 and i % 2))
+
+        return [Group(p.id, tuple(attempt(p, i) for i in range(group_size))) for p in problems]
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5, 0.1])
+def test_a_step_has_the_same_groups_however_many_are_drawn_at_once(rate):
+    problems = [Problem(str(i), "x") for i in range(100)]
+    config = RunConfig.build({"train.refill_limit": 20})
+    source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
+    step = asyncio.run(gather(source, 8, config, 0, rate))
+    with_signal = [int(g.problem_id) % 2 for g in step.groups]
+    assert sum(with_signal) == 8
+    assert with_signal[-1] == 1
+    assert source.drawn == len(step.groups)
+    assert [g.problem_id for g in step.groups] == [p.id for p in draw(problems, 0, len(step.groups), seed=0)]
+    assert (len(collector.drawn) == 1) == (rate < 1)
+    assert step.signal_rate == 8 / len(step.groups)
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):

@@ -192,6 +192,7 @@ class OldGroups:
     versions: Iterator[int]
     max_staleness: int | None
     refills: bool = True
+    gives_back: bool = False
     given: int = 0
 
     @property

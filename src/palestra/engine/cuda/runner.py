@@ -56,6 +56,7 @@ class CudaRunner:
         self.device = next(model.parameters()).device
         self.warm_up_s = 0.0
         self._kv_shape, self._pages = shape, pages
+        self._copies: dict[int, int] = {}  # pages that the next step copies: target -> source
         self.reserve_memory()
         self._switch = AttentionSwitch(model)
         self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
@@ -71,8 +72,18 @@ class CudaRunner:
     def leave(self, session: Session, keep: bool) -> None: ...
 
     def copy_page(self, source: int, target: int) -> None:
-        for store in (self.keys, self.values):
-            store[:, target] = store[:, source]
+        """With the next step, together: a group of 512 has as many copies, and a launch each would take longer than the
+        step. No page changes before, as only steps write."""
+        if target in self._copies:
+            self._copy_pages()
+        self._copies[target] = source
+
+    def _copy_pages(self) -> None:
+        if self._copies:
+            targets, sources = torch.tensor([*self._copies.items()], device=self.device).T
+            for store in (self.keys, self.values):
+                store.index_copy_(1, targets, store.index_select(1, sources))
+            self._copies = {}
 
     def weights_changed(self) -> None:
         """Captured graphs hold the weights' addresses: capture again if somebody has moved one."""
@@ -85,6 +96,7 @@ class CudaRunner:
 
     def release_memory(self) -> None:
         self._forget_graphs()  # they hold the addresses of the pages
+        self._copies = {}
         self.keys = self.values = torch.empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -120,6 +132,7 @@ class CudaRunner:
         decoding = [c for c in chunks if c.count == 1 and c.samples]
         prefills = [c for c in chunks if not (c.count == 1 and c.samples)]
         emissions: list[Emission] = []
+        self._copy_pages()
         if prefills:
             with phases("prefill"):
                 emissions += self._prefill(prefills)
