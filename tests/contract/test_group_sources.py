@@ -1,4 +1,4 @@
-"""What every source of groups promises: our agent loop, a user's rollout_func, and the trajectory wire.
+"""What every source of groups promises: our agent loop, a user's rollout_func, the trajectory wire, and a queue.
 
 A new source is one more function in `KINDS`.
 """
@@ -27,6 +27,7 @@ from palestra.envs.load import load_env
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
 from palestra.serve.web import Server, open_port, url_of
+from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
@@ -119,7 +120,14 @@ def wire(room: Room) -> Iterator[Kind]:
         yield Kind(make, room.runner, room.watcher, api)
 
 
-KINDS = {"agent loop": agent_loop, "rollout_func": rollout_func, "wire": wire}
+@contextmanager
+def queue(room: Room) -> Iterator[Kind]:
+    """Sampling two steps ahead, around the first."""
+    with agent_loop(room) as inner:
+        yield Kind(lambda: GroupQueue(inner.make(), per_step=2, max_staleness=2), room.runner, room.watcher)
+
+
+KINDS = {"agent loop": agent_loop, "rollout_func": rollout_func, "wire": wire, "queue": queue}
 
 
 @contextmanager

@@ -212,7 +212,8 @@ class CudaRunner:
                     forward()
             torch.cuda.current_stream().wait_stream(stream)
             captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, pool=self._graph_pool):
+            # thread_local: the learner may allocate meanwhile in its own thread (rollout.max_staleness)
+            with torch.cuda.graph(captured, pool=self._graph_pool, capture_error_mode="thread_local"):
                 logits = forward()
         except Exception as error:
             error.add_note(f"A decode step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
