@@ -6,7 +6,8 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -48,6 +49,15 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamedReply:
+    """An answer whose body comes in pieces, as the server sends them."""
+
+    status: int
+    headers: Mapping[str, str]
+    chunks: AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request. A `token` goes to this URL only: redirects are followed for GET and HEAD without one."""
 
@@ -85,6 +95,20 @@ class Request:
                 async for chunk in response.aiter_bytes():
                     self._add(body, chunk, response.status_code)
                 return Reply(response.status_code, bytes(body), response.headers)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise self._unanswered(error) from error
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[StreamedReply]:
+        """As `send_async`, without waiting for the end of the answer; its bytes are not decoded, and have no limit."""
+        import httpx
+
+        try:
+            async with (
+                httpx.AsyncClient(**self._client()) as client,
+                client.stream(**self._arguments()) as response,
+            ):
+                yield StreamedReply(response.status_code, response.headers, response.aiter_raw())
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise self._unanswered(error) from error
 

@@ -1,0 +1,84 @@
+"""`palestra gateway` and `palestra record`: what agents say, kept exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from palestra.evals.suite import EvalSuite
+from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.faces.cli.find_run import model_of
+from palestra.faces.cli.serve import require_serve_extra, run_server
+
+_port = click.option("--port", default=8004, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
+
+
+@click.command("gateway")
+@click.argument("run_or_model")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="rollouts.jsonl", show_default=True, help="For rollouts."
+)
+@click.option("--cases", metavar="FILE", help="Cases as JSON lines, handed out one after the other.")
+@click.option("--max-new-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of one conversation.")
+@_port
+@dtype_option
+@device_option
+@debug_option
+def command(
+    run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, port: int, dtype: str, device: str
+) -> None:
+    """Serve a model to agents and write down the very tokens of each attempt, without a training.
+
+    \b
+    palestra gateway palestra/tiny --out rollouts.jsonl
+    curl -X POST http://127.0.0.1:8004/attempts -d '{"input": "What does a red lamp cost?"}'
+      → {"id": …, "base_url": …, "api_key": …}; point an agent there, and end it with
+    curl -X POST http://127.0.0.1:8004/attempts/ID/reward -H "Authorization: Bearer KEY" -d '{"reward": 1}'
+    """
+    require_serve_extra()
+    suite = EvalSuite.from_jsonl(cases) if cases else ()
+    model, _ = model_of(run_or_model)
+    load_libraries(Console(stderr=True), model)
+    from palestra.harness.alone import LoneGateway
+    from palestra.serve.loading import load_completer
+
+    completer = load_completer(model, dtype=dtype, device=device)
+    lone = LoneGateway(completer, out, cases=tuple(suite), port=port, max_new_tokens=max_new_tokens)
+    click.echo(f"{model} is served at {lone.gateway.url}; POST /attempts opens an attempt, rollouts go to {out}")
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await lone.gateway.start()
+        await stop.wait()
+        await lone.gateway.close()
+
+    asyncio.run(serve())
+
+
+@click.command("record")
+@click.option("--out", type=click.Path(path_type=Path), default="traces.jsonl", show_default=True, help="For traces.")
+@click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
+@_port
+@debug_option
+def record(out: Path, upstream: str | None, port: int) -> None:
+    """Record what an agent and an OpenAI- or Anthropic-style API say to each other, as chat JSONL.
+
+    All passes through unchanged, streams too. Your key goes to the API and is written nowhere.
+
+    \b
+    palestra record --out traces.jsonl
+    OPENAI_BASE_URL=http://127.0.0.1:8004/v1 ANTHROPIC_BASE_URL=http://127.0.0.1:8004 python my_agent.py
+    palestra eval --cases traces.jsonl --measure score.py:score
+    """
+    require_serve_extra()
+    from palestra.harness.record import Recorder
+    from palestra.serve.web import open_port
+
+    socket = open_port("127.0.0.1", port, None)
+    run_server(Recorder(out, upstream).app(), socket, f"traces go to {out}; set OPENAI_BASE_URL to", "/v1")

@@ -1,0 +1,220 @@
+"""One exchange with a chat API, in any of three dialects, as a line of chat JSONL.
+
+What is not understood (images, tools of the provider's own) stays in the line as it was sent: a recorder loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+Dialect = Literal["chat", "responses", "messages"]
+Json = dict[str, Any]
+_PATHS: dict[str, Dialect] = {"/chat/completions": "chat", "/responses": "responses", "/messages": "messages"}
+_MAX_REMEMBERED = 4096  # responses that a later request may go on from by their id
+
+
+def dialect_of(path: str) -> Dialect | None:
+    """The dialect that a URL's path is for; None for all else.
+
+    >>> dialect_of("/v1/chat/completions"), dialect_of("/v1/models")
+    ('chat', None)
+    """
+    return next((dialect for end, dialect in _PATHS.items() if path.endswith(end)), None)
+
+
+class Traces:
+    """Exchanges -> lines. It remembers responses, which a request may go on from by their id alone."""
+
+    def __init__(self) -> None:
+        self._responses: OrderedDict[str, list[Json]] = OrderedDict()
+
+    def lines(self, dialect: Dialect, request: Json, answer: Json) -> list[Json]:
+        """One line for each choice: the messages with the answer behind them, and the tools, in OpenAI's chat form."""
+        match dialect:
+            case "chat":
+                messages = list(request.get("messages") or ())
+                replies = [choice.get("message") or {} for choice in answer.get("choices") or ()]
+                tools = list(request.get("tools") or ())
+            case "responses":
+                messages, replies, tools = self._from_responses(request, answer)
+            case "messages":
+                messages = list(_anthropic_messages(request))
+                replies = [_anthropic_reply(answer.get("content") or ())]
+                tools = [
+                    _tool(t.get("name"), t.get("description"), t.get("input_schema"))
+                    for t in request.get("tools") or ()
+                ]
+        about = {"model": answer.get("model") or request.get("model"), "dialect": dialect, "usage": answer.get("usage")}
+        return [
+            {"messages": [*messages, reply], "tools": tools, "input": _opening(messages), **about}
+            for reply in map(_without_nothing, replies)
+        ]
+
+    def _from_responses(self, request: Json, answer: Json) -> tuple[list[Json], list[Json], list[Json]]:
+        before = self._responses.get(str(request.get("previous_response_id")), [])
+        given = request.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+        history = [*before, *_items_as_messages(items)]
+        (reply,) = _items_as_messages(answer.get("output") or ()) or [{"role": "assistant", "content": ""}]
+        if answer.get("id"):
+            self._responses[str(answer["id"])] = [*history, reply]
+            while len(self._responses) > _MAX_REMEMBERED:
+                self._responses.popitem(last=False)
+        system = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
+        tools = [
+            _tool(t.get("name"), t.get("description"), t.get("parameters")) if t.get("type") == "function" else t
+            for t in request.get("tools") or ()
+        ]
+        return [*system, *history], [reply], tools
+
+
+def read_answer(dialect: Dialect, content_type: str, body: bytes) -> Json:
+    """A whole answer, put together where it was streamed. Raises ValueError for what is none."""
+    if "text/event-stream" not in content_type:
+        answer = json.loads(body)
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no JSON object")
+        return answer
+    events = list(_events(body))
+    match dialect:
+        case "chat":
+            return _chat_stream(events)
+        case "responses":
+            return next(e["response"] for e in reversed(events) if isinstance(e.get("response"), dict))
+        case "messages":
+            return _anthropic_stream(events)
+
+
+def _events(body: bytes) -> Iterator[Json]:
+    """The data of server-sent events."""
+    for block in body.decode("utf-8", "replace").replace("\r\n", "\n").split("\n\n"):
+        data = "\n".join(line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:"))
+        if data and data != "[DONE]":
+            event = json.loads(data)
+            if isinstance(event, dict):
+                yield event
+
+
+def _chat_stream(events: Sequence[Json]) -> Json:
+    whole: Json = {"choices": []}
+    messages: dict[int, Json] = {}
+    for event in events:
+        whole |= {key: event[key] for key in ("id", "model", "usage") if event.get(key) is not None}
+        for choice in event.get("choices") or ():
+            message = messages.setdefault(choice.get("index", 0), {"role": "assistant", "content": ""})
+            _add_delta(message, choice.get("delta") or {})
+    whole["choices"] = [{"message": messages[i]} for i in sorted(messages)]
+    return whole
+
+
+def _add_delta(message: Json, delta: Json) -> None:
+    for key in ("content", "reasoning_content", "refusal"):
+        if delta.get(key):
+            message[key] = (message.get(key) or "") + delta[key]
+    for part in delta.get("tool_calls") or ():
+        calls = message.setdefault("tool_calls", [])
+        at = part.get("index", len(calls))
+        while len(calls) <= at:
+            calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+        calls[at]["id"] = part.get("id") or calls[at]["id"]
+        for key, text in (part.get("function") or {}).items():
+            calls[at]["function"][key] = calls[at]["function"].get(key, "") + (text or "")
+
+
+def _anthropic_stream(events: Sequence[Json]) -> Json:
+    whole: Json = {"content": []}
+    inputs: dict[int, str] = {}
+    for event in events:
+        blocks = whole["content"]
+        match event.get("type"):
+            case "message_start":
+                whole = {**event["message"], "content": []}
+            case "content_block_start":
+                blocks.append(dict(event["content_block"]))
+            case "content_block_delta":
+                delta, block = event["delta"], blocks[event["index"]]
+                for key in ("text", "thinking", "signature"):
+                    if key in delta:
+                        block[key] = block.get(key, "") + delta[key]
+                if "partial_json" in delta:
+                    inputs[event["index"]] = inputs.get(event["index"], "") + delta["partial_json"]
+            case "message_delta":
+                whole |= event.get("delta") or {}
+                whole["usage"] = {**(whole.get("usage") or {}), **(event.get("usage") or {})}
+    for index, text in inputs.items():
+        whole["content"][index]["input"] = json.loads(text or "{}")
+    return whole
+
+
+def _anthropic_messages(request: Json) -> Iterator[Json]:
+    if request.get("system"):
+        yield {"role": "system", "content": _text(request["system"])}
+    for message in request.get("messages") or ():
+        content = message.get("content")
+        if isinstance(content, str):
+            yield {"role": message.get("role"), "content": content}
+        elif message.get("role") == "assistant":
+            yield _anthropic_reply(content or ())
+        else:
+            results = [block for block in content or () if block.get("type") == "tool_result"]
+            for block in results:
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+            if rest := [block for block in content or () if block.get("type") != "tool_result"]:
+                yield {"role": "user", "content": _text(rest)}
+
+
+def _anthropic_reply(blocks: Sequence[Json]) -> Json:
+    calls = [_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"]
+    thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
+    text = "".join(b.get("text", "") for b in blocks if b.get("type") == "text")
+    return {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thinking}
+
+
+def _items_as_messages(items: Sequence[Json]) -> list[Json]:
+    """Items of the Responses API; an assistant's text and the calls behind it are one message."""
+    messages: list[Json] = []
+    for item in items:
+        kind = item.get("type", "message")
+        own = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if kind == "function_call":
+            if own is None:
+                own = {"role": "assistant", "content": ""}
+                messages.append(own)
+            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            own.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+    return messages
+
+
+def _call(call_id: Any, name: Any, arguments: Any) -> Json:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _tool(name: Any, description: Any, parameters: Any) -> Json:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _text(content: Any) -> Any:
+    """The text of content parts; what has other parts stays as it was sent."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
+
+
+def _without_nothing(message: Json) -> Json:
+    content = message.get("content") or ""
+    return {"role": "assistant", "content": content} | {k: v for k, v in message.items() if v and k != "content"}
+
+
+def _opening(messages: Sequence[Json]) -> list[Json]:
+    """What was said before the model's first word, so that a trace is a case as well."""
+    first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))
+    return list(messages[:first])
