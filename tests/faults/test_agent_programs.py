@@ -29,6 +29,7 @@ def send(text):
     body = json.dumps({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": text}]}).encode()
     connection = socket.create_connection((host, int(port)))
     head = f"POST {path} HTTP/1.1\\r\\nHost: {host}:{port}\\r\\nX-Api-Key: {os.environ['OPENAI_API_KEY']}\\r\\n"
+    head += "Content-Type: application/json\\r\\n"
     head += f"Content-Length: {len(body)}\\r\\nConnection: close\\r\\n\\r\\n"
     connection.sendall(head.encode() + body)
     return connection

@@ -1,9 +1,9 @@
 """Start a Python program many times and import its modules once (`agent.fork_server`).
 
-`python fork_server.py serve SOCKET SCRIPT ARGUMENTS` imports what the script imports, and then forks a process for
-each `python fork_server.py run SOCKET`, which lends it its streams, environment and working directory, and ends with
-its exit status. Whichever of the two ends first, the other ends as well. Needs nothing of Palestra: the interpreter is
-the agent's.
+`python fork_server.py serve SOCKET SCRIPT ARGUMENTS` imports what the script imports, and later what its first run has
+imported besides. It forks a process for each `python fork_server.py run SOCKET`, which lends it its streams,
+environment and working directory, and ends with its exit status. Whichever of the two ends first, the other ends as
+well. Needs nothing of Palestra: the interpreter is the agent's.
 """
 
 import array
@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,9 +33,7 @@ def serve(path: str, script: str, arguments: list[str]) -> None:
     """Answer until stdin, a pipe of the parent's, is closed."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    for name in imported_modules(script):
-        with contextlib.suppress(Exception):  # the program says so itself, in every attempt
-            importlib.import_module(name)
+    load(imported_modules(script))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are nobody's to wait for
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -46,9 +44,11 @@ def serve(path: str, script: str, arguments: list[str]) -> None:
         if 0 in ready:
             return
         connection, _ = listener.accept()
+        if found := first_run(path):
+            load(found)
         if os.fork() == 0:
             listener.close()
-            attend(connection, script)
+            attend(connection, script, f"{path}.modules")
         connection.close()
 
 
@@ -62,7 +62,23 @@ def imported_modules(script: str) -> Iterator[str]:
                 yield node.module
 
 
-def attend(connection: socket.socket, script: str) -> NoReturn:
+def load(names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # the program says so itself, in every attempt
+            importlib.import_module(name)
+
+
+def first_run(path: str) -> list[str]:
+    """The modules of the first run that has ended; the file is there once."""
+    with contextlib.suppress(OSError, ValueError):
+        names: list[str] = json.loads(Path(f"{path}.modules").read_text())
+        Path(f"{path}.modules").unlink()
+        Path(f"{path}.learned").touch()
+        return names
+    return []
+
+
+def attend(connection: socket.socket, script: str, modules: str) -> NoReturn:
     """In a process between: start the program, and see that it ends when whoever asked for it does. Never returns."""
     code = 1
     try:
@@ -71,7 +87,7 @@ def attend(connection: socket.socket, script: str) -> NoReturn:
         child = os.fork()
         if child == 0:
             connection.close()
-            become(request, streams, script)
+            become(request, streams, script, modules)
         for stream in streams:
             os.close(stream)
         null = os.open(os.devnull, os.O_RDWR)
@@ -125,9 +141,9 @@ def end(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def become(request: dict[str, Any], streams: list[int], script: str) -> NoReturn:
+def become(request: dict[str, Any], streams: list[int], script: str, modules: str) -> NoReturn:
     """In the forked process: the program, as if it had just been started. Never returns."""
-    code = 1
+    code, known = 1, set(sys.modules)
     try:
         os.setpgid(0, 0)
         for own, stream in enumerate(streams):
@@ -154,7 +170,17 @@ def become(request: dict[str, Any], streams: list[int], script: str) -> NoReturn
         for written in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 written.flush()
+        with contextlib.suppress(Exception):
+            tell(modules, [name for name in sys.modules if name not in known])
         os._exit(code & 0xFF)
+
+
+def tell(path: str, names: list[str]) -> None:
+    """Leave the names of modules for the server, unless an earlier run has done so."""
+    if not Path(path).exists() and not Path(path.replace(".modules", ".learned")).exists():
+        own = Path(f"{path}.{os.getpid()}")
+        own.write_text(json.dumps(names))
+        own.rename(path)
 
 
 def run(path: str) -> NoReturn:

@@ -35,9 +35,9 @@ def command(
 
     \b
     palestra gateway palestra/tiny --out rollouts.jsonl
-    curl -X POST http://127.0.0.1:8004/attempts -d '{"input": "What does a red lamp cost?"}'
+    curl http://127.0.0.1:8004/attempts --json '{"input": "What does a red lamp cost?"}'
       → {"id": …, "base_url": …, "api_key": …}; point an agent there, and end it with
-    curl -X POST http://127.0.0.1:8004/attempts/ID/reward -H "Authorization: Bearer KEY" -d '{"reward": 1}'
+    curl http://127.0.0.1:8004/attempts/ID/reward -H "Authorization: Bearer KEY" --json '{"reward": 1}'
     """
     require_serve_extra()
     suite = EvalSuite.from_jsonl(cases) if cases else ()
