@@ -82,7 +82,11 @@ SHORT = {
     "eval": {"cases": 1},
 }
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z")  # right before a block: why no test can run it
-RUN_ELSEWHERE = {"README.md": "test_readme.py", "docs/tutorial.md": "the fixture `trained`"}
+RUN_ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/tutorial.md": "the fixture `trained`",
+    "docs/bring_your_agent.md": "test_agent_programs_command.py",
+}
 IN_BACKGROUND = {"docs/runs.md", "docs/agent_tools.md"}  # they start processes: make test-slow
 
 
@@ -171,7 +175,8 @@ def test_a_block_that_is_not_run_says_why() -> None:
 
 # What is checked for its options only, and why.
 ONLY_CHECKED = {
-    r"serve|mcp|http|trajectory|dashboard|gateway": "a server: it ends with Ctrl-C; tests/faces runs each",
+    r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",
+    r"serve|mcp|http|trajectory|dashboard|gateway|record": "a server: it ends with Ctrl-C; tests/faces runs each",
     r"env serve|train .*--env-url": "waits for the other end; tests/faces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",
     r"train .*--env (verifiers|openenv):": "a package of others; make test-foreign",
