@@ -13,6 +13,7 @@ import pytest
 from palestra.api import GRPOTrainer
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.faces.cli.agent_options import AgentOptions
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -110,3 +111,17 @@ def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
     for text in (by_command.replace('"python"', repr(sys.executable)), by_function):
         exec(compile(text, "docs/bring_your_agent.md", "exec", dont_inherit=True), {})
     assert len(list(Path("runs").iterdir())) == 3
+
+
+def test_an_mcp_servers_tools_are_offered_by_our_own_loop_and_kept_for_a_resumed_run(cli, program):
+    server = Path(__file__).parents[1] / "unit" / "tools" / "mcp_stand_in.py"
+    Path("score.py").write_text("def score(ctx):\n    return len(ctx.messages) % 2 == 0")
+    mcp = ["--mcp", shlex.join([sys.executable, "-IS", str(server)])]
+    cases = ["--cases", "cases.jsonl", "--measure", "score.py:score", "--instructions", "Use the tools."]
+    answer = cli("train", *mcp, *cases, *SMALL)
+    assert answer.code == 0, answer.err
+    run = RunFolder.open(Path(json.loads(answer.out)["run_dir"]))
+    for rollout in run.rollouts():
+        assert rollout["tool_names"] == ["double", "count", "whoami", "fail", "die"]
+        assert rollout["messages"][0]["text"] == "Use the tools."
+    assert AgentOptions.from_record(run.record["agent_options"]).mcp == mcp[1:]
