@@ -1,6 +1,8 @@
 """An MCP server that speaks the protocol by hand, so that it starts in milliseconds; `die` ends it."""
 
-import json, os, sys
+import json
+import os
+import sys
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NOTHING = {"type": "object", "properties": {}}
