@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import to_dict
 from palestra.core.program_result import ProgramResult
@@ -58,6 +59,8 @@ class ProgramCollector:
             groups = list(await asyncio.gather(*tasks))
             self.rewards.require_working()
             return groups
+        except OutOfThreads as error:
+            raise PalestraError(str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -74,13 +77,14 @@ class ProgramCollector:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        rollouts, episodes = [rollout for rollout, _, _ in done], [episode for _, episode, _ in done]
+        rollouts = [rollout for rollout, _, _ in done]
+        episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
         group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
 
     async def _one(
         self, problem: Problem, seed_key: str, prompts: SharedPrompts, on_rollout: OnRollout
-    ) -> tuple[Rollout, SuiteEpisode, Attempt]:
+    ) -> tuple[Rollout, SuiteEpisode | None, Attempt]:
         async with self.slots:
             attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling, shared_prompts=prompts)
             result, error = ProgramResult(), None
@@ -95,27 +99,30 @@ class ProgramCollector:
         rollout = one_rollout(problem, rollouts, attempt.transcript)
         if error is None and not rollouts:
             error = result.explain_silence()
-        episode = replace(self.environment.open(problem), program=result)
-        scores: Mapping[str, Any] = {}
-        if error is None:
-            try:
-                scores = await from_outside("scoring", score(episode, rollout, result))
-            except PalestraError as failure:
-                error = str(failure)
-        stop = "failed" if error else rollout.stop
-        rollout = replace(rollout, scores=scores, error=error, stop=stop, info=result.record())
+        rollout, episode = await self._scored(problem, replace(rollout, error=error, info=result.record()), result)
         on_rollout(rollout)
         return rollout, episode, attempt
 
+    async def _scored(
+        self, problem: Problem, rollout: Rollout, result: ProgramResult
+    ) -> tuple[Rollout, SuiteEpisode | None]:
+        """With what the measures say, and the reward that was posted. What goes wrong is recorded."""
+        episode, scores, error = None, dict[str, Score](), rollout.error
+        try:
+            episode = replace(await from_outside("opening an episode", self._open(problem)), program=result)
+            if error is None:
+                scores = dict(await from_outside("scoring", episode.score(rollout.messages, rollout.tool_results)))
+                if result.reward is not None:
+                    passed = None if scores else result.reward >= 1.0
+                    scores[POSTED] = Score(result.reward, passed, "posted by the agent")
+                elif self.program.posts_reward and not scores:
+                    error = "the agent posted no reward, and there is no measure"
+        except PalestraError as failure:
+            error = error or str(failure)
+        return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop), episode
 
-async def score(episode: SuiteEpisode, rollout: Rollout, result: ProgramResult) -> Mapping[str, Any]:
-    """What the measures say, or the reward that was posted where there are none."""
-    scores = dict(await episode.score(rollout.messages, rollout.tool_results))
-    if result.reward is not None:
-        scores[POSTED] = Score(result.reward, None if scores else result.reward >= 1.0, "posted by the agent")
-    if not scores:
-        raise RolloutError("the agent posted no reward, and there is no measure")
-    return scores
+    async def _open(self, problem: Problem) -> SuiteEpisode:
+        return self.environment.open(problem)
 
 
 def case_of(problem: Problem) -> dict[str, Any]:

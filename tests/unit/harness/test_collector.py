@@ -16,6 +16,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import ProgramCollector, case_of
 from palestra.harness.outside import OutsideAgent
+from palestra.rollout.rewards import RewardFunctions
 from palestra.serve.loading import load_completer
 from palestra.tools.run import run_calls
 from palestra.tools.tool import tools_by_name
@@ -50,15 +51,21 @@ async def shop_assistant(case, base_url, api_key):
                 return reply["content"]
 
 
-def collected(model, program, cases=2, suite=demo.suite, group_size=2, measures=None, beside=None, timeout_s=30.0):
+def collected(
+    model, program, cases=2, suite=demo.suite, group_size=2, measures=None, beside=None, timeout_s=30.0, rewards=()
+):
     """The groups of a program; `beside(gateway)` runs meanwhile."""
-    environment = SuiteEnvironment(demo.agent, suite, None, measures, measures_required=not program.posts_reward)
+    environment = SuiteEnvironment(
+        demo.agent, suite, None, measures, measures_required=not (program.posts_reward or rewards)
+    )
 
     async def run():
         sampling = train_limits(CONFIG).sampling
         gateway = Gateway(model, sampling, routes=program.routes())
         limits = ProgramLimits(timeout_s)
-        collector = ProgramCollector(environment, program, gateway, sampling, limits, 8, asyncio.Semaphore(8))
+        collector = ProgramCollector(
+            environment, program, gateway, sampling, limits, 8, asyncio.Semaphore(8), RewardFunctions(rewards)
+        )
         keys = [f"0/{i}" for i in range(cases)]
         work = [collector.collect(environment.problems("train")[:cases], group_size, keys)]
         await gateway.start()
@@ -196,3 +203,17 @@ def test_a_case_tells_nothing_of_what_is_expected():
     assert case_of(plain.cases[0]) == {"id": "suite-0", "input": "2 + 2?"}
     said = Problem("p", (Message("user", "hi"),))
     assert case_of(said)["input"] == [{"role": "user", "content": "hi"}]
+
+
+def test_a_context_that_cannot_be_made_fails_its_attempts_and_reward_functions_may_stand_alone(model):
+    def broken(record):
+        raise KeyError("no database")
+
+    suite = EvalSuite(demo.suite.cases[:1], demo.suite.measures, context_fn=broken)
+    (group,) = collected(model, function_agent(shop_assistant), cases=1, suite=suite)
+    assert all("no database" in rollout.error for rollout in group.rollouts)
+    bare = EvalSuite(demo.suite.cases[:1])
+    (group,) = collected(
+        model, function_agent(shop_assistant), cases=1, suite=bare, rewards=[lambda completions: [0.5] * 2]
+    )
+    assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
