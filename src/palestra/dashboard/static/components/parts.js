@@ -44,6 +44,10 @@ export const notice = (kind, ...children) =>
 
 export const empty = (title, ...children) => h("div.empty", h("h2", title), h("p", ...children));
 
+/** Gets the next part of a list, where there is one. */
+export const moreButton = (cursor, load) =>
+  cursor && h("div.more", h("button", { type: "button", onclick: () => load(cursor) }, "Show more"));
+
 export const loading = (what = "Loading …") => h("p.loading", what);
 
 export const progress = (share, label) =>

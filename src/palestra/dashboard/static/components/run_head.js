@@ -1,10 +1,10 @@
 /* The head of every page of a run: its name and state, what can be done with it, and the tabs. */
 
-import { get, send } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
-import { go, link, refresh } from "../lib/router.js";
-import { confirmed, run as runAction, toast } from "./dialog.js";
+import { link, refresh } from "../lib/router.js";
 import { pageHead, statusPill } from "./parts.js";
+import { runActions } from "./run_actions.js";
 
 const TABS = [
   ["", "Overview"],
@@ -17,9 +17,6 @@ const TABS = [
   ["logs", "Logs"],
   ["config", "Config"],
 ];
-
-/** The path of a route of one run. */
-export const runPath = (id, ...rest) => ["runs", id, ...rest].map((part) => encodeURIComponent(part)).join("/");
 
 export const getRun = (id, signal) => get(runPath(id), {}, signal);
 
@@ -47,48 +44,4 @@ export function runHead(run, tab, { onChange = refresh } = {}) {
     ),
   );
   return [head, h("nav.tabs", { "aria-label": "Pages of this run" }, tabs)];
-}
-
-export function runActions(run, onChange) {
-  const post = (name, message) => (event) =>
-    runAction(event.currentTarget, async () => {
-      const answer = await send(runPath(run.id, name));
-      toast(message);
-      onChange(answer.run);
-    });
-  const remove = async (event) => {
-    const button = event.currentTarget;
-    if (
-      !(await confirmed(
-        `Delete ${run.name}?`,
-        `This removes its folder with all rollouts and checkpoints: ${run.folder}`,
-        "Delete",
-      ))
-    )
-      return;
-    await runAction(button, async () => {
-      await send(runPath(run.id), {}, "DELETE");
-      toast(`Deleted ${run.name}.`);
-      go(["runs"]);
-    });
-  };
-  const buttons = {
-    stop: () =>
-      h(
-        "button",
-        { type: "button", onclick: post("stop", "Stopping: the step that is under way is finished first.") },
-        "Stop",
-      ),
-    resume: () =>
-      h(
-        "button.primary",
-        { type: "button", onclick: post("resume", "Going on from the newest checkpoint.") },
-        "Resume",
-      ),
-    chat: () => h("a.button", { href: link(["chat"], { run: run.id }) }, "Chat"),
-    delete: () => h("button.danger", { type: "button", onclick: remove }, "Delete"),
-  };
-  return Object.keys(buttons)
-    .filter((name) => run.actions.includes(name))
-    .map((name) => buttons[name]());
 }

@@ -18,6 +18,9 @@ export function address(path, parameters = {}) {
   return url;
 }
 
+/** The path of a route of one run. */
+export const runPath = (id, ...rest) => ["runs", id, ...rest].map((part) => encodeURIComponent(part)).join("/");
+
 export const get = (path, parameters, signal) => request(address(path, parameters), { signal });
 
 export const send = (path, body = {}, method = "POST") =>

@@ -52,5 +52,11 @@ export function ago(seconds) {
 
 export const moment = (seconds) => (known(seconds) ? new Date(seconds * 1000).toLocaleString() : NONE);
 
+/** When a rollout was sampled: in a step of training, or in an evaluation. */
+export function when(kind, step) {
+  const names = { train: `Step ${step}`, before: "Before training", after: "After training" };
+  return names[kind] ?? `Evaluation at step ${kind}`;
+}
+
 /** "1 rollout", "2 rollouts". */
 export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;

@@ -3,9 +3,9 @@
 import { Chart } from "../components/chart.js";
 import { notice, stats } from "../components/parts.js";
 import { rolloutLink, rolloutTable } from "../components/rollout_table.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { sparkline } from "../components/sparkline.js";
-import { get } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { integer, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
@@ -73,12 +73,9 @@ function clusters(id, data) {
           ? []
           : [["witness passes", percent(cluster.witness_rate)]]),
       ]),
-      cluster.phrase
-        ? h("p.small", { style: { "margin-top": "10px" } }, "All say ", h("mark", oneLine(cluster.phrase, 120)))
-        : null,
+      cluster.phrase ? h("p.small.below", "All say ", h("mark", oneLine(cluster.phrase, 120))) : null,
       h(
-        "p.small",
-        { style: { "margin-top": "10px" } },
+        "p.small.below",
         cluster.earliest
           ? [h("a", { href: rolloutLink(id, cluster.earliest) }, `The first, in step ${cluster.earliest.step}`), " · "]
           : null,
@@ -88,7 +85,7 @@ function clusters(id, data) {
   );
   return h(
     "section",
-    h("h2", { style: { "margin-bottom": "12px" } }, "Successes by shape, those that grow fastest first"),
+    h("h2.bar", "Successes by shape, those that grow fastest first"),
     cards.length ? h("div.grid", cards) : h("p.soft", "No successes yet."),
   );
 }
@@ -106,7 +103,7 @@ function suspects(id, data) {
   };
   return h(
     "section",
-    h("h2", { style: { "margin-bottom": "12px" } }, "Look at these first"),
+    h("h2.bar", "Look at these first"),
     h("div.card.flush", rolloutTable(id, rows, { label: "Suspects", extra: [why] })),
   );
 }

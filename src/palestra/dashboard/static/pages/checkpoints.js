@@ -2,9 +2,9 @@
 
 import { runJob } from "../components/job.js";
 import { empty, facts, select } from "../components/parts.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { table } from "../components/table.js";
-import { send } from "../lib/api.js";
+import { runPath, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { ago, bytes } from "../lib/format.js";
 import { link } from "../lib/router.js";

@@ -2,9 +2,9 @@
 
 import { interval, rateText } from "../components/interval.js";
 import { empty } from "../components/parts.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { table } from "../components/table.js";
-import { get } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { integer, number } from "../lib/format.js";
 import { link } from "../lib/router.js";

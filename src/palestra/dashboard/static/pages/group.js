@@ -3,13 +3,13 @@
 import { icon } from "../components/icons.js";
 import { notice, passedPill, segmented } from "../components/parts.js";
 import { rolloutLink } from "../components/rollout_table.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { tokenSpan } from "../components/tokens.js";
 import { transcript } from "../components/transcript.js";
 import { verdicts } from "../components/verdicts.js";
-import { address, get } from "../lib/api.js";
+import { address, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { number, plural, signed } from "../lib/format.js";
+import { number, plural, signed, when } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
@@ -35,11 +35,10 @@ export async function show({ names: [id, number_], signal }) {
   return [
     runHead(run, "rollouts"),
     h(
-      "div.row.between",
-      { style: { "margin-bottom": "16px" } },
+      "div.row.between.bar",
       h(
         "div",
-        h("h2", `Group ${group.id} · ${group.kind === "train" ? `step ${group.step}` : group.kind}`),
+        h("h2", `Group ${group.id} · ${when(group.kind, group.step)}`),
         h(
           "p.soft.small",
           plural(group.rollouts.length, "attempt"),
@@ -82,23 +81,16 @@ function sibling(id, rollout, run, body) {
     { "aria-label": `Rollout ${rollout.id}` },
     h(
       "div.row.between",
-      h("div", h("b", { style: { "font-size": "20px" } }, signed(rollout.advantage)), h("span.soft", " advantage")),
+      h("div", h("b.figure", signed(rollout.advantage)), h("span.soft", " advantage")),
       passedPill(rollout.passed),
     ),
     h(
-      "p.soft.small",
-      { style: { margin: "2px 0 14px" } },
+      "p.soft.small.bar",
       `reward ${number(rollout.reward)} · ${rollout.stop} · `,
       h("a", { href: rolloutLink(id, rollout) }, `rollout ${rollout.id}`),
     ),
     body,
-    h(
-      "details",
-      { style: { "margin-top": "14px" } },
-      h("summary.soft.small", "Verdicts"),
-      h("div", { style: { height: "10px" } }),
-      verdicts(rollout.scores, run.measures),
-    ),
+    h("details.below", h("summary.soft.small", "Verdicts"), verdicts(rollout.scores, run.measures)),
   );
 }
 

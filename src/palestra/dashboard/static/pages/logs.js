@@ -1,8 +1,8 @@
 /* The logs of a run's processes, followed. */
 
 import { empty, segmented } from "../components/parts.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
-import { follow } from "../lib/api.js";
+import { getRun, runHead } from "../components/run_head.js";
+import { follow, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
 
 const MOST_LINES = 5000; // older ones leave the page, not the file

@@ -2,10 +2,10 @@
 
 import { facts } from "../components/parts.js";
 import { rolloutLink } from "../components/rollout_table.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
-import { get } from "../lib/api.js";
+import { getRun, runHead } from "../components/run_head.js";
+import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
-import { number, percent } from "../lib/format.js";
+import { number, percent, when } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
@@ -25,23 +25,14 @@ export async function show({ names: [id, problem], signal }) {
 }
 
 function visitCard(id, visit, flip) {
-  const when =
-    visit.kind === "train"
-      ? `Step ${visit.step}`
-      : visit.kind === "before"
-        ? "Before training"
-        : visit.kind === "after"
-          ? "After training"
-          : `Evaluation at step ${visit.kind}`;
   const best = visit.rollouts[0];
   return h(
     "section.card",
     h(
-      "div.row.between",
-      { style: { "margin-bottom": "12px" } },
+      "div.row.between.bar",
       h(
         "div.row",
-        h("h2", when),
+        h("h2", when(visit.kind, visit.step)),
         flip
           ? h(
               `span.pill.${flip.direction === "fixed" ? "good" : "bad"}`,
@@ -52,7 +43,7 @@ function visitCard(id, visit, flip) {
       visit.rollouts.length > 1 ? h("a", { href: link(["runs", id, "groups", visit.group]) }, "Side by side") : null,
     ),
     h(
-      "div.attempts",
+      "div.attempts.bar",
       visit.rollouts.map((rollout, i) =>
         h(
           `a.${rollout.passed ? "good" : "bad"}`,
@@ -61,7 +52,6 @@ function visitCard(id, visit, flip) {
         ),
       ),
     ),
-    h("div", { style: { height: "12px" } }),
     facts([
       ["Passed", percent(visit.pass_rate)],
       ["Mean reward", number(visit.reward_mean)],

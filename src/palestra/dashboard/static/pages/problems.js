@@ -1,9 +1,9 @@
 /* All problems of a run: which became solvable, which were lost again, which stay hard. */
 
-import { empty, select } from "../components/parts.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { empty, moreButton, select } from "../components/parts.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { table, tableKeys } from "../components/table.js";
-import { get } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
 import { integer, percent } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
@@ -46,13 +46,7 @@ export async function show({ names: [id], query, signal }) {
   const load = async (cursor = null) => {
     const answer = await get(runPath(id, "problems"), { sort, limit: 50, cursor }, signal);
     rows = cursor ? [...rows, ...answer.problems] : answer.problems;
-    const more =
-      answer.next &&
-      h(
-        "div.row",
-        { style: { padding: "12px 20px" } },
-        h("button", { type: "button", onclick: () => load(answer.next) }, "Show more"),
-      );
+    const more = moreButton(answer.next, load);
     replace(
       list,
       rows.length

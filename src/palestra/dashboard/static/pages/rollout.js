@@ -3,72 +3,76 @@
 import { icon } from "../components/icons.js";
 import { facts, notice, passedPill, segmented, stats } from "../components/parts.js";
 import { rolloutLink } from "../components/rollout_table.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { TokenView } from "../components/tokens.js";
 import { transcript } from "../components/transcript.js";
 import { verdicts } from "../components/verdicts.js";
-import { address, get } from "../lib/api.js";
+import { address, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { duration, integer, number, signed } from "../lib/format.js";
+import { duration, integer, number, signed, when } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
-import { link, remember } from "../lib/router.js";
+import { link, place, remember } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
-export async function show({ names: [id, number_], query, signal }) {
-  const path = runPath(id, "rollouts", number_);
-  const [run, rollout] = await Promise.all([getRun(id, signal), get(path, {}, signal)]);
-  const body = h("div");
-  let view = query.get("view") ?? "chat";
-  const draw = async () => {
-    remember({ view: view === "chat" ? null : view });
-    if (view === "chat")
-      return replace(
-        body,
-        transcript(rollout.messages, { run: id, rollout: rollout.id, results: rollout.tool_results }),
-      );
-    const tokens = new TokenView(`${path}/tokens`, {
-      column: query.get("column") ?? "maker",
-      onColumn: (column) => remember({ column }),
-    });
-    return replace(body, (await tokens.open()).element);
-  };
-  await draw();
+const VIEWS = [
+  ["chat", "Conversation"],
+  ["answers", "Without tools"],
+  ["tokens", "Tokens"],
+];
 
-  const views = rollout.has_tokens
-    ? segmented(
-        "View",
-        [
-          ["chat", "Conversation"],
-          ["tokens", "Tokens"],
-        ],
-        view,
-        (value) => ((view = value), draw()),
-      )
-    : null;
-  const step = (label, target, name) =>
-    target === null || target === undefined
-      ? null
-      : h(
-          "a.button.quiet",
-          {
-            href: rolloutLink(id, { id: target }, { view: view === "chat" ? null : view }),
-            "aria-label": label,
-            title: label,
-          },
-          icon(name, 18),
-        );
-  setKeys({
-    ...(rollout.previous == null
-      ? {}
-      : { ArrowLeft: ["Rollout before", () => (location.hash = rolloutLink(id, { id: rollout.previous }))] }),
-    ...(rollout.next_id == null
-      ? {}
-      : { ArrowRight: ["Next rollout", () => (location.hash = rolloutLink(id, { id: rollout.next_id }))] }),
-    s: ["The group, side by side", () => (location.hash = link(["runs", id, "groups", rollout.group]))],
-  });
-  const bar = h(
-    "div.row.between",
-    { style: { "margin-bottom": "16px" } },
+export async function show({ names: [id, which], query, signal }) {
+  const path = runPath(id, "rollouts", which);
+  const [run, rollout] = await Promise.all([getRun(id, signal), get(path, {}, signal)]);
+  const views = VIEWS.filter(([name]) =>
+    name === "tokens" ? rollout.has_tokens : name === "chat" || rollout.tool_calls,
+  );
+  const body = h("div");
+  const draw = async (view) => {
+    remember({ view: view === "chat" ? null : view });
+    replace(body, view === "tokens" ? await tokensOf(path) : messagesOf(id, rollout, view === "chat"));
+  };
+  const view = query.get("view") ?? "chat";
+  await draw(view);
+  setKeys(keysOf(id, rollout));
+  const choice = views.length > 1 ? segmented("View", views, view, draw) : null;
+  return [runHead(run, "rollouts"), bar(id, rollout, path, choice), h("div.columns", body, sideOf(rollout, run))];
+}
+
+async function tokensOf(path) {
+  const column = place().query.get("column") ?? "maker";
+  const tokens = new TokenView(`${path}/tokens`, { column, onColumn: (name) => remember({ column: name }) });
+  return (await tokens.open()).element;
+}
+
+function messagesOf(id, rollout, withTools) {
+  const element = transcript(rollout.messages, { run: id, rollout: rollout.id, results: rollout.tool_results });
+  element.classList.toggle("without-tools", !withTools);
+  return element;
+}
+
+/** Another rollout in the same view. */
+const beside = (id, other) => rolloutLink(id, { id: other }, Object.fromEntries(place().query));
+
+function keysOf(id, rollout) {
+  const open = (href) => () => (location.hash = href());
+  return {
+    ...(rollout.previous && { ArrowLeft: ["Rollout before", open(() => beside(id, rollout.previous))] }),
+    ...(rollout.next_id && { ArrowRight: ["Next rollout", open(() => beside(id, rollout.next_id))] }),
+    s: ["The group, side by side", open(() => link(["runs", id, "groups", rollout.group]))],
+  };
+}
+
+function bar(id, rollout, path, choice) {
+  const step = (label, other, name) => {
+    const onclick = (event) => (event.currentTarget.href = beside(id, other)); // the view may have changed
+    return (
+      other &&
+      h("a.button.quiet", { href: beside(id, other), "aria-label": label, title: label, onclick }, icon(name, 18))
+    );
+  };
+  const group = link(["runs", id, "groups", rollout.group]);
+  return h(
+    "div.row.between.bar",
     h(
       "div.row",
       step("Rollout before", rollout.previous, "left"),
@@ -78,15 +82,12 @@ export async function show({ names: [id, number_], query, signal }) {
     ),
     h(
       "div.row",
-      views,
-      rollout.siblings?.length > 1
-        ? h("a.button", { href: link(["runs", id, "groups", rollout.group]) }, `Group of ${rollout.siblings.length}`)
-        : null,
+      choice,
+      rollout.siblings?.length > 1 && h("a.button", { href: group }, `Group of ${rollout.siblings.length}`),
       h("a.button", { href: link(["runs", id, "problems", rollout.problem_id]) }, "Same problem over training"),
       h("a.button", { href: address(`${path}/export.html`), download: "" }, icon("download"), "HTML"),
     ),
   );
-  return [runHead(run, "rollouts"), bar, h("div.columns", body, sideOf(rollout, run))];
 }
 
 function sideOf(rollout, run) {
@@ -100,14 +101,13 @@ function sideOf(rollout, run) {
         ["reward", number(rollout.reward)],
         ["advantage", signed(rollout.advantage)],
       ]),
-      h("div", { style: { height: "16px" } }),
-      verdicts(rollout.scores, run.measures),
+      h("div.below", verdicts(rollout.scores, run.measures)),
     ),
     h(
       "section.card",
       h("h2", "Numbers"),
       facts([
-        ["Step", rollout.kind === "train" ? rollout.step : rollout.kind],
+        ["When", when(rollout.kind, rollout.step)],
         ["Problem", h("span.mono", rollout.problem_id)],
         ["Ended", rollout.stop],
         ["Turns", integer(rollout.turns)],

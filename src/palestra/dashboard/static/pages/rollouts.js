@@ -1,10 +1,10 @@
 /* The rollouts of a run: filter, sort, and search their full text. */
 
-import { empty, select } from "../components/parts.js";
+import { empty, moreButton, select } from "../components/parts.js";
 import { rolloutTable } from "../components/rollout_table.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
+import { getRun, runHead } from "../components/run_head.js";
 import { tableKeys } from "../components/table.js";
-import { get } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
 import { integer, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
@@ -51,13 +51,7 @@ export async function show({ names: [id], query, signal }) {
     if (number !== latest) return;
     rows = cursor ? [...rows, ...answer.rollouts] : answer.rollouts;
     count.textContent = plural(answer.count, "rollout");
-    const more =
-      answer.next &&
-      h(
-        "div.row",
-        { style: { padding: "12px 20px" } },
-        h("button", { type: "button", onclick: () => load(answer.next) }, "Show more"),
-      );
+    const more = moreButton(answer.next, load);
     replace(list, rows.length ? [rolloutTable(id, rows), more] : empty("No rollout matches", "Loosen a filter."));
   };
   const set = (name, delay = 0) =>

@@ -2,8 +2,8 @@
 
 import { Chart } from "../components/chart.js";
 import { facts, notice, progress, stats } from "../components/parts.js";
-import { getRun, runHead, runPath } from "../components/run_head.js";
-import { follow, get } from "../lib/api.js";
+import { getRun, runHead } from "../components/run_head.js";
+import { follow, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
 import { duration, integer, moment, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
@@ -65,9 +65,7 @@ function summaryOf(run) {
       [run.active ? "so far" : "took", duration(run.seconds)],
       ...(run.active && run.seconds_left ? [["left", duration(run.seconds_left)]] : []),
     ]),
-    run.active && run.total_steps
-      ? h("div", { style: { "margin-top": "14px" } }, progress((run.step ?? 0) / run.total_steps, "Progress"))
-      : null,
+    run.active && run.total_steps ? h("div.below", progress((run.step ?? 0) / run.total_steps, "Progress")) : null,
   ];
 }
 
@@ -116,12 +114,7 @@ class Curves {
     this.element = h(
       "section",
       { "aria-label": "Curves" },
-      h(
-        "div.row.between",
-        { style: { "margin-bottom": "12px" } },
-        h("h2", "Curves"),
-        h("label.small.soft", "Smoothing", slider),
-      ),
+      h("div.row.between.bar", h("h2", "Curves"), h("label.small.soft", "Smoothing", slider)),
       this.grid,
     );
     this.#build(metrics);

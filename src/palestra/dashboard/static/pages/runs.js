@@ -1,7 +1,7 @@
 /* All runs, live: search, start, compare. */
 
 import { icon } from "../components/icons.js";
-import { empty, pageHead, progress, select, statusPill } from "../components/parts.js";
+import { empty, moreButton, pageHead, progress, select, statusPill } from "../components/parts.js";
 import { sparkline } from "../components/sparkline.js";
 import { table, tableKeys } from "../components/table.js";
 import { follow, get } from "../lib/api.js";
@@ -23,13 +23,7 @@ export async function show({ query, signal }) {
   let total = 0;
 
   const draw = () => {
-    const more =
-      next &&
-      h(
-        "div.row",
-        { style: { padding: "12px 20px" } },
-        h("button", { type: "button", onclick: () => load(next) }, "Show more"),
-      );
+    const more = moreButton(next, load);
     replace(
       list,
       runs.length

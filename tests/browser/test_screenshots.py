@@ -1,0 +1,80 @@
+"""The pictures of docs/dashboard.md, from a training of the demo that was started in the browser itself."""
+
+from __future__ import annotations
+
+import os
+
+import make_runs
+import pytest
+
+from palestra.dashboard.app import dashboard_app
+from palestra.dashboard.catalog import Catalog
+from palestra.faces.launcher import FormLauncher
+from palestra.runs.locks import load_site
+from palestra.runs.manager import RunManager
+
+
+@pytest.fixture
+def url(serve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = {"contains_word": 1.0, "true_answer": 0.0}
+    make_runs.write_run(tmp_path / "runs" / "hacked", make_runs.hacked_groups(24), reward_weights=weights)
+    manager = RunManager(tmp_path / "home")
+    return serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
+
+
+@pytest.mark.skipif(not os.environ.get("PALESTRA_SCREENSHOTS"), reason="make test-browser takes the screenshots")
+def test_every_page_has_its_picture(page, visit, url, picture) -> None:
+    visit(url, "#/start?agent_file=demo")
+    picture("start")
+    page.click("button", "Start training")
+    page.wait("Number(document.querySelector('.stat b')?.textContent.split('/')[0]) >= 12", timeout_s=500)
+    picture("live")
+    page.wait_for(".pill", "completed", timeout_s=500)
+    run = page.evaluate("location.hash")
+    page.click(".tabs a", "Rollouts")
+    page.wait_for("tr.open")
+    picture("rollouts")
+    api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
+    best = page.evaluate(f"{api}.then((found) => found.rollouts[0])")
+    pages = {
+        "runs": "#/runs",
+        "run": run,
+        "rollout": f"{run}/rollouts/{best['id']}",
+        "group": f"{run}/groups/{best['group']}",
+        "problem": f"{run}/problems/{best['problem_id']}",
+        "evaluations": f"{run}/evaluations",
+        "checkpoints": f"{run}/checkpoints",
+        "environments": "#/environments",
+    }
+    for name, place in pages.items():
+        visit(url, place)
+        picture(name)
+
+    visit(url, f"{run}/rollouts/{best['id']}?view=tokens&column=entropy")
+    page.click("[data-jump]")
+    page.wait_for(".token-tip")
+    picture("tokens")
+    visit(url, f"#/chat?run={run.split('/')[-1]}")
+    page.click("button", "Start the chat")
+    page.wait_for("textarea", timeout_s=120)
+    page.type("textarea", "What do 2 red lamps and a blue cup cost?")
+    page.press("Enter")
+    page.wait_for(".message.assistant", timeout_s=60)
+    page.wait_for("button", "Send", timeout_s=60)
+    picture("chat")
+
+    page.dark(True)
+    visit(url, run)
+    picture("run-dark")
+    page.size(390, 844, phone=True)
+    visit(url, f"{run}/rollouts/{best['id']}")
+    picture("rollout-phone")
+
+    page.dark(False)
+    page.size(1280, 860)
+    visit(url)
+    page.click("tr.open a", "hacked")
+    page.click(".tabs a", "Is it cheating?")
+    page.wait_for("[role=alert]")
+    picture("cheating")
