@@ -23,6 +23,7 @@ def url(serve, tmp_path, monkeypatch):
     return serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.environ.get("PALESTRA_SCREENSHOTS"), reason="make test-browser takes the screenshots")
 def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     visit(url, "#/start?agent_file=demo")
@@ -34,6 +35,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     run = page.evaluate("location.hash")
     page.click(".tabs a", "Rollouts")
     page.wait_for("tr.open")
+    page.wait("!document.body.innerText.includes('Reading the rollouts')", timeout_s=120)
     picture("rollouts")
     api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
     best = page.evaluate(f"{api}.then((found) => found.rollouts[0])")
@@ -51,14 +53,16 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
         visit(url, place)
         picture(name)
 
+    page.size(1280, 1060)
     visit(url, f"{run}/rollouts/{best['id']}?view=tokens&column=entropy")
     page.click("[data-jump]")
     page.wait_for(".token-tip")
     picture("tokens")
+    page.size(1280, 860)
     visit(url, f"#/chat?run={run.split('/')[-1]}")
     page.click("button", "Start the chat")
     page.wait_for("textarea", timeout_s=120)
-    page.type("textarea", "What do 2 red lamps and a blue cup cost?")
+    page.type("textarea", "What do 2 new vases cost?")
     page.press("Enter")
     page.wait_for(".message.assistant", timeout_s=60)
     page.wait_for("button", "Send", timeout_s=60)

@@ -74,7 +74,7 @@ export class Chart {
       alpha,
       spanGaps: true,
       dash: this.series[i].dashed ? [6, 4] : undefined,
-      points: { show: this.x.length === 1 },
+      points: { show: () => this.x.length === 1 },
     });
     const axis = {
       stroke: colour("soft"),

@@ -6,10 +6,11 @@ import { getRun, runHead } from "../components/run_head.js";
 import { tableKeys } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
-import { integer, plural } from "../lib/format.js";
+import { integer, percent, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { remember } from "../lib/router.js";
 
+const PAGE = 50;
 const SORTS = [
   ["newest", "Newest first"],
   ["oldest", "Oldest first"],
@@ -47,7 +48,7 @@ export async function show({ names: [id], query, signal }) {
 
   const load = async (cursor = null) => {
     const number = ++latest;
-    const answer = await get(runPath(id, "rollouts"), { ...filter, limit: 50, cursor }, signal);
+    const answer = await get(runPath(id, "rollouts"), { ...filter, limit: PAGE, cursor }, signal);
     if (number !== latest) return;
     rows = cursor ? [...rows, ...answer.rollouts] : answer.rollouts;
     count.textContent = plural(answer.count, "rollout");
@@ -60,25 +61,33 @@ export async function show({ names: [id], query, signal }) {
       remember({ [name]: value });
       load();
     }, delay);
+  const setText = set("q", 250);
   const search = h("input.grow", {
     type: "search",
     placeholder: 'Search all text: words, "a phrase", begin*',
     "aria-label": "Full-text search",
     value: filter.q,
-    oninput: (
-      (apply) => () =>
-        apply(search.value)
-    )(set("q", 250)),
+    oninput: () => setText(search.value),
   });
 
+  const choices = h("div.filters", filters(facets, filter, set));
+  const reading = h("p.soft.small.bar", { role: "status" });
+  // Of a run that was never opened, each request reads a little more into the index.
+  const readOn = async ({ indexed = 1 }) => {
+    reading.hidden = indexed >= 1;
+    reading.textContent = `Reading the rollouts for the first time: ${percent(indexed)}`;
+    if (indexed >= 1) return;
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    const more = await get(runPath(id, "facets"), {}, signal);
+    if (rows.length <= PAGE) await load();
+    replace(choices, filters(more, filter, set));
+    readOn(more).catch(() => {}); // the user has left
+  };
+
   await load();
+  readOn(facets).catch(() => {});
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
-  return [
-    runHead(run, "rollouts"),
-    h("div.filters", search, count),
-    h("div.filters", filters(facets, filter, set)),
-    list,
-  ];
+  return [runHead(run, "rollouts"), h("div.filters", search, count), choices, reading, list];
 }
 
 function filters(facets, filter, set) {

@@ -17,7 +17,8 @@ export async function show({ names: [id], signal }) {
   const summary = h("div.card", summaryOf(run));
   const advice = h("section.card", adviceOf(run.findings, run));
   const curves = new Curves(metrics, signal);
-  const rollouts = h("a", { href: link(["runs", id, "rollouts"]) }, integer(run.rollouts));
+  const count = (known) => (known === null || known === undefined ? "see them" : integer(known)); // null: not indexed yet
+  const rollouts = h("a", { href: link(["runs", id, "rollouts"]) }, count(run.rollouts));
 
   const update = (fresh) => {
     const isNew = fresh.state !== run.state;
@@ -29,7 +30,7 @@ export async function show({ names: [id], signal }) {
     run: update,
     metrics: (data) => curves.add(data, () => get(runPath(id, "metrics"), {}, signal)),
     findings: (data) => replace(advice, adviceOf(data.findings, run)),
-    rollouts: (data) => (rollouts.textContent = integer(data.count)),
+    rollouts: (data) => (rollouts.textContent = count(data.count)),
     end: () => events.close(),
   });
   signal.addEventListener("abort", () => events.close());
