@@ -12,7 +12,7 @@ from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
-RUN_PAGES = ("", "/rollouts", "/problems", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
+RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,8 @@ def places(ids):
     shop = f"#/runs/{ids['shop']}"
     single = [f"{shop}/rollouts/1", f"{shop}/rollouts/1?view=tokens", f"{shop}/groups/1", f"{shop}/problems/suite-1"]
     compare = f"#/compare?runs={ids['shop']}%2C{ids['other']}"
-    return ["#/runs", *(shop + page for page in RUN_PAGES), *single, compare, "#/chat"]
+    hacked = f"#/runs/{ids['hacked']}/cheating"
+    return ["#/runs", *(shop + page for page in RUN_PAGES), *single, compare, hacked]
 
 
 @pytest.mark.parametrize(("theme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
@@ -187,6 +188,14 @@ def test_a_rollout_is_exported_as_one_html_file(page, visit, url, ids) -> None:
     assert "src=" not in html
 
 
+def test_a_hacked_run_raises_the_alarm_and_names_what_to_look_at(page, visit, url, ids) -> None:
+    visit(url, f"#/runs/{ids['hacked']}/cheating")
+    assert "true_answer" in page.text("[role=alert]")
+    assert page.count("article.card") > 0
+    page.click("article.card a", "The first")
+    page.wait_for(".transcript", "certified")
+
+
 def test_hostile_text_does_nothing_and_is_seen(page, visit, url, ids) -> None:
     for number in range(1, 11):
         visit(url, f"#/runs/{ids['hostile']}/rollouts/{number}")
@@ -197,7 +206,7 @@ def test_hostile_text_does_nothing_and_is_seen(page, visit, url, ids) -> None:
         assert number not in (5, 6) or {"RLO", "ZWSP", "BOM"} <= set(marks)
         # no character that turns or hides others is left anywhere on the page
         assert not page.evaluate(r"/[\u202a-\u202e\u2066-\u2069\u200b\u001b]/.test(document.body.textContent)")
-    for place in ("/rollouts", "/groups/1", "/problems", "/rollouts?q=script"):
+    for place in ("/rollouts", "/groups/1", "/problems", "/cheating", "/rollouts?q=script"):
         visit(url, f"#/runs/{ids['hostile']}{place}")
     assert "owned" not in page.evaluate("document.title")
 

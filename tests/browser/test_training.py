@@ -13,6 +13,13 @@ from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
 SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-browser trains in the browser")
+MEASURES = """
+from palestra import measure
+
+@measure
+def short_answer(ctx):
+    return len(ctx.final_assistant_message.text) < 40
+"""
 STEPS = "Number(document.querySelector('.stat b').textContent.split('/')[0])"
 SETTINGS = {
     "train.max_steps": "200",
@@ -25,6 +32,7 @@ SETTINGS = {
 @pytest.fixture
 def url(serve, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "measures.py").write_text(MEASURES)
     manager = RunManager(tmp_path / "home")
     yield serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
     for run in manager.list():
@@ -38,7 +46,7 @@ def fill(page, settings):
 
 
 @SLOW
-def test_a_run_is_started_watched_stopped_resumed_and_talked_to(page, visit, url) -> None:
+def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, visit, url) -> None:
     visit(url)
     page.click("a.button", "New run")
     page.wait_for("h1", "New run")
@@ -68,6 +76,11 @@ def test_a_run_is_started_watched_stopped_resumed_and_talked_to(page, visit, url
 
     page.click(".tabs a", "Logs")
     page.wait_for(".log", "step")
+    page.click(".tabs a", "Re-score")
+    page.type("#measures", "measures.py")
+    page.click("button", "Re-score")
+    page.wait_for("h2", "scored again", timeout_s=120)
+    assert "short_answer" in page.text()
     page.click(".tabs a", "Checkpoints")
     page.click("button", "Export")
     page.wait_for("h2", "Exported", timeout_s=60)

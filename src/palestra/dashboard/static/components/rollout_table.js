@@ -9,26 +9,27 @@ import { table } from "./table.js";
 
 export const rolloutLink = (run, row, parameters) => link(["runs", run, "rollouts", row.id], parameters);
 
-export function rolloutTable(run, rows, { label = "Rollouts", extra = [], first = [] } = {}) {
-  const columns = [
-    ...first,
-    { label: "Step", cell: (row) => (row.kind === "train" ? row.step : row.kind) },
-    { label: "Rollout", cell: (row) => what(run, row) },
-    { label: "Reward", cell: (row) => number(row.reward), kind: "num" },
-    {
-      label: "Advantage",
-      cell: (row) =>
-        h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "soft"}`, signed(row.advantage)),
-      kind: "num wide-only",
-    },
-    { label: "Verdict", cell: (row) => passedPill(row.passed) },
+/** `brief`: without the columns that are for sorting, where others need the room. */
+export function rolloutTable(run, rows, { label = "Rollouts", extra = [], brief = false } = {}) {
+  const numbers = [
     { label: "Ended", cell: ended, kind: "wide-only" },
     { label: "Tools", cell: (row) => integer(row.tool_calls), kind: "num wide-only" },
     { label: "Tokens", cell: (row) => integer(row.sampled_tokens), kind: "num wide-only" },
+  ];
+  const columns = [
+    { label: "Step", cell: (row) => (row.kind === "train" ? row.step : row.kind) },
+    { label: "Rollout", cell: (row) => what(run, row) },
+    { label: "Reward", cell: (row) => number(row.reward), kind: "num" },
+    { label: "Advantage", cell: advantage, kind: "num wide-only" },
+    { label: "Verdict", cell: (row) => passedPill(row.passed) },
+    ...(brief ? [] : numbers),
     ...extra,
   ];
   return table(columns, rows, { label, href: (row) => rolloutLink(run, row) });
 }
+
+const advantage = (row) =>
+  h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "soft"}`, signed(row.advantage));
 
 function what(run, row) {
   const snippet = row.snippet?.map(([text, isMatch]) => (isMatch ? h("mark", text) : text));

@@ -40,7 +40,7 @@ export function runHead(run, tab, { onChange = refresh } = {}) {
       "a",
       { href: link(["runs", run.id, ...(name ? [name] : [])]), "aria-current": name === tab ? "page" : null },
       label,
-      name === "cheating" && run.alarms ? [" ", h("span.pill.bad", String(run.alarms))] : null,
+      name === "cheating" && run.alarms?.length ? [" ", h("span.pill.bad", run.alarms.length)] : null,
     ),
   );
   return [head, h("nav.tabs", { "aria-label": "Pages of this run" }, tabs)];

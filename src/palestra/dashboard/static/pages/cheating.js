@@ -27,18 +27,11 @@ export async function show({ names: [id], signal }) {
   ];
 }
 
-const alarm = (found) =>
+const alarm = ({ sentence }) =>
   h(
     "div",
     { role: "alert" },
-    notice(
-      "bad",
-      h("p", h("b", "Reward hacking? "), found.sentence),
-      h(
-        "p.small.soft",
-        `Since step ${found.since}: ${found.against} ${number(found.reward_from)} → ${number(found.reward_to)}, ${found.witness} ${number(found.witness_from)} → ${number(found.witness_to)}`,
-      ),
-    ),
+    notice("bad", h("b", "Reward hacking? "), sentence[0].toUpperCase(), sentence.slice(1), "."),
   );
 
 const noAlarm = (data) =>
@@ -49,7 +42,7 @@ function curves(data, signal) {
   const lines = (found, dashed) =>
     Object.entries(found).map(([label, values]) => ({ label: dashed ? `${label} (witness)` : label, values, dashed }));
   chart.draw(data.step, [
-    { label: "reward", values: data.reward },
+    ...(Object.keys(data.rewarded).length === 1 ? [] : [{ label: "reward", values: data.reward }]), // it would be the same
     ...lines(data.rewarded, false),
     ...lines(data.witnesses, true),
   ]);
@@ -67,7 +60,7 @@ function clusters(id, data) {
       ),
       stats([
         ["successes", integer(cluster.count)],
-        ["growth", percent(cluster.growth)],
+        ["growth", percent(cluster.growth).replace("-", "−")],
         ["since step", String(cluster.first_step)],
         ...(cluster.witness_rate === null || cluster.witness_rate === undefined
           ? []
@@ -104,6 +97,6 @@ function suspects(id, data) {
   return h(
     "section",
     h("h2.bar", "Look at these first"),
-    h("div.card.flush", rolloutTable(id, rows, { label: "Suspects", extra: [why] })),
+    h("div.card.flush", rolloutTable(id, rows, { label: "Suspects", extra: [why], brief: true })),
   );
 }

@@ -112,6 +112,7 @@ function changedTable(id, changed) {
       );
   return rolloutTable(id, rows, {
     label: "Changed verdicts",
+    brief: true,
     extra: [
       { label: "Measure", cell: ({ change }) => change.measure },
       { label: "Was", cell: side("old") },
