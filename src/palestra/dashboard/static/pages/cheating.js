@@ -7,7 +7,7 @@ import { getRun, runHead } from "../components/run_head.js";
 import { sparkline } from "../components/sparkline.js";
 import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
-import { integer, number, percent } from "../lib/format.js";
+import { integer, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
 

@@ -87,22 +87,21 @@ function settings(data, label) {
     h("div.flips", h("h2", "Settings that differ")),
     data.settings.length
       ? table(columns, data.settings, { label: "Settings that differ" })
-      : h("p.soft.flips", "None: the runs differ by their seeds and their luck alone."),
+      : h("p.soft.flips", "None."),
   );
 }
 
 function evaluations(data, label) {
-  const rows = data.runs.filter((run) => data.evaluations[run.id]);
-  if (!rows.length) return null;
-  const cells = rows.flatMap((run) =>
-    ["before", "after"]
-      .filter((when) => data.evaluations[run.id][when])
-      .flatMap((when) => {
-        const rate = data.evaluations[run.id][when];
-        return [h("span", `${label(run.id)}, ${when}`), interval(rate, `${label(run.id)} ${when}`), rateText(rate)];
-      }),
+  const cells = data.runs.flatMap((run) =>
+    ["before", "after"].flatMap((when) => {
+      const rate = data.evaluations[run.id]?.[when];
+      const name = `${label(run.id)}, ${when}`;
+      return rate ? [h("span", name), interval(rate, name), rateText(rate)] : [];
+    }),
   );
-  return h("section.card", h("h2", "Held-out pass rate with 95 % intervals"), h("div.rates", cells));
+  return cells.length === 0
+    ? null
+    : h("section.card", h("h2", "Held-out pass rate with 95 % intervals"), h("div.rates", cells));
 }
 
 function paired(data, label) {
