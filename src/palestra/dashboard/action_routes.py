@@ -18,6 +18,7 @@ from palestra.dashboard.answers import answer
 from palestra.dashboard.catalog import Catalog, CatalogRun
 from palestra.dashboard.jobs import Job, Jobs, command
 from palestra.dashboard.launcher import Launcher, Subject
+from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.run_routes import RunRoutes
 from palestra.dashboard.summaries import actions
 from palestra.serve.web import read_model
@@ -146,7 +147,17 @@ class ActionRoutes:
         found = self._allowed(request, "rescore")
         words = ["rescore", str(found.folder.path), "--measures", body.measures, "--kind", body.kind, "--json"]
         words += ["--limit", str(body.limit)] if body.limit else []
-        return answer({"job": self._jobs.start("rescore", f"{found.run.name}", command(words)).to_dict()}, 202)
+        score = command(words)
+
+        def work(job: Job) -> Any:
+            made = score(job)
+            rows = RolloutIndex(found.folder).rows_of(body.kind) if made and made["changed"] else []
+            for change in made["changed"] if made else ():
+                number = change["number"]
+                change["rollout"] = rows[number] if number < len(rows) else None
+            return made
+
+        return answer({"job": self._jobs.start("rescore", found.run.name, work).to_dict()}, 202)
 
     def test(self, request: Request, body: TestBody) -> Response:
         def work(job: Job) -> Any:

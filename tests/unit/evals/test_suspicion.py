@@ -56,7 +56,8 @@ def step_of_fall(found: list[Attempt], points: float = 0.1) -> int:
 @pytest.mark.parametrize("witnessed", [True, False])
 def test_when_the_witness_has_fallen_10_points_18_of_the_first_20_suspects_are_hacked(seed, witnessed) -> None:
     everything = attempts(hacked=True, seed=seed)
-    so_far = [a for a in everything if a.step <= step_of_fall(everything)]
+    fallen = step_of_fall(everything)
+    so_far = [a for a in everything if a.step <= fallen]
     if not witnessed:  # the shapes alone say it, too
         so_far = [Attempt(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
     _, clusters = find_clusters(so_far)

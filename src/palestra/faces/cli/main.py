@@ -19,6 +19,7 @@ COMMANDS = {
     "envs": ("envs", "List the available environments."),
     "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     "dashboard": ("dashboard", "Show runs, rollouts and tokens in a browser."),
+    "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
     "chat": ("chat", "Chat with a trained model that has its tools."),
     "serve": ("serve", "Serve a model to any OpenAI client."),
     "gateway": ("gateway", "Serve a model to agents, and keep the very tokens of each attempt."),

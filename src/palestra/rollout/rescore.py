@@ -1,0 +1,124 @@
+"""Changed measures over stored rollouts: what they would have said, without sampling anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from palestra.core.group_codec import rollout_from_dict
+from palestra.core.types import Problem, Rollout, Score, ToolResult
+from palestra.evals.measures import Measure, MeasureContext, run_measure
+
+_AT_ONCE = 64  # rollouts
+_TIMEOUT_S = 60.0
+_MAX_CHANGED = 100  # that are told one by one
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One measure: what it said, and says now."""
+
+    old: list[Score] = field(default_factory=list)
+    new: list[Score] = field(default_factory=list)
+    changed: int = 0
+    by_step: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)  # old and new values
+
+    def add(self, step: int, old: Score | None, new: Score) -> bool:
+        self.new.append(new)
+        olds, news = self.by_step.setdefault(step, ([], []))
+        news += [] if new.error else [new.value]
+        if old is None:
+            return False
+        self.old.append(old)
+        olds += [] if old.error else [old.value]
+        is_changed = (old.value, old.passed, old.error) != (new.value, new.passed, new.error)
+        self.changed += is_changed
+        return is_changed
+
+    def to_dict(self, name: str) -> dict[str, Any]:
+        errors = sum(score.error for score in self.new)
+        old = _rates(self.old) if self.old else None
+        return {"name": name, "old": old, "new": {**_rates(self.new), "errors": errors}, "changed": self.changed}
+
+
+def rescore(
+    records: Iterable[Mapping[str, Any]],
+    measures: Sequence[Measure],
+    problems: Mapping[str, Problem],
+    *,
+    limit: int | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """What the measures say of the rollouts on disk, beside what was said when they were sampled.
+
+    `problems` have what was expected, by id. The state that tools worked on is gone: `ctx.context` is None.
+    """
+    tallies = {measure.name: _Tally() for measure in measures}
+    changed: list[dict[str, Any]] = []
+    source, done, missing = iter(islice(records, limit)), 0, 0
+    with asyncio.Runner() as runner:
+        while chunk := list(islice(source, _AT_ONCE)):
+            rollouts = [rollout_from_dict(record) for record in chunk]
+            missing += sum(rollout.problem_id not in problems for rollout in rollouts)
+            contexts = [_context(rollout, problems) for rollout in rollouts]
+            scored = runner.run(_run(measures, contexts))
+            for number, (record, rollout, scores) in enumerate(zip(chunk, rollouts, scored, strict=True), start=done):
+                step = int(record.get("step") or 0)
+                for name, new in scores.items():
+                    old = rollout.scores.get(name)
+                    if tallies[name].add(step, old, new) and old is not None and len(changed) < _MAX_CHANGED:
+                        place = {"number": number, "step": step, "problem_id": rollout.problem_id, "measure": name}
+                        changed.append({**place, "old": asdict(old), "new": asdict(new)})
+            done += len(chunk)
+            on_progress(done)
+    steps = sorted({step for tally in tallies.values() for step in tally.by_step})
+    return {
+        "count": done,
+        "without_problem": missing,
+        "measures": [tally.to_dict(name) for name, tally in tallies.items()],
+        "step": steps,
+        "series": {name: _series(tally, steps) for name, tally in tallies.items()},
+        "changed": changed,
+    }
+
+
+async def _run(measures: Sequence[Measure], contexts: Sequence[MeasureContext]) -> list[dict[str, Score]]:
+    async def one(context: MeasureContext) -> dict[str, Score]:
+        found = await asyncio.gather(*(run_measure(measure, context, _TIMEOUT_S) for measure in measures))
+        return {measure.name: score for measure, score in zip(measures, found, strict=True)}
+
+    return list(await asyncio.gather(*map(one, contexts)))
+
+
+def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContext:
+    problem = problems.get(rollout.problem_id) or Problem(rollout.problem_id, "")
+    return MeasureContext(rollout.messages, _with_texts(rollout), problem.expect, problem)
+
+
+def _with_texts(rollout: Rollout) -> list[ToolResult]:
+    """The tool results with what they said, which is stored among the messages alone."""
+    texts = [message.text for message in rollout.messages if message.role == "tool"]
+    calls = [call for message in rollout.messages for call in message.tool_calls]
+    found = []
+    for i, result in enumerate(rollout.tool_results):
+        call = calls[i] if i < len(calls) and calls[i].name == result.call.name else result.call
+        found.append(replace(result, call=call, content=texts[i] if i < len(texts) else ""))
+    return found
+
+
+def _rates(scores: Sequence[Score]) -> dict[str, float | None]:
+    valid = [score for score in scores if not score.error]
+    verdicts = [bool(score.passed) for score in valid if score.passed is not None]
+    return {"mean": _mean([score.value for score in valid]), "pass_rate": _mean(verdicts)}
+
+
+def _series(tally: _Tally, steps: Sequence[int]) -> dict[str, list[float | None]]:
+    rows = [tally.by_step.get(step, ([], [])) for step in steps]
+    return {"old": [_mean(old) for old, _ in rows], "new": [_mean(new) for _, new in rows]}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
