@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palestra.core.errors import PalestraError
@@ -83,7 +83,9 @@ class Catalog:
             listed = True
         except (PalestraError, sqlite3.Error):
             listed = False
-        return CatalogRun(run, folder, imported.source if imported else "palestra", listed)
+        if imported is not None:
+            return CatalogRun(replace(run, state="completed"), folder, imported.source, listed=False)
+        return CatalogRun(run, folder, listed=listed)
 
 
 def run_folders(path: Path) -> Iterator[RunFolder]:

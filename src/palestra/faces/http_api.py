@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.routing import Mount
+from starlette.types import ASGIApp
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
@@ -31,8 +34,8 @@ _ABOUT = (
 _EVENTS = "text/event-stream"
 
 
-def http_app(clients: Clients, token: str | None) -> Guard:
-    """The application, guarded: a token, or a loopback address and no other site."""
+def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = None) -> ASGIApp:
+    """The application, guarded: a token, or a loopback address and no other site. The dashboard guards itself."""
     app = FastAPI(title="Palestra", version=version("palestra"), description=_ABOUT)
 
     @app.exception_handler(AnyHTTPException)
@@ -58,7 +61,10 @@ def http_app(clients: Clients, token: str | None) -> Guard:
 
     for tool in TOOLS.values():
         _add_tool(app, clients, tool)
-    return Guard(app, token)
+    guarded = Guard(app, token)
+    if dashboard is None:
+        return guarded
+    return Starlette(routes=[Mount("/dashboard", dashboard), Mount("/", guarded)])
 
 
 def _add_tool(app: FastAPI, clients: Clients, tool: RlTool) -> None:

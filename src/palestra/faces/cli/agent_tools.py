@@ -14,6 +14,7 @@ import click
 from palestra.faces.cli.common import debug_option, json_option, print_sections
 from palestra.faces.cli.serve import address_options, missing_extra, run_server
 from palestra.faces.cli.settings import show
+from palestra.faces.launcher import FormLauncher
 from palestra.faces.rl_tools import RlTools, tool_schemas
 from palestra.faces.rl_tools.clients import Clients
 from palestra.runs.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
@@ -49,7 +50,7 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
 @address_options(8003)
 @debug_option
 def http(host: str, port: int, token: str | None) -> None:
-    """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json.
+    """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json; the dashboard is at /dashboard/.
 
     \b
     palestra http
@@ -57,9 +58,14 @@ def http(host: str, port: int, token: str | None) -> None:
     """
     with missing_extra("http"):
         from palestra.faces.http_api import http_app
+    from palestra.dashboard.app import dashboard_app
+    from palestra.dashboard.catalog import Catalog
     from palestra.serve.web import open_port
 
-    run_server(http_app(_clients(), token), open_port(host, port, token), "the tools are served at")
+    manager, site = RunManager(), load_site()
+    clients = Clients(lambda: RlTools(manager, site))
+    dashboard = dashboard_app(Catalog(manager), token, launcher=FormLauncher(manager, site))
+    run_server(http_app(clients, token, dashboard), open_port(host, port, token), "the tools are served at")
 
 
 def _clients() -> Clients:

@@ -21,21 +21,29 @@ from palestra.runs.manager import RunManager
 def command(path: Path | None, host: str, port: int, token: str | None) -> None:
     """Show runs in a browser: live curves, every rollout and token, and whether a rising reward is real.
 
-    PATH is a run folder or a folder of some; without it, all runs are shown.
+    PATH is a run folder or a folder of some; without it, all runs are shown. Runs of others open, too: TRL's
+    completions (Parquet), verifiers' results, ATIF trajectories, the logs of the Tinker cookbook.
 
     \b
     palestra dashboard
     palestra dashboard runs/my-agent-20260131-101500
+    palestra dashboard trl_output/completions
     """
     require_serve_extra()
     from palestra.dashboard.app import dashboard_app
     from palestra.dashboard.catalog import Catalog, run_folders
+    from palestra.dashboard.foreign import open_foreign
     from palestra.serve.web import open_port
 
     folders = None if path is None else list(run_folders(path))
-    if folders == []:
-        raise PalestraError(f"{path} holds no run; give a run folder, or a folder of some")
+    foreign = open_foreign(path) if path is not None and not folders else None
+    if folders == [] and foreign is None:
+        raise PalestraError(
+            f"{path} holds no run; give a run folder or a folder of some, TRL's completions, verifiers' results, ATIF "
+            "trajectories or the logs of the Tinker cookbook"
+        )
     manager = RunManager()
     launcher = FormLauncher(manager, load_site())
-    app = dashboard_app(Catalog(manager, folders), token, launcher=launcher, path=path)
+    catalog = Catalog(manager, folders, [foreign] if foreign else [])
+    app = dashboard_app(catalog, token, launcher=launcher, path=path)
     run_server(app, open_port(host, port, token), "the dashboard is at", f"/?token={token}" if token else "")
