@@ -35,7 +35,7 @@ def is_llama_like(model: Any) -> bool:
     if type(model.model.embed_tokens) is not nn.Embedding:
         return False
     groups = _linears(model)
-    if not all(is_linear(linear) for group in groups for linear in group) or type(model.lm_head) is not nn.Linear:
+    if not all(is_linear(linear) for group in groups for linear in group):
         return False
     return all(len({base_linear(linear).bias is None for linear in group}) == 1 for group in groups)
 

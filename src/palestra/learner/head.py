@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.engine.lora import adapter_of, base_linear
 from palestra.learner.logit_rule import LogitRule
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
@@ -31,12 +32,15 @@ def score_tokens(
     rule: LogitRule,
     *,
     entropy_gradient: bool = False,
+    adapter: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([N] log-probability of each target, [N] entropy of its distribution), both float32.
 
-    The entropy carries no gradient unless asked for.
+    The entropy carries no gradient unless asked for. `adapter` is what a low-rank one adds to the logits, as two
+    factors: [N, r] and [V, r].
     """
-    logprobs, entropy = _Score.apply(hidden, weight, bias, target, rule, entropy_gradient)
+    low, up = adapter if adapter is not None else (None, None)
+    logprobs, entropy = _Score.apply(hidden, weight, bias, low, up, target, rule, entropy_gradient)
     return logprobs, entropy
 
 
@@ -52,9 +56,22 @@ class ScoringHead(nn.Module):
         self, hidden: Tensor, target: Tensor, *, temperature: float | None = None, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature."""
-        bias = getattr(self.output, "bias", None)
+        linear = base_linear(self.output)
+        bias = getattr(linear, "bias", None)
         rule = self.rule if temperature is None else replace(self.rule, temperature=temperature)
-        return score_tokens(hidden, self.output.weight, bias, target, rule, entropy_gradient=entropy_gradient)
+        adapter = self._adapter(hidden) if linear is not self.output else None
+        return score_tokens(
+            hidden, linear.weight, bias, target, rule, entropy_gradient=entropy_gradient, adapter=adapter
+        )
+
+    def _adapter(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What peft's adapter of the output layer makes of the hidden states, unless it is switched off."""
+        if self.output.disable_adapters:
+            return None
+        found = adapter_of(self.output)
+        assert found is not None
+        low = F.linear(hidden.to(found.down.dtype), found.down) * found.scaling
+        return low.to(hidden.dtype), found.up.to(hidden.dtype)
 
 
 class _Score(torch.autograd.Function):
@@ -64,6 +81,8 @@ class _Score(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
         target: Tensor,
         rule: LogitRule,
         entropy_gradient: bool,
@@ -72,8 +91,9 @@ class _Score(torch.autograd.Function):
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
         room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
-        for h, y in zip(hidden.split(size), target.split(size), strict=True):
-            logits = F.linear(h, weight, bias)
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            logits, y = _logits(hidden[part], weight, bias, low if low is None else low[part], up), target[part]
             parts.append(statistics(logits, y, rule))
             room -= logits.nbytes
             if room >= 0:
@@ -82,7 +102,7 @@ class _Score(torch.autograd.Function):
         logprobs, logsumexp, entropy = (
             (torch.cat(x) for x in zip(*parts, strict=True)) if parts else (empty, empty, empty)
         )
-        ctx.save_for_backward(hidden, weight, bias, target, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
         ctx.rule, ctx.entropy_gradient, ctx.kept = rule, entropy_gradient, kept
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -90,18 +110,20 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        grad_low = None if low is None else torch.empty_like(low)
+        grad_up = None if up is None else torch.zeros_like(up, dtype=torch.float32)
         kept, ctx.kept = iter(ctx.kept), []
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             logits = next(kept, None)
             if logits is None:
-                logits = F.linear(hidden[part], weight, bias)
+                logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
             gradient = logit_gradient(
                 logits,
                 target[part],
@@ -114,11 +136,20 @@ class _Score(torch.autograd.Function):
             torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _add_product(grad_weight, gradient, hidden[part])
+            if grad_low is not None and grad_up is not None:
+                torch.mm(gradient, up, out=grad_low[part])
+                _add_product(grad_up, gradient, low[part])
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=torch.float32)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        grad_up = None if grad_up is None else grad_up.to(up.dtype)
+        return grad_hidden, grad_weight, grad_bias, grad_low, grad_up, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return logits if low is None or up is None else logits.addmm_(low, up.T)
 
 
 def _chunk_tokens(weight: Tensor, tokens: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
+from palestra.engine.lora import is_linear
 from palestra.learner.packed import PackedMicroBatch, pack_batch
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def require_tree_support(model: Any) -> None:
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
     if recurrent:  # they carry a state from token to token, so from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    if not is_linear(model.get_output_embeddings()):
         raise UnsupportedModel(f"the output layer of {name} is not a plain linear layer")
     kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds_of_argument:

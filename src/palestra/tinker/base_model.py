@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class BaseModel:
         self.path = loaded.path
         self.tokenizer = loaded.tokenizer
         self._model = loaded.model.eval().requires_grad_(False)
-        self._building = threading.Lock()  # peft and the random generator are not made for two at once
+        self.building = threading.Lock()  # peft and the random generator are not made for two at once
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> BaseModel:
@@ -85,7 +86,7 @@ class BaseModel:
 
     def module(self, spec: AdapterSpec | None, seed: int = 0) -> nn.Module:
         """The base with a fresh adapter, or alone where there is no spec; frozen weights are shared, others its own."""
-        with self._building:
+        with self.building:
             if spec is not None and not spec.rank:
                 return copy.deepcopy(self._model).requires_grad_(True)
             shared = {id(weight): weight for weight in self._model.parameters()}
@@ -95,7 +96,9 @@ class BaseModel:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 section = LoraSection(r=spec.rank, alpha=spec.alpha, target_modules=self._targets(spec))
-                return add_lora(model, section)
+                with warnings.catch_warnings():  # that a tied head cannot be merged, which nobody does
+                    warnings.simplefilter("ignore", UserWarning)
+                    return add_lora(model, section)
 
     def trained_bytes(self, spec: AdapterSpec) -> int:
         """About what one training with it holds: weights, gradient, two moments, and one pinned version."""

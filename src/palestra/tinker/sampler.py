@@ -91,7 +91,10 @@ class Sampler:
         self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[SampleResponse]]] = asyncio.Queue()
         try:
             self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
-            self._policy: Policy[Any] = build_policy(self._module, self._base.tokenizer, "auto", self._kv_memory_gib)
+            with self._base.building:  # an engine may move the weights that all share
+                self._policy: Policy[Any] = build_policy(
+                    self._module, self._base.tokenizer, "auto", self._kv_memory_gib
+                )
         except BaseException as error:
             self._started.set_exception(error)
             return

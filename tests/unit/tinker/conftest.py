@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from palestra.models.loading import load_model
 from palestra.serve.web import Server, open_port, url_of
 from palestra.tinker.base_model import BaseModel
 from palestra.tinker.messages import Datum, Tensor
@@ -41,7 +42,12 @@ def serving(service: Service, token: str | None = None, long_poll_s: float = 30.
 
 @pytest.fixture(scope="session")
 def base() -> BaseModel:
-    return BaseModel.load("palestra/tiny", device="cpu")
+    """The embedded model's first layer: what is tested here does not depend on their number."""
+    loaded = load_model("palestra/tiny", device="cpu")
+    del loaded.model.model.layers[1:]
+    loaded.model.config.num_hidden_layers = 1
+    loaded.model.config.layer_types = loaded.model.config.layer_types[:1]
+    return BaseModel(loaded)
 
 
 @pytest.fixture(scope="session")

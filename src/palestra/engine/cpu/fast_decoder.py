@@ -87,7 +87,7 @@ class CpuFastDecoder:
             x = _add_product(x, out, weights.out, weights.out_bias)
             x = self._mlp(x, weights)
         logits = torch.mm(self._norms["hidden"](x), self._head)
-        bias = self.model.lm_head.bias
+        bias = _bias(self.model.lm_head)
         return logits if bias is None else logits.add_(bias)
 
     def _attention(

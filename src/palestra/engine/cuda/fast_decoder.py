@@ -85,6 +85,7 @@ class CudaFastDecoder:
     def find_weights(self) -> None:
         """Note where the weights are; again after somebody has moved them."""
         self._layers = [_layer(i, layer, self._cos, self._sin) for i, layer in enumerate(self.model.model.layers)]
+        self._head = _Product.of(self.model.lm_head)
 
     def refresh_adapters(self) -> None:
         """Copy the adapters' weights anew; everything else is read where it is."""
@@ -92,6 +93,8 @@ class CudaFastDecoder:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 if product.adapter is not None:
                     product.adapter.refresh()
+        if self._head.adapter is not None:
+            self._head.adapter.refresh()
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""
@@ -124,8 +127,7 @@ class CudaFastDecoder:
                 x, out = x.index_select(0, ends), out.index_select(0, ends)
             layer.out.add_to(x, out)
             layer.down.add_to(x, _gated(_norm(layer.mlp_norm, x), layer.gate_up))
-        head = self.model.lm_head
-        return F.linear(_norm(body.norm, x), head.weight, head.bias)
+        return self._head(_norm(body.norm, x))
 
 
 def _layer(index: int, module: Any, cos: Tensor, sin: Tensor) -> _Layer:
