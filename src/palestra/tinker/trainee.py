@@ -26,6 +26,7 @@ from palestra.tinker.losses import INPUTS, token_losses
 from palestra.tinker.messages import Datum
 
 TOKENS_PER_PASS = 16384
+WORTH_SHARING = 8  # tokens of a common beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,16 @@ class Outputs:
 
     logprobs: list[Array]
     loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Rows that are computed together."""
+
+    micro: PackedMicroBatch
+    each: Tensor  # [N] which of the micro-batch's scored tokens a target is
+    row: Tensor  # [N] which row it belongs to
+    inputs: dict[str, Tensor]  # [N] each: what the loss reads
 
 
 class Trainee:
@@ -102,9 +113,9 @@ class Trainee:
         try:
             with self._scorer.session(), torch.set_grad_enabled(backward):
                 for rows in self._passes(data):
-                    micro, inputs = self._pack(rows, INPUTS[loss_fn])
-                    found, _ = self._scorer(micro)
-                    loss = token_losses(loss_fn, settings, found, inputs, micro.batch.row).sum()
+                    packed = self._pack(rows, INPUTS[loss_fn])
+                    found = self._scorer(packed.micro)[0].index_select(0, packed.each)
+                    loss = token_losses(loss_fn, settings, found, packed.inputs, packed.row).sum()
                     if backward:
                         loss.backward()
                     losses.append(loss.detach().double())
@@ -183,38 +194,80 @@ class Trainee:
         if data:
             yield data[start:]
 
-    def _pack(self, rows: Sequence[Datum], names: Sequence[str]) -> tuple[PackedMicroBatch, dict[str, Tensor]]:
-        """Rows one after the other, each a tree without branches, and what the loss reads of every target."""
-        lengths = [len(datum.token_ids) for datum in rows]
-        starts = np.cumsum([0, *lengths[:-1]])
+    def _pack(self, rows: Sequence[Datum], names: Sequence[str]) -> _Packed:
+        """The rows' tokens, prompts that neighbours share once, and what the loss reads of every target."""
+        tokens: list[Array] = []
+        positions: list[Array] = []
+        trees: list[Tree] = []
+        source: list[Array] = []
+        start = 0
+        for shared, family in _families([datum.token_ids for datum in rows], share=self._scorer.shares_prefix):
+            own = [ids[shared:] for ids in family]
+            tokens += [family[0][:shared], *own]
+            positions += [np.arange(shared), *(np.arange(shared, len(ids)) for ids in family)]
+            trees.append(Tree(start, shared, tuple(len(ids) for ids in own)))
+            at = start + shared
+            for ids in own:
+                source.append(np.concatenate([np.arange(start, start + shared), np.arange(at, at + len(ids))]))
+                at += len(ids)
+            start = at
         targets = [datum.inputs["target_tokens"] for datum in rows]
         places = [target.places for target in targets]
         widths = [target.shape[1] if len(target.shape) == 2 else 1 for target in targets]
-        source = [start + place // width for start, place, width in zip(starts, places, widths, strict=True)]
-        row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
-        count, device = len(row), self.base.device
-        zeros, ones = torch.zeros(count), torch.ones(count, dtype=torch.bool)
+        predicted_from = [s[place // width] for s, place, width in zip(source, places, widths, strict=True)]
+        ids = np.concatenate([target.values for target in targets])
+        # Of a shared prompt each target is scored once, too.
+        keys, each = np.unique(np.concatenate(predicted_from) * self.base.vocabulary + ids, return_inverse=True)
+        count, device = len(keys), self.base.device
+        numbers, ones = torch.arange(count), torch.ones(count, dtype=torch.bool)
         batch = MicroBatch(
-            token_ids=torch.from_numpy(np.concatenate([datum.token_ids for datum in rows])).long(),
-            position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
-            trees=tuple(Tree(int(start), 0, (length,)) for start, length in zip(starts, lengths, strict=True)),
-            source=torch.from_numpy(np.concatenate(source)),
-            target=torch.from_numpy(np.concatenate([target.values for target in targets])).long(),
-            row=torch.from_numpy(row),
-            place=torch.from_numpy(np.concatenate(places)),
+            token_ids=_tensor(tokens).long(),
+            position_ids=_tensor(positions),
+            trees=tuple(trees),
+            source=torch.from_numpy(keys // self.base.vocabulary),
+            target=torch.from_numpy(keys % self.base.vocabulary),
+            row=torch.zeros_like(numbers),
+            place=numbers,
             policy_mask=ones,
             echo_mask=~ones,
-            sampler_logprobs=zeros,
-            advantages=zeros,
+            sampler_logprobs=torch.zeros(count),
+            advantages=torch.zeros(count),
         )
-        inputs = {
-            name: torch.from_numpy(np.concatenate([d.inputs[name].values for d in rows]).astype(np.float32)).to(device)
-            for name in names
-        }
-        every = torch.arange(count, device=device)
-        layout = Layout(batch.trees, device)
-        micro = PackedMicroBatch(batch.to(device), every, every[:0], layout, row, batch.place.numpy(), True)
-        return micro, inputs
+        every, layout = numbers.to(device), Layout(batch.trees, device)
+        micro = PackedMicroBatch(
+            batch.to(device), every, every[:0], layout, batch.row.numpy(), batch.place.numpy(), True
+        )
+        row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
+        inputs = {name: _tensor([d.inputs[name].values for d in rows]).float().to(device) for name in names}
+        return _Packed(micro, torch.from_numpy(each).to(device), torch.from_numpy(row).to(device), inputs)
+
+
+def _families(rows: Sequence[Array], *, share: bool) -> Iterator[tuple[int, list[Array]]]:
+    """(length of their common beginning, rows) of neighbours that have one; 0 for a row by itself."""
+    family: list[Array] = []
+    shared = 0
+    for ids in rows:
+        common = min(_common_length(family[0], ids), shared) if family else 0
+        common = min(common, len(ids) - 1)  # each keeps a token of its own
+        if share and family and common >= WORTH_SHARING and 2 * common >= shared:
+            family.append(ids)
+            shared = common
+            continue
+        if family:
+            yield shared if len(family) > 1 else 0, family
+        family, shared = [ids], len(ids) - 1
+    if family:
+        yield shared if len(family) > 1 else 0, family
+
+
+def _common_length(a: Array, b: Array) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _tensor(parts: Sequence[Array]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _by_row(values: Array, rows: Sequence[Datum]) -> list[Array]:

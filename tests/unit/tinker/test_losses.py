@@ -60,9 +60,7 @@ def test_losses_are_those_of_the_documentation(loss_fn: str) -> None:
         ("cispo", Objective(loss="cispo", epsilon_high=4.0)),
     ],
 )
-def test_losses_and_gradients_are_those_of_our_own_objectives(
-    loss_fn: str, settings: dict, objective: Objective
-) -> None:
+def test_losses_and_gradients_are_those_of_our_own_objectives(loss_fn: str, objective: Objective) -> None:
     lp, given, row = numbers(loss_fn)
     inputs = {name: torch.from_numpy(values) for name, values in given.items()}
     gradients = []

@@ -55,6 +55,21 @@ def test_logprobs_are_the_modules_own_with_a_trained_unembedding(base: BaseModel
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
 
 
+def test_rows_that_begin_alike_give_the_numbers_of_rows_by_themselves(base: BaseModel, make_row: Row) -> None:
+    prompt = make_row(12, 1).token_ids
+    data = []
+    for i, length in enumerate((5, 3, 1, 6)):
+        row = make_row(12 + length, i)
+        data.append(Datum(np.concatenate([prompt, row.token_ids[12:]]), row.inputs))
+    data = [*data[:3], data[2], make_row(7, 9), data[3]]  # one twice, and a stranger between
+    together, apart = (Trainee(base, SPEC, seed=1, rows_per_pass=rows) for rows in (6, 1))
+    outputs = [trainee.forward_backward(data, "importance_sampling", {}) for trainee in (together, apart)]
+    for mine, theirs in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    for name, gradient in apart.gradient().items():
+        assert torch.allclose(together.gradient()[name], gradient, atol=1e-3, rtol=1e-3)
+
+
 def test_several_targets_a_position_add_up_like_rows_of_their_own(base: BaseModel, make_row: Row) -> None:
     row = make_row(4, 3)
     random = np.random.default_rng(0)
