@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test test-slow test-browser test-foreign test-agents fuzz lint clean
+.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -33,6 +33,9 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness
 	$(BIN)/python scripts/agents.py
+
+test-tinker: $(READY_DEV)  ## recipes of the Tinker cookbook against `palestra tinker`, in an environment of their own (network)
+	$(BIN)/python scripts/tinker_recipes.py
 
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -175,6 +175,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The trained tensors by the names that they have in a module with one adapter."""
     from safetensors.torch import load_file
 
+    check_whole(checkpoint.folder)
     files = sorted(checkpoint.folder.glob("*.safetensors"))
     if not files:
         raise PalestraError(f"{checkpoint.path} has no weights")

@@ -321,7 +321,7 @@ class _Api:
 
     async def set_ttl(self, request: HttpRequest) -> Response:
         body = await _read(request, bodies.SetTtl)
-        self._service.checkpoints.set_ttl(_path(request), body.ttl_seconds)
+        await asyncio.to_thread(self._service.checkpoints.set_ttl, _path(request), body.ttl_seconds)
         return JSONResponse({})
 
     async def delete_checkpoint(self, request: HttpRequest) -> Response:
@@ -330,14 +330,14 @@ class _Api:
 
     async def archive(self, request: HttpRequest) -> Response:
         """All files of a checkpoint as one tar file."""
-        found = self._service.checkpoints.find(_path(request), check=True)
+        found = await asyncio.to_thread(self._service.checkpoints.find, _path(request), check=True)
         packed = await asyncio.to_thread(_pack, found)
         name = f"{found.path.name}.tar"
         end = BackgroundTask(packed.close)
         return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
 
     async def file_urls(self, request: HttpRequest) -> Response:
-        found = self._service.checkpoints.find(_path(request), check=True)
+        found = await asyncio.to_thread(self._service.checkpoints.find, _path(request), check=True)
         here = str(request.url).removesuffix("/external_weights_urls")
         urls = {file.name: f"{here}/files/{file.name}" for file in sorted(found.folder.iterdir())}
         return JSONResponse({"urls": urls, "expires": _time(time.time() + 3600)})

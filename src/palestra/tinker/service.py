@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from palestra.core.types import SamplingParams
+from palestra.core.whole_folder import check_whole
 from palestra.engine.engine import GIB, default_kv_bytes
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
@@ -267,6 +268,7 @@ class Service:
         def work() -> Result:
             trainee, _ = model.ready
             found = self._checkpoint(parsed, model.base)
+            check_whole(found.folder)
             if found.spec != model.spec:
                 raise NotHere(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
             if optimizer and parsed.kind != "weights":
@@ -277,7 +279,7 @@ class Service:
         return model.worker.submit(seq_id, "load_weights", work)
 
     def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
-        found = self.checkpoints.find(path, check=True)
+        found = self.checkpoints.find(path)
         if found.base_model != base.name:
             raise NotHere(f"{path} was trained on {found.base_model}, and this is {base.name}")
         return found

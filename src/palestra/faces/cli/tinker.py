@@ -61,5 +61,8 @@ def command(
 
     bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
     limits = Limits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
+    for base in bases:
+        if base.path != base.name:
+            click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")
     app = tinker_app(Service(bases, output_dir, limits), token=token)
     run_server(app, socket, f"{', '.join(names)} served to the Tinker SDK at")

@@ -1,0 +1,55 @@
+"""`palestra tinker` is killed while it saves: what it had acknowledged is whole, and a new server goes on from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+tinker = pytest.importorskip("tinker")
+types = tinker.types
+
+
+@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="two servers take 20 s; make test-slow")
+def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    row = types.Datum(
+        model_input=types.ModelInput.from_ints([5, 6, 7]),
+        loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
+    )
+    server, url = start(tmp_path)
+    client = tinker.ServiceClient(base_url=url, api_key="tml-test").create_lora_training_client("palestra/tiny", rank=2)
+    saved = []
+    for step in range(3):
+        client.forward_backward([row], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        saved.append(client.save_state(f"step-{step}").result().path)
+    losses = [client.forward_backward([row], "cross_entropy").result().metrics["loss:sum"]]
+    for step in range(3, 30):
+        client.save_state(f"step-{step}")
+    server.kill()
+    server.wait()
+    _, url = start(tmp_path)
+    service = tinker.ServiceClient(base_url=url, api_key="tml-test")
+    found = service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints
+    assert {c.tinker_path for c in found} >= set(saved)
+    for checkpoint in [found[0], found[-1]]:
+        resumed = service.create_training_client_from_state_with_optimizer(checkpoint.tinker_path)
+        losses.append(resumed.forward_backward([row], "cross_entropy").result().metrics["loss:sum"])
+    assert losses[2] == losses[0]  # the last one that is whole has the weights of the third step
+    assert losses[1] > losses[0]
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "palestra", "tinker", "palestra/tiny", "--port", "0", "--device", "cpu"]
+    server = subprocess.Popen([*command, "--output_dir", str(folder / "runs")], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    url = next(found.group() for line in server.stdout if (found := re.search(r"http://\S+", line)))
+    return server, url
