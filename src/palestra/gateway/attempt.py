@@ -60,8 +60,7 @@ class Attempt:
         self.id = secrets.token_urlsafe(16)
         self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
         self.problem = problem
-        opener = model.policy if shared_prompts is None else shared_prompts
-        self.lineages = Lineages(model.policy, model.chat, opener.open)
+        self.lineages = Lineages(model.policy, model.chat, shared_prompts or SharedPrompts(model.policy, 1))
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses

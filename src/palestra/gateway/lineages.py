@@ -6,14 +6,15 @@ history opens a branch: at the last turn that it shares with a known conversatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall, Turn
-from palestra.gateway.matching import Key, reply_key, reply_keys, request_keys, value_key
+from palestra.gateway.matching import Key, opening_key, reply_key, reply_keys, request_keys
+from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.policy.base import Policy
 
 Schemas = Sequence[dict[str, Any]]
@@ -90,7 +91,7 @@ class Lineages:
 
     policy: Policy[Any]
     chat: ChatFormat
-    open_prompt: Callable[[Sequence[int]], Any]  # a session for an opening, which siblings may have in common
+    prompts: SharedPrompts
     nodes: list[Node] = field(default_factory=list)
     recomputed_tokens: int = 0  # of known turns from which somebody had gone on before
     retokenised_turns: int = 0  # sampled, and rendered again as text because the history before them had changed
@@ -119,7 +120,7 @@ class Lineages:
         self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]
     ) -> tuple[Place, tuple[Message, ...], tuple[Turn, ...]]:
         """The place, the messages that are new there, and their tokens."""
-        keys, opening = request_keys(messages), value_key([list(tools), dict(variables)])
+        keys, opening = request_keys(messages), opening_key(tools, variables)
         node, start = self._find(messages, keys, opening)
         if node is not None:
             heard = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
@@ -127,7 +128,8 @@ class Lineages:
             if given is not None:
                 return (node, opening, tuple(keys[start:])), heard, given
         heard = tuple(_with_call_names(messages))
-        return (None, opening, tuple(keys)), heard, (self.chat.prompt(heard, tools, variables),)
+        prompt = self.prompts.render(heard, opening, lambda: self.chat.prompt(heard, tools, variables))
+        return (None, opening, tuple(keys)), heard, (prompt,)
 
     def add(
         self, branch: Branch, reply: Message, said: Turn, session: Any, call_ids: tuple[str, ...], has_stop_token: bool
@@ -216,7 +218,7 @@ class Lineages:
         """A session that holds all tokens up to here, and how many of them it held before."""
         new = [i for turn in given for i in turn.token_ids.tolist()]
         if node is None:
-            return self.open_prompt(new), 0
+            return self.prompts.open(new), 0
         if node.session is None:
             known = node.token_ids
             session = self.policy.open(known + new)

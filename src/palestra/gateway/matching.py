@@ -8,7 +8,8 @@ thinking, and whitespace at the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from palestra.chat.toolcalls import strip_thinking
@@ -43,6 +44,16 @@ def reply_keys(message: Message) -> tuple[Key, ...]:
     """All keys under which a reply may come back: some clients drop the text beside tool calls."""
     full = reply_key(message)
     return (full, (full[0], "", full[2])) if full[1] and message.tool_calls else (full,)
+
+
+def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The tools and the template's variables, which are the same in most requests."""
+    return _opening_key(json.dumps([tools, variables]))
+
+
+@lru_cache(256)
+def _opening_key(text: str) -> str:
+    return value_key(json.loads(text))
 
 
 def value_key(value: Any) -> str:

@@ -1,10 +1,11 @@
-"""A prompt that several attempts open with is computed once."""
+"""A prompt that several attempts open with is rendered and computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from palestra.core.types import Message, Turn
 from palestra.policy.base import Policy
 
 
@@ -15,6 +16,16 @@ class SharedPrompts:
         self._policy = policy
         self._siblings = siblings
         self._forks: dict[tuple[int, ...], list[Any]] = {}
+        self._rendered: dict[Any, Turn] = {}
+
+    def render(self, messages: Sequence[Message], opening: str, make: Callable[[], Turn]) -> Turn:
+        """The tokens of an opening; `opening` names its tools and variables."""
+        if self._siblings == 1 or any(message.tool_calls for message in messages):
+            return make()
+        key = (opening, tuple(messages))
+        if key not in self._rendered:
+            self._rendered[key] = make()
+        return self._rendered[key]
 
     def open(self, prompt_ids: Sequence[int]) -> Any:
         """A session with this prompt."""

@@ -245,8 +245,9 @@ async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     while time.monotonic() < until:
         piece = asyncio.ensure_future(anext(stream, None))
         try:
+            await asyncio.sleep(0)  # most have come already
             for _ in range(_SILENCE_S):
-                if (await asyncio.wait({piece}, timeout=1.0))[0]:
+                if piece.done() or (await asyncio.wait({piece}, timeout=1.0))[0]:
                     break
             else:
                 break
