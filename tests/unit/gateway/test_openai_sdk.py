@@ -266,3 +266,22 @@ def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):
 
     with_attempt(model, agent)
     assert not model.policy.engine.busy
+
+
+def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer):
+    def talk(attempt, i):
+        with openai.OpenAI(base_url=attempt.base_url, api_key=attempt.api_key, max_retries=0) as client:
+            messages = [{"role": "user", "content": f"Question {i % 10}?"}]
+            for _ in range(2):
+                answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+                messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+
+    async def agent(attempt):
+        await asyncio.gather(*(asyncio.to_thread(talk, attempt, i) for i in range(20)))
+        return await attempt.finish(), attempt.counts
+
+    model = completer(tiny_tokenizer, lambda i: f"{i}.{END}")
+    rows, counts = with_attempt(model, agent)
+    trained = [t.token_ids.tolist() for row in rows for t in row.turns if t.maker == "model"]
+    assert sorted(trained) == sorted(model.policy.sampled)
+    assert (len(rows), counts.turns, counts.recomputed_tokens, counts.retokenised_turns) == (20, 40, 0, 0)
