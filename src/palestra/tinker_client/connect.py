@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -82,6 +83,7 @@ def connect(base_url: str | None) -> Any:
     if key and not key.startswith(("tml-", "eyJ")):
         raise PalestraError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
     try:
+        logging.getLogger("tinker.lib.api_future_impl").addFilter(_is_news)
         service = tinker.ServiceClient(base_url=base_url)
         _ = service.holder  # opens the session
         return service
@@ -89,3 +91,8 @@ def connect(base_url: str | None) -> Any:
         if key is None and "api_key" in str(error):
             raise PalestraError(f"backend: tinker needs a key; set {KEY} ({_ANY_KEY})") from None
         raise refusal(error) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """The SDK warns whenever an answer takes longer than one poll."""
+    return "try_again" not in record.getMessage()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 import uuid
@@ -69,6 +70,7 @@ class TinkerModel:
         self._lock = threading.RLock()
         self._generation = 0
         self._failures = 0
+        self._has_gap = False
         self._changes: list[Change | Sampler] = []  # since `state`, in order
         self._reference: Sampler | None = None
         self._steps = 0
@@ -89,8 +91,9 @@ class TinkerModel:
         """Send a request that changes the model; `answer` waits for it."""
         with self._lock:
             change = Change(send, is_step)
+            client = self._usable()
             self._changes.append(change)
-            change.future = send(self._client)
+            change.future = send(client)
         return change
 
     def answer(self, change: Change) -> Any:
@@ -167,7 +170,7 @@ class TinkerModel:
             if not target.is_relative_to(folder.resolve()):
                 raise PalestraError(f"the Tinker server names a file {file!r} outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
-            reply = Request(url, timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
+            reply = Request(url, headers=self._headers(url), timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
             if reply.status != 200:
                 raise HttpError(url.partition("?")[0], "a file of the trained model", reply.status)
             target.write_bytes(reply.body)
@@ -182,9 +185,9 @@ class TinkerModel:
         while True:
             generation = self._generation
             try:
-                found = self._wait(make(self._client))
+                found = self._wait(make(self._usable()))
             except Exception as error:
-                self._recover(error, generation)
+                self._recover(error, generation, is_numbered=True)
             else:
                 self._failures = 0
                 return found
@@ -200,6 +203,13 @@ class TinkerModel:
             else:
                 self._failures = 0
                 return found
+
+    def _usable(self) -> Any:
+        """The training client, made anew after a request that was refused: a server may wait for its number for ever."""
+        if self._has_gap:
+            with self._lock:
+                self._reopen()
+        return self._client
 
     def _wait(self, future: Any) -> Any:
         future = future if isinstance(future, Future) else future.future()  # the SDK has its own kind around it
@@ -222,9 +232,18 @@ class TinkerModel:
                 future.cancel()
         return future.result()
 
+    @property
+    def _url(self) -> str | None:
+        return getattr(getattr(self._service, "holder", None), "_base_url", None)
+
+    def _headers(self, url: str) -> dict[str, str]:
+        """The key, for files on the server itself; signed URLs elsewhere need none, and must not see it."""
+        key = os.environ.get("TINKER_API_KEY")
+        return {"X-API-Key": key} if key and self._url and url.startswith(f"{self._url}/") else {}
+
     def _check_server(self) -> None:
         """Give up where nothing has answered for long: the SDK would wait for ever."""
-        url = getattr(getattr(self._service, "holder", None), "_base_url", None)
+        url = self._url
         with self._lock:
             away_s = time.monotonic() - self._answered
             if url is None or away_s < _POLL_S:
@@ -237,13 +256,14 @@ class TinkerModel:
             else:
                 self._answered = time.monotonic()
 
-    def _recover(self, error: Exception, generation: int) -> None:
+    def _recover(self, error: Exception, generation: int, *, is_numbered: bool = False) -> None:
         """Open another session where this one is lost; any other error is raised."""
         with self._lock:
             if generation != self._generation:  # someone else has done it
                 return
             in_vain = self._failures > 0 and is_unknown(error)  # it knows the new session; so this is something else
             if not is_lost(error) or in_vain:
+                self._has_gap = is_numbered
                 raise refusal(error) from error
             if self._failures >= _RECOVERIES:
                 raise self._lost(error) from error
@@ -253,7 +273,7 @@ class TinkerModel:
             self._reopen()
 
     def _reopen(self) -> None:
-        old, self._generation = self._service, self._generation + 1
+        old, self._generation, self._has_gap = self._service, self._generation + 1, False
         try:
             self._open()
             for change in [*self._changes, *([self._reference] if self._reference else [])]:

@@ -155,6 +155,18 @@ def test_a_mistake_of_ours_is_not_sent_again() -> None:
     assert server.log.count("session") == 1
 
 
+def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numbers() -> None:
+    server = FakeServer()
+    learner = learner_on(server)
+    step(learner, rows())
+    server.fails = [WRONG]
+    with pytest.raises(PalestraError, match="no token 99"):
+        learner.forward(Batch(rows()))
+    server.log.clear()
+    learner.forward(Batch(rows()))
+    assert server.log == ["session", "create", "cross_entropy", "optim_step", "close interrupted"]
+
+
 def test_a_key_that_is_not_accepted_is_named() -> None:
     answer = httpx.Response(401, request=httpx.Request("POST", "http://fake"))
     error = tinker.AuthenticationError("no", response=answer, body={"detail": "unknown key"})
