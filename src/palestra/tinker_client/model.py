@@ -205,7 +205,7 @@ class TinkerModel:
                 return found
 
     def _usable(self) -> Any:
-        """The training client, made anew after a request that was refused: a server may wait for its number for ever."""
+        """The training client, made anew after a refused request: a server may wait for its number for ever."""
         if self._has_gap:
             with self._lock:
                 self._reopen()
