@@ -23,7 +23,7 @@ from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.futures import NotHere
 
 ABOUT = "tinker.json"
-KINDS = ("weights", "sampler_weights")  # with the optimizer's state, and without
+KINDS = ("weights", "sampler_weights", "external_weights")  # with the optimizer's state; without; to be downloaded
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 

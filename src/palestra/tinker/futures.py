@@ -126,6 +126,14 @@ class OrderedWorker:
                 self._known.pop(self._next - KEPT_REQUESTS, None)
             return request
 
+    def refuse(self, seq_id: int, reason: str) -> None:
+        """Count the number of a request that is not done."""
+
+        def refused() -> Result:
+            raise PalestraError(reason)
+
+        self.submit(seq_id, "refused", refused)
+
     def close(self, reason: str) -> None:
         """Do no more; what waits is told so."""
         with self._lock:

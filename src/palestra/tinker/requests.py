@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.messages import Tensor, csr_cells
+from palestra.tinker.protobuf import as_int, as_text, read_fields
 from palestra.tinker.trainee import AdamParams
 
 MAX_SAMPLES = 1024
@@ -122,6 +124,19 @@ class SaveWeightsForSampler(OfModel):
     sampling_session_seq_id: int | None = Field(None, ge=0)
     ttl_seconds: Ttl | None = None
     user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsExternal(OfModel):
+    seq_id: SeqId
+    path: str
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _not_encrypted(self) -> SaveWeightsExternal:
+        if self.age_encryption_recipients:
+            raise ValueError("this server does not encrypt what it exports; leave age_encryption_recipients out")
+        return self
 
 
 class LoadWeights(OfModel):
@@ -232,3 +247,19 @@ class SetTtl(Body):
 def _only_adamw(kind: str) -> None:
     if kind not in ("adamw", "adam"):
         raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
+
+
+def number_of(body: bytes) -> tuple[str, int | None]:
+    """The model and the number in a body, JSON or protobuf, that cannot be read otherwise."""
+    try:
+        if body[:1] == b"{":
+            found = json.loads(body)
+            return str(found.get("model_id")), int(found["seq_id"])
+        fields: dict[int, Any] = {}
+        for number, value in read_fields(memoryview(body)):
+            fields[number] = value
+            if {1, 2} <= fields.keys():
+                return as_text(fields[1]), as_int(fields[2])
+        return "", None
+    except (PalestraError, ValueError, KeyError, TypeError):
+        return "", None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import tarfile
 import tempfile
 import time
@@ -36,6 +37,7 @@ log = logging.getLogger("palestra")
 
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_MIB = 64
+_ID = re.compile(r"s-[0-9a-f]{6,}[^/]*|tinker:[^/]*")
 LONG_POLL_S = 30.0  # the SDK waits 45 s
 SWEEP_S = 30.0
 _STATUS = ((TooBusy, 429), (Gone, 410), (NotHere, 404))
@@ -48,6 +50,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
     """The server over a service; `token` is the API key that clients send."""
     api = _Api(service, long_poll_s)
     post, get = partial(_route, "POST"), partial(_route, "GET")
+    numbered = partial(_route, "POST", refused=api.count_refused)
     run, checkpoint = "/training_runs/{run_id}", "/training_runs/{run_id}/checkpoints/{kind}/{name}"
     routes = [
         get("/healthz", api.health),
@@ -62,11 +65,12 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         post("/create_model", api.create_model),
         post("/unload_model", api.unload_model),
         post("/get_info", api.get_info),
-        post("/forward_backward", api.forward_backward),
-        post("/optim_step", api.optim_step),
-        post("/save_weights", api.save_weights),
-        post("/save_weights_for_sampler", api.save_weights_for_sampler),
-        post("/load_weights", api.load_weights),
+        numbered("/forward_backward", api.forward_backward),
+        numbered("/optim_step", api.optim_step),
+        numbered("/save_weights", api.save_weights),
+        numbered("/save_weights_for_sampler", api.save_weights_for_sampler),
+        numbered("/save_weights_external", api.save_weights_external),
+        numbered("/load_weights", api.load_weights),
         post("/weights_info", api.weights_info),
         post("/create_sampling_session", api.create_sampling_session),
         get("/samplers/{sampling_id}", api.get_sampler),
@@ -82,24 +86,37 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         get(f"{checkpoint}/files/{{file}}", api.file),
         _route("PUT", f"{checkpoint}/ttl", api.set_ttl),
         _route("DELETE", checkpoint, api.delete_checkpoint),
+        Route("/api/v1/{path:path}", _not_served, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return make_app(routes, token=token, lifespan=api.lifespan)
 
 
-def _route(method: str, path: str, handler: Handler) -> Route:
+def _route(
+    method: str, path: str, handler: Handler, refused: Callable[[HttpRequest, str], None] | None = None
+) -> Route:
     async def explained(request: HttpRequest) -> Response:
         try:
             return await handler(request)
         except PalestraError as error:
+            if refused is not None and not isinstance(error, TooBusy):
+                refused(request, str(error))
             status = next((status for kind, status in _STATUS if isinstance(error, kind)), 400)
             raise refuse(status, str(error), retry_after_s=1 if status == 429 else None) from None
-        except HTTPException:
+        except HTTPException as error:
+            if refused is not None:
+                refused(request, str(error.detail))
             raise
         except Exception as error:  # not 500: the SDK would send the same again for hours
             log.exception("%s failed", path)
             raise refuse(400, f"the server failed: {type(error).__name__}: {error}") from None
 
     return Route(f"/api/v1{path}", explained, methods=[method])
+
+
+async def _not_served(request: HttpRequest) -> Response:
+    raise refuse(
+        404, f"this server does not serve {request.method} {_ID.sub('…', request.url.path)}; it has no use here"
+    )
 
 
 class _Api:
@@ -195,7 +212,8 @@ class _Api:
     async def forward_backward(self, request: HttpRequest) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise refuse(415, f"forward_backward takes {PROTOBUF}; use tinker 0.25 or newer")
-        found = read_forward_backward(await read_body(request, MAX_BODY_MIB * MIB))
+        request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
+        found = read_forward_backward(request.state.body)
         return _promise(self._service.forward_backward(found), model_id=found.model_id)
 
     async def optim_step(self, request: HttpRequest) -> Response:
@@ -221,6 +239,22 @@ class _Api:
                 ttl_s=body.ttl_seconds, user_metadata=body.user_metadata,
             )  # fmt: skip
         return _promise(found, model_id=body.model_id)
+
+    async def save_weights_external(self, request: HttpRequest) -> Response:
+        """Weights as the files of Hugging Face, which every checkpoint here has."""
+        body = await _read(request, bodies.SaveWeightsExternal)
+        found = self._service.save(
+            body.model_id, body.seq_id, "external_weights", body.path, overwrite=True, ttl_s=body.ttl_seconds,
+            user_metadata=None,
+        )  # fmt: skip
+        return _promise(found, model_id=body.model_id)
+
+    def count_refused(self, request: HttpRequest, reason: str) -> None:
+        """The number of a request that is refused counts: the model's later ones must not wait for it."""
+        model_id, seq_id = bodies.number_of(getattr(request.state, "body", b""))
+        if seq_id is not None and (model := self._service.models.get(model_id)) is not None:
+            with contextlib.suppress(PalestraError):
+                model.worker.refuse(seq_id, reason)
 
     async def load_weights(self, request: HttpRequest) -> Response:
         body = await _read(request, bodies.LoadWeights)
@@ -366,11 +400,12 @@ class _Api:
         }  # fmt: skip
 
 
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
-    return parse(model.model_validate_json, await read_body(request, limit_mib * MIB))
+    request.state.body = await read_body(request, limit_mib * MIB)
+    return parse(model.model_validate_json, request.state.body)
 
 
 async def _result(future: Future[Result], seconds: float) -> Result | Exception | None:

@@ -28,6 +28,10 @@ from palestra.tinker.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
 
+_SAVED_BY = {
+    "weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}  # fmt: skip
 RESTARTED = "it has ended, or the server was started anew; go on from a saved tinker:// path"
 
 
@@ -248,7 +252,7 @@ class Service:
         ttl_s: int | None, user_metadata: dict[str, str] | None,
     ) -> Request:  # fmt: skip
         model = self.model(model_id)
-        what = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        what = _SAVED_BY[kind]
         path = TinkerPath(model_id, kind, checkpoint_name(name or f"seq-{seq_id:06d}"))
 
         def work() -> Result:

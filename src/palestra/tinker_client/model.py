@@ -63,10 +63,15 @@ class TinkerModel:
     >>> model.answer(gradient).loss_fn_outputs
     """  # noqa: E501
 
-    def __init__(self, connect: Callable[[], Any], create: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        create: Callable[[Any], Any],
+        rest: Callable[[str | None], Any] = lambda url: tinker.RestClient(base_url=url),
+    ) -> None:
         """`connect` opens a session, `create` makes the model as it was at the beginning in one."""
         self.state: str | None = None  # the tinker:// path of the last saved state; None: the beginning
-        self._connect, self._create = connect, create
+        self._connect, self._create, self._rest = connect, create, rest
         self._lock = threading.RLock()
         self._generation = 0
         self._failures = 0
@@ -155,7 +160,7 @@ class TinkerModel:
         if path == self.state:
             return
         try:
-            self._service.create_rest_client().delete_checkpoint_from_tinker_path(path).result(_POLL_S)
+            self._rest(self._url).delete_checkpoint_from_tinker_path(path).result(_POLL_S)
         except Exception as error:  # it only takes up space
             log.warning("the state %s could not be deleted: %s", path, refusal(error))
 
@@ -163,7 +168,7 @@ class TinkerModel:
         """Write the weights into a folder, in the files of Hugging Face: the adapter, or the whole model."""
         name = f"export-{uuid.uuid4().hex[:8]}"
         path = self.call(lambda client: client.save_weights_external(name)).path
-        urls = self.call(lambda client: self._service.create_rest_client().get_external_weights_urls(path)).urls
+        urls = self.call(lambda client: self._rest(self._url).get_external_weights_urls(path)).urls
         folder.mkdir(parents=True, exist_ok=True)
         for file, url in urls.items():
             target = (folder / file).resolve()

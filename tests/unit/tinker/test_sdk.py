@@ -114,3 +114,31 @@ def test_what_a_client_trains_is_a_run_with_metrics_and_rollouts(sdk: Any, runni
         ("model", [200, 31]),
     ]
     assert folder.config.model.name == "palestra/tiny"
+
+
+def test_the_number_of_a_refused_request_counts(sdk: Any) -> None:
+    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+    words = [5, 9, 200, 31]
+    refused = [
+        client.forward_backward([datum(words)], "stable_reinforce"),
+        client.optim_step(types.DimuonParams(learning_rate=1e-3)),
+        client.save_state("not/a/name"),
+        client.save_weights_external("x", age_encryption_recipients=["age1"]),
+    ]
+    for request in refused:
+        with pytest.raises((tinker.TinkerError, ValueError)):
+            request.result(20)
+    train(client, [datum(words)])  # none of these is waited for
+
+
+def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> None:
+    from palestra.core.http import Request
+
+    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+    train(client, [datum([5, 9, 200, 31])])
+    path = client.save_weights_external("mine").result().path
+    assert path.endswith("/external_weights/mine")
+    urls = sdk.create_rest_client().get_external_weights_urls(path).result().urls
+    for name, url in urls.items():
+        (tmp_path / name).write_bytes(Request(url).send().body)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)

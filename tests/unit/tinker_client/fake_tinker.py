@@ -36,6 +36,13 @@ class FakeServer:
         self.log.append("session")
         return self.sessions[-1]
 
+    def rest(self, url: str | None) -> Any:
+        def delete(path: str) -> Answer:
+            self.log.append(f"delete {path}")
+            return self.sessions[-1].answer(lambda: self.states.pop(path))
+
+        return SimpleNamespace(delete_checkpoint_from_tinker_path=delete)
+
     def restart(self) -> None:
         for session in self.sessions:
             session.is_lost = True
@@ -62,14 +69,6 @@ class FakeService:
 
     def create_sampling_client(self, base_model: str) -> FakeSampling:
         return FakeSampling(self, torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64))
-
-    def create_rest_client(self) -> Any:
-        def delete(path: str) -> Answer:
-            self.server.log.append(f"delete {path}")
-            self.server.states.pop(path)
-            return self.answer(lambda: None)
-
-        return SimpleNamespace(delete_checkpoint_from_tinker_path=delete)
 
     def close(self, status: str) -> None:
         self.server.log.append(f"close {status}")

@@ -30,7 +30,7 @@ CONFIG = RunConfig.build({"backend": "tinker", "train.beta": 0.1})
 
 
 def learner_on(server: FakeServer) -> TinkerLearner:
-    return TinkerLearner(TinkerModel(server.connect, lambda service: service.create()), config=CONFIG)
+    return TinkerLearner(TinkerModel(server.connect, lambda service: service.create(), server.rest), config=CONFIG)
 
 
 def rows(count: int = 4) -> list[Sample]:

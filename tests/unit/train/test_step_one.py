@@ -109,9 +109,9 @@ def expected(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return metrics
 
 
-def assert_same_step(metrics: dict[str, float], expected: dict[str, float]) -> None:
+def assert_same_step(metrics: dict[str, float], expected: dict[str, float], learned: tuple[str, ...] = LEARNED) -> None:
     assert {name: metrics[name] for name in SAMPLED} == {name: expected[name] for name in SAMPLED}
-    for name in LEARNED:
+    for name in learned:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
     assert metrics["kl_sampler"] < 1e-8
     assert metrics["ratio_max"] == 1.0
@@ -222,3 +222,47 @@ def test_attempts_of_several_turns_with_tools_over_the_wire(tmp_path: Path, api:
     assert here["tool_calls_mean"] > 1
     assert there["tool_calls_mean"] == here["tool_calls_mean"]
     assert_same_step(there, here)
+
+
+@pytest.fixture(scope="module")
+def tinker_url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`palestra tinker` on loopback, with the model of these tests."""
+    pytest.importorskip("tinker")
+    from palestra.tinker.base_model import BaseModel
+    from palestra.tinker.server import tinker_app
+    from palestra.tinker.service import Service
+
+    service = Service([BaseModel.load(model, device="cpu")], tmp_path_factory.mktemp("tinker"))
+    server, sock = Server(tinker_app(service)), open_port("127.0.0.1", 0, None)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-test")
+        yield url_of(sock)
+    server.should_exit = True
+    thread.join(10)
+
+
+def on_tinker(model: str, folder: Path, url: str) -> RunConfig:
+    backend = {"backend": "tinker", "tinker": {"base_url": url}, "model": {"kv_memory_gib": None}}
+    return RunConfig.build(settings(model, folder).model_dump(), backend)
+
+
+KNOWN_THERE = tuple(name for name in LEARNED if name != "entropy")
+
+
+def test_a_tinker_server(model: str, tmp_path: Path, tinker_url: str, expected: dict[str, float]) -> None:
+    result = train_env(RunningEnv(Letters()), on_tinker(model, tmp_path, tinker_url))
+    assert_same_step(result.metrics[0], expected, KNOWN_THERE)
+    assert result.outcome.model is None
+    trained, begun = result.model.state_dict(), load_model(model).model.state_dict()  # downloaded, and loaded here
+    assert any(not torch.equal(trained[name], begun[name]) for name in begun)
+    copied = result.save_model(tmp_path / "copy")
+    assert (copied / "model.safetensors").read_bytes() == (result.model_path / "model.safetensors").read_bytes()
+
+
+def test_an_environment_over_the_wire_with_a_tinker_server(
+    model: str, tmp_path: Path, api: str, tinker_url: str, expected: dict[str, float]
+) -> None:
+    metrics = by_wire(RunningEnv(Letters()), on_tinker(model, tmp_path, tinker_url), api, tmp_path)
+    assert_same_step(metrics, expected, KNOWN_THERE)
