@@ -19,6 +19,9 @@ test: lint  ## everything that CI runs
 test-slow: lint  ## everything, and what CI samples in full: every dataset of reasoning-gym
 	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
 
+test-tinker: $(READY_DEV)  ## the Tinker server killed in mid-step, and the SDK against it (minutes)
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
+
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
 	$(BIN)/python scripts/fuzz.py
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -198,7 +199,7 @@ OPTIONS: dict[str, Callable[[World], Any]] = {
     "loss `ppo`": lambda w: w.training.forward_backward([w.datum(*RATIO)], "ppo", {"clip_low_threshold": 0.9}),
     "loss `cispo`": lambda w: w.training.forward_backward([w.datum(*RATIO)], "cispo", {"clip_high_threshold": 4.0}),
     "loss `dro`": lambda w: w.training.forward_backward([w.datum(*RATIO)], "dro", {"beta": 0.05}),
-    "loss `gspo`": lambda w: w.training.forward_backward([w.datum(*RATIO)], "gspo", BOTH),
+    "loss `gspo`": lambda w: w.training.forward_backward([w.datum(*RATIO, "sequence_ratio_mask")], "gspo", BOTH),
     "loss `stable_reinforce`": lambda w: w.training.forward_backward([w.datum(*RATIO)], "stable_reinforce"),
     "rank 0 (all weights)": lambda w: w.service.create_lora_training_client(MODEL, rank=0),
     "optimizer Dimuon": lambda w: w.service.create_lora_training_client(
@@ -250,7 +251,7 @@ def outcome(call: Callable[[], Any]) -> str:
         return f"**no answer** within {WAIT_S:g} s"
     except Exception as error:
         text = str(refusal(error)).removeprefix("the Tinker server ").removeprefix("answers ")
-        return "refused: " + " ".join(text.split()).replace("|", "\\|")
+        return "refused: " + re.sub(r"state-[0-9a-f]{8}", "…", " ".join(text.split())).replace("|", "\\|")
     return "works"
 
 
