@@ -21,6 +21,7 @@ test-slow: lint  ## everything, and what CI samples in full: every dataset of re
 
 test-tinker: $(READY_DEV)  ## the Tinker server killed in mid-step, and the SDK against it (minutes)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
 
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
 	$(BIN)/python scripts/fuzz.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from fake_vllm import FakeVllm, served
 
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -104,15 +106,43 @@ def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
         yield VllmServerPolicy(url, tokenizer, weights_folder=folder, temperature=1.0)
 
 
+@contextmanager
+def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
+    """Against our own Tinker server, in a thread, by the official SDK."""
+    pytest.importorskip("tinker")
+    from palestra.models.loading import LoadedModel
+    from palestra.serve.web import Server, open_port, url_of
+    from palestra.tinker.base_model import BaseModel
+    from palestra.tinker.server import tinker_app
+    from palestra.tinker.service import Service
+    from palestra.tinker_client.connect import open_model
+    from palestra.tinker_client.policy import TinkerPolicy
+
+    service = Service([BaseModel(LoadedModel(model, tokenizer, "random", ""))], folder)
+    server, sock = Server(tinker_app(service)), open_port("127.0.0.1", 0, None)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-test")
+        patch.setenv("PALESTRA_HOME", str(folder / "home"))
+        settings = {"backend": "tinker", "tinker": {"base_url": url_of(sock)}, "model": {"name": "random"}}
+        opened = open_model(RunConfig.build(settings, {"lora.r": 2}))
+        yield TinkerPolicy(opened, CONTEXT)
+        opened.close(good=True)
+    server.should_exit = True
+    thread.join(10)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a policy is built; whether it notices that a closed session is used (a server keeps no sessions), samples
-    by grammars, and knows of each token of a turn by which version it was sampled."""
+    by grammars, knows of each token of a turn by which version it was sampled, and takes weights from elsewhere."""
 
     build: Callable[[Any, Any, Path], AbstractContextManager[AnyPolicy]]
     knows_sessions: bool = True
     has_grammars: bool = True
     versions_each: bool = True
+    takes_weights: bool = True
 
 
 POLICIES = {
@@ -121,6 +151,9 @@ POLICIES = {
     "remote": Kind(remote, knows_sessions=False),
     "vllm": Kind(vllm, knows_sessions=False, has_grammars=False, versions_each=False),
 }
+if os.environ.get("PALESTRA_TEST_SLOW"):  # make test-tinker: a server for each test
+    POLICIES["tinker"] = Kind(tinker, knows_sessions=False, has_grammars=False, takes_weights=False)
+TAKES_WEIGHTS = [name for name, kind in POLICIES.items() if kind.takes_weights]
 
 
 @dataclass(frozen=True)
@@ -263,6 +296,7 @@ def test_a_turn_ends_at_a_stop_token_or_at_its_limit(case: Case) -> None:
     assert stopped.token_ids.tolist() == free.token_ids.tolist()[: free.token_ids.tolist().index(stop) + 1]
 
 
+@pytest.mark.parametrize("case", TAKES_WEIGHTS, indirect=True)
 def test_an_update_changes_what_is_sampled_and_its_version(case: Case) -> None:
     params = [SamplingParams(12, seed=i) for i in range(3)]
     before = case.turns(*params)
@@ -278,6 +312,7 @@ def test_an_update_changes_what_is_sampled_and_its_version(case: Case) -> None:
         assert turn.logprobs == pytest.approx(own_logprobs(newer, PROMPT, turn), abs=1e-5)
 
 
+@pytest.mark.parametrize("case", TAKES_WEIGHTS, indirect=True)
 def test_an_update_is_seen_by_the_next_turn_of_an_open_session(case: Case) -> None:
     newer = random_model(seed=1)
 
@@ -294,6 +329,7 @@ def test_an_update_is_seen_by_the_next_turn_of_an_open_session(case: Case) -> No
     run(main)
 
 
+@pytest.mark.parametrize("case", TAKES_WEIGHTS, indirect=True)
 def test_a_turn_that_meets_an_update_says_which_version_made_each_token(case: Case) -> None:
     newer = random_model(seed=1)
     weights = Weights(1, lambda: {name: p.detach() for name, p in newer.named_parameters()})
@@ -315,6 +351,7 @@ def test_a_turn_that_meets_an_update_says_which_version_made_each_token(case: Ca
         assert turn.logprobs[part] == pytest.approx(expected[part], abs=1e-5)
 
 
+@pytest.mark.parametrize("case", TAKES_WEIGHTS, indirect=True)
 def test_weights_of_another_model_are_refused(case: Case) -> None:
     with pytest.raises(PalestraError, match="unheard_of"):
         case.policy.update(Weights(1, lambda: {"unheard_of.weight": torch.zeros(3)}))
@@ -348,7 +385,7 @@ def test_sessions_survive_a_sleep(case: Case) -> None:
 
 def test_a_grammar_as_text_constrains_tool_calls(case: Case) -> None:
     if not case.kind.has_grammars:
-        with pytest.raises(PalestraError, match="without our grammars"):
+        with pytest.raises(PalestraError, match=r"without our grammars|cannot sample with grammar"):
             case.turns(SamplingParams(4, grammar="[]"))
         return
     pytest.importorskip("llguidance")
