@@ -35,7 +35,7 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 	$(BIN)/python scripts/foreign.py
 
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py
 	$(BIN)/python scripts/agents.py
 
 test-tinker: $(READY_DEV)  ## recipes of the Tinker cookbook against `palestra tinker`, in an environment of their own (network)
