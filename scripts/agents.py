@@ -121,7 +121,7 @@ def write_page(rows: list[dict[str, object]], settings: str) -> None:
         if "before" in row:
             found = f"{row['before']:.1%} | {row['after']:.1%} | {row['rows']:.2f} | {row['retokenised']:.0f}"
         else:
-            found = f"{row.get('error', 'not run')} | | | |"
+            found = f"{row.get('error', 'not run')} | | |"
         lines.append(f"| {row['file']} | {row['about']} | {found} | {row.get('seconds', '')} |")
     PAGE.write_text("\n".join(lines) + "\n")
 
