@@ -19,10 +19,6 @@ test: lint  ## everything that CI runs
 test-slow: lint  ## everything, and what CI samples in full: every dataset of reasoning-gym
 	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
 
-test-tinker: $(READY_DEV)  ## the Tinker server killed in mid-step, and the SDK against it (minutes)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
-
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
 	$(BIN)/python scripts/fuzz.py
 
@@ -38,7 +34,9 @@ test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: wr
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py
 	$(BIN)/python scripts/agents.py
 
-test-tinker: $(READY_DEV)  ## recipes of the Tinker cookbook against `palestra tinker`, in an environment of their own (network)
+test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
 
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
