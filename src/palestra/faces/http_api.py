@@ -14,7 +14,8 @@ from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.routing import Mount
+from starlette.responses import RedirectResponse
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from palestra.core.errors import PalestraError
@@ -64,7 +65,8 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
     guarded = Guard(app, token)
     if dashboard is None:
         return guarded
-    return Starlette(routes=[Mount("/dashboard", dashboard), Mount("/", guarded)])
+    to_page = Route("/dashboard", lambda request: RedirectResponse("dashboard/"))
+    return Starlette(routes=[to_page, Mount("/dashboard", dashboard), Mount("/", guarded)])
 
 
 def _add_tool(app: FastAPI, clients: Clients, tool: RlTool) -> None:
