@@ -10,6 +10,7 @@ import pytest
 from palestra.core.group_codec import rollout_to_dict
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
 
 RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
@@ -218,6 +219,25 @@ def test_a_message_of_10_mb_is_folded_and_shown_in_parts(page, visit, url, ids) 
     page.wait("document.querySelector('.transcript').textContent.length > 15_000")
     page.click(".transcript .fold", "10 MB")
     page.wait("document.querySelector('.transcript').textContent.length > 200_000")
+
+
+def test_every_page_of_a_run_that_others_made_opens(page, visit, serve, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
+    said = [{"role": "assistant", "content": "4"}]
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "completion": said, "metrics": {"correct": 1.0}}
+    rows = [{"example_id": i // 2, "reward": i / 4, "error": "it broke" if i == 3 else None, **row} for i in range(4)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    imported = open_foreign(tmp_path / "results.jsonl")
+    assert imported is not None
+    url = serve(dashboard_app(Catalog(RunManager(tmp_path / "home"), [], [imported]))) + "/"
+    visit(url)
+    page.wait_for(".pill", "verifiers")
+    run = page.evaluate("document.querySelector('tr.open').dataset.href")
+    for place in (*RUN_PAGES, "/rollouts/1", "/rollouts/4", "/groups/1", "/problems/0"):
+        visit(url, run + place)
+        assert "cannot be shown" not in page.text(), place
+    visit(url, f"{run}/rollouts/4")
+    assert "it broke" in page.text()
 
 
 def test_the_theme_stays_after_a_reload(page, visit, url) -> None:
