@@ -68,13 +68,15 @@ export async function show({ query, signal }) {
 
   drawCompare();
   await load();
-  // Only an unfiltered first page is what the events tell; with a filter, a change means to ask again.
-  const events = follow("runs/events", {
-    runs: (data) => {
-      if (filter.q || filter.state || runs.length > data.runs.length) load();
-      else (({ runs, total } = data), draw());
-    },
-  });
+  // Only an unfiltered first page is what the events tell; with a filter, a change means to ask again. Rows that are
+  // as they were stay: a row that is replaced under the mouse swallows the click.
+  const changedBy = (data) => {
+    if (filter.q || filter.state || runs.length > data.runs.length) return load();
+    if (JSON.stringify(data.runs) === JSON.stringify(runs)) return null;
+    ({ runs, total } = data);
+    return draw();
+  };
+  const events = follow("runs/events", { runs: changedBy });
   signal.addEventListener("abort", () => events.close());
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
   const start = server.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
