@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker fuzz lint clean
+.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -38,6 +38,9 @@ test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes 
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
+
+test-vllm: $(READY_DEV)  ## the real vLLM on a CPU: VLLM_PYTHON is the Python of its own environment (docs/scaling.md)
+	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/vllm -s
 
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -87,7 +87,9 @@ class VllmServerPolicy(TokenSessions):
             finally:
                 self._ask("/resume")
         except HttpError as error:
-            raise PalestraError(f"{self.url} did not take new weights: {error}. {_SERVE}") from None
+            raise PalestraError(
+                f"{self.url} did not take new weights: {error}. Restart it, as they may be half loaded. {_SERVE}"
+            ) from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.version = weights.version
