@@ -51,7 +51,7 @@ def tiny() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def url(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`vllm serve` on the embedded model. Without chunked prefill: on a CPU vLLM 0.28 fails at a seeded request in it."""
+    """`vllm serve` on the embedded model; without chunked prefill, see docs/scaling.md."""
     folder = save_hf(tiny.model, tiny.tokenizer, tmp_path_factory.mktemp("vllm") / "model")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
