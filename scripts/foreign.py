@@ -182,7 +182,7 @@ def _result(code: int | None, output: str) -> str:
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r"/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
+    text = re.sub(r"(?<![\w`])/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
     return (text if len(text) < 400 else text[:400] + " …").replace("|", "\\|")
 
 

@@ -74,6 +74,7 @@ def _text(content: Any) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise PalestraError(f"a message has a content part that is not text: {part!r}; only text is supported")
+            shown = repr(part) if len(repr(part)) < 200 else f"{repr(part)[:100]} …"  # an image is long
+            raise PalestraError(f"a message has a content part that is not text: {shown}; only text is supported")
         parts.append(text)
     return "".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +16,11 @@ from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, run_attempt
+from palestra.rollout.opening import NotOpened, abandon, close_episodes, open_episodes
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
-QUICK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +42,26 @@ class Collector:
     ) -> list[Group]:
         """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
         at_once = self.groups_at_once(group_size)
-        opening = [asyncio.create_task(open_episodes(self.environment, p, group_size)) for p in problems[:at_once]]
-        if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
-            await asyncio.wait(opening)
+        opening = {
+            i: asyncio.create_task(open_episodes(self.environment, problem, group_size))
+            for i, problem in enumerate(problems[:at_once])
+        }
         slots = asyncio.Semaphore(at_once)
+        tasks: list[asyncio.Task[Group]] = []
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
-                opened = await (opening[i] if i < at_once else open_episodes(self.environment, problem, group_size))
+                opened = await (opening[i] if i in opening else open_episodes(self.environment, problem, group_size))
+                opening.pop(i, None)  # from here on the group closes them
                 if isinstance(opened, NotOpened):
                     return failed_group(problem, opened.reason, group_size, on_rollout)
                 return await self._group(problem, opened, key, on_rollout)
 
-        tasks = [
-            asyncio.create_task(attempted(i, problem, key))
-            for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
-        ]
         try:
+            if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
+                await asyncio.wait(opening.values())
+            for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
+                tasks.append(asyncio.create_task(attempted(i, problem, key)))
             groups = list(await asyncio.gather(*tasks))
             self.rewards.require_working()
             return groups
@@ -68,6 +70,7 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
+            abandon(opening.values())
 
     def groups_at_once(self, group_size: int) -> int:
         """How many groups may be under way together."""
@@ -85,7 +88,7 @@ class Collector:
         try:
             speakers = self.start(episodes)
         except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
-            close_all(episodes)
+            await close_episodes(episodes)
             return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
         tasks = [
             asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
@@ -97,7 +100,7 @@ class Collector:
         finally:
             for task in tasks:
                 task.cancel()
-            close_all(episodes)
+            await close_episodes(episodes)
 
     async def _one(
         self, problem: Problem, episode: Episode, speaker: Speaker, seed: int, on_rollout: OnRollout
@@ -146,46 +149,6 @@ def endpoint_speakers(endpoint: ChatEndpoint) -> Callable[[Sequence[Episode]], l
         return [EndpointSpeaker(endpoint, e.prompt, [t.schema for t in e.tools]) for e in episodes]
 
     return start
-
-
-@dataclass(frozen=True, slots=True)
-class NotOpened:
-    """Why no episode of a problem is open."""
-
-    reason: str
-
-
-async def open_episodes(environment: Environment, problem: Problem, count: int) -> list[Episode] | NotOpened:
-    """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
-    opened = await asyncio.to_thread(_open_quickly, environment, problem, count)
-    rest = (asyncio.to_thread(environment.open, problem) for _ in range(count - len(opened)))
-    opened += await asyncio.gather(*rest, return_exceptions=True)
-    error = next((e for e in opened if isinstance(e, BaseException)), None)
-    episodes = [e for e in opened if not isinstance(e, BaseException)]
-    if error is None:
-        return episodes
-    close_all(episodes)
-    if not isinstance(error, Exception):
-        raise error
-    return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
-
-
-def _open_quickly(environment: Environment, problem: Problem, count: int) -> list[Episode | BaseException]:
-    """One after the other as long as it is quick: most environments only copy themselves, in less time than a thread
-    is handed the work. The rest is for the caller."""
-    opened: list[Episode | BaseException] = []
-    began = time.perf_counter()
-    while len(opened) < count and time.perf_counter() - began < QUICK_S * max(1, len(opened)):
-        try:
-            opened.append(environment.open(problem))
-        except BaseException as error:
-            opened.append(error)
-    return opened
-
-
-def close_all(episodes: Sequence[Episode]) -> None:
-    for episode in episodes:
-        episode.close()
 
 
 def failed_group(

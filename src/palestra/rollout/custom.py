@@ -16,7 +16,8 @@ from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import NotOpened, OnRollout, close_all, failed_group, open_episodes
+from palestra.rollout.collect import OnRollout, failed_group
+from palestra.rollout.opening import NotOpened, close_episodes, open_episodes
 from palestra.rollout.rewards import RewardFunctions
 
 # (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt.
@@ -76,7 +77,7 @@ class FunctionCollector:
         except PalestraError as error:
             failure = error
         finally:
-            close_all([episode for _, row in opened for episode in row])
+            await close_episodes([episode for _, row in opened for episode in row])
         if isinstance(failure, RolloutError) and len(opened) > 1:
             played = [g for p, _ in opened for g in await self._call([p], group_size, on_rollout)]
         elif failure is not None:

@@ -1,0 +1,83 @@
+"""The episodes of a group: opened together within a time limit, all or none, and closed away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.types import Problem
+from palestra.envs.base import Environment, Episode
+
+OPEN_LIMIT_S = 300.0  # an environment may start a container
+CLOSE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NotOpened:
+    """Why no episode of a problem is open."""
+
+    reason: str
+
+
+async def open_episodes(
+    environment: Environment, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S
+) -> list[Episode] | NotOpened:
+    """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
+    opening = _Opening(environment, problem)
+    try:
+        await asyncio.gather(*(call_with_limit(opening.open, timeout_s=limit_s) for _ in range(count)))
+    except CallTimeout as error:
+        opening.abandon()
+        return NotOpened(f"opening an episode {error}")
+    except Exception as error:
+        opening.abandon()
+        return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
+    except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
+        opening.abandon()
+        raise
+    return opening.episodes
+
+
+class _Opening:
+    """Episodes that threads are opening. Once it is abandoned all are closed, also those that open later."""
+
+    def __init__(self, environment: Environment, problem: Problem) -> None:
+        self.episodes: list[Episode] = []
+        self._environment = environment
+        self._problem = problem
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+
+    def open(self) -> None:
+        episode = self._environment.open(self._problem)
+        with self._lock:
+            if not self._is_abandoned:
+                self.episodes.append(episode)
+                return
+        episode.close()
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._is_abandoned = True
+        close_now(self.episodes)
+
+
+def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:
+    """Cancel what is still being opened, and close what nobody has taken."""
+    for task in opening:
+        if not task.cancel() and not task.cancelled() and task.exception() is None:
+            opened = task.result()
+            close_now(opened if isinstance(opened, list) else [])
+
+
+async def close_episodes(episodes: Sequence[Episode]) -> None:
+    """In a thread: closing may end a program, or wait for a server."""
+    await call_with_limit(close_now, episodes, timeout_s=CLOSE_LIMIT_S)
+
+
+def close_now(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        episode.close()
