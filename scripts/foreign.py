@@ -214,7 +214,8 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
         "command, on a CPU with `palestra/tiny`. It should train three steps, or end within a minute with the reason.\n"
         "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n\n"
         f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 20`.\n"
-        f"Load of the machine at the first: {outcomes[0].load:.1f} on {os.cpu_count()} cores.\n\n"
+        f"Load of the machine at the first: {outcomes[0].load:.1f} on {os.cpu_count()} cores; above one a core, all\n"
+        "takes longer, and a wait of 20 s may end before a slow group arrives.\n\n"
         "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
         + "".join(f"{outcome.row}\n" for outcome in outcomes)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -17,17 +17,25 @@ from palestra.train.watcher import Watcher
 LINE_EVERY_S = 30.0
 
 
-def console_progress(console: Console | None = None) -> Bar | Lines:
+OnStep = Callable[[int, dict[str, float]], dict[str, float]]  # a step's number and metrics -> those that are shown
+
+
+def _all_metrics(step: int, metrics: dict[str, float]) -> dict[str, float]:
+    return metrics
+
+
+def console_progress(console: Console | None = None, on_step: OnStep = _all_metrics) -> Bar | Lines:
     """What suits the place where the output goes; to be used in a `with` statement."""
     console = console or Console(stderr=True)
     has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    return Bar(console) if console.is_terminal or has_widgets else Lines(console)
+    return Bar(console, on_step) if console.is_terminal or has_widgets else Lines(console, on_step)
 
 
 class Bar(Watcher):
     """A progress bar for each phase."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, on_step: OnStep = _all_metrics) -> None:
+        self._on_step = on_step
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -54,7 +62,7 @@ class Bar(Watcher):
         self._task = same.id if same else self._progress.add_task(name, total=total, numbers="")
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
-        self._numbers, self._rollouts = _numbers(metrics), 0
+        self._numbers, self._rollouts = _numbers(self._on_step(done, metrics)), 0
         if self._task is not None:
             self._progress.update(self._task, completed=done, numbers=self._numbers)
 
@@ -70,8 +78,9 @@ class Bar(Watcher):
 class Lines(Watcher):
     """A line when a phase begins and ends, and one every 30 s in between, also while nothing advances."""
 
-    def __init__(self, console: Console, every_s: float = LINE_EVERY_S) -> None:
+    def __init__(self, console: Console, on_step: OnStep = _all_metrics, every_s: float = LINE_EVERY_S) -> None:
         self._console = console
+        self._on_step = on_step
         self._every_s = every_s
         self._status = "starting"
         self._rollouts = 0  # in the step that is under way
@@ -98,7 +107,7 @@ class Lines(Watcher):
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         self._rollouts = 0
-        self._status = f"{self._name}: {done}/{self._total}  {_numbers(metrics)}".rstrip()
+        self._status = f"{self._name}: {done}/{self._total}  {_numbers(self._on_step(done, metrics))}".rstrip()
         if done == self._total:
             self.note(self._line())
 
@@ -115,5 +124,10 @@ class Lines(Watcher):
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:
-    shown = (("loss", "loss {:.4f}"), ("reward_mean", "reward {:.3f}"), ("pass_rate", "pass rate {:.0%}"))
+    shown = (
+        ("loss", "loss {:.4f}"),
+        ("reward_mean", "reward {:.3f}"),
+        ("pass_rate", "pass rate {:.0%}"),
+        ("epoch", "epoch {:.2f}"),
+    )
     return "  ".join(text.format(metrics[name]) for name, text in shown if name in metrics)

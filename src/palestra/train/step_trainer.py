@@ -31,6 +31,7 @@ from palestra.tracking.base import Trackers
 from palestra.train.checkpoint import TrainState
 from palestra.train.group_source import ProblemSource, StepRollouts
 from palestra.train.loop import Training, total_steps
+from palestra.train.progress import console_progress
 from palestra.train.prompts import (
     Prompt,
     PromptEnvironment,
@@ -45,7 +46,6 @@ from palestra.train.prompts import (
 from palestra.train.run import Run
 from palestra.train.samples import group_advantages
 from palestra.train.setup import load_for_run, parameter_count, with_adapter
-from palestra.train.step_progress import ProgressBar
 
 log = logging.getLogger("palestra")
 
@@ -199,13 +199,13 @@ class StepTrainer:
                     self.save_checkpoint(f"checkpoint-{step}")
                 return rows[-1]
 
-            with asyncio.Runner() as runner:
+            with asyncio.Runner() as runner, console_progress(on_step=on_step) as progress:
                 run = Run.build(
                     self.config,
                     PromptTask(problems, self._reward, self.tokenizer, self._stops),
                     self._open_folder(),
                     runner=runner,
-                    watcher=ProgressBar(last - first, on_step),
+                    watcher=progress,
                     loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
                     policy=self._policy,
                     learner=self._learner,
