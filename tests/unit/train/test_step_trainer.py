@@ -134,7 +134,7 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     files = ["config.yaml", "index.json", "metrics.jsonl", "report.html", "report.json", "rollouts.jsonl"]
     files += ["run.json", "run.lock"]
     assert sorted(p.name for p in trainer.folder.iterdir() if p.is_file()) == files
-    assert sorted(p.name for p in trainer.folder.iterdir() if p.is_dir()) == ["checkpoint-2", "final", "model"]
+    assert sorted(p.name for p in trainer.folder.iterdir() if p.is_dir()) == ["checkpoint-2", "final", "model", "tokens"]
     assert history["loss"] == [row["loss"] for row in history["rows"]]
     assert history["reward"] == [row["reward_mean"] for row in history["rows"]]
     assert history["steps"] == 3
@@ -313,7 +313,7 @@ def test_two_configs_are_one_too_many(tmp_path: Path) -> None:
     [
         ("echo: {coefficient: 0.5}", r"echo\.coefficient = 0\.5 has no effect here: StepTrainer samples without tools"),
         ("rollout: {max_staleness: 1}", "StepTrainer samples and learns in turns"),
-        ("rollout: {policy_url: 'http://a'}", "samples in this process"),
+        ("rollout: {policy_url: 'http://a'}", "samples with our own engine"),
         ("eval: {every: 5}", r"eval\.every = 5 has no effect here: StepTrainer trains on all prompts"),
         ("checkpoint: {keep_last: 1}", "keeps every checkpoint"),
         ("lora: {load_in_4bit: true}", "needs a CUDA GPU, and none is there"),
