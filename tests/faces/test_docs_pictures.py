@@ -14,7 +14,7 @@ def maker(picture: Path) -> str:
     """What makes it, or nothing."""
     if picture.parent == ROOT / "docs" / "results":  # scripts/results_page.py, whose text and curves have a test
         return "data" if (picture.parent / "data" / f"{picture.stem}-0.json").exists() else ""
-    found = re.search(rf'picture\("{picture.stem}"\)|"{re.escape(picture.name)}"', MAKERS)
+    found = re.search(rf'"({re.escape(picture.stem)}|{re.escape(picture.name)})"', MAKERS)
     return found[0] if found else ""
 
 
