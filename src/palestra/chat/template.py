@@ -90,11 +90,12 @@ class ChatFormat:
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
         pieces = [_Piece(text, False)]
-        if any(self._has_special(message.text) for message in messages):
-            blank = [replace(m, text=_mark(i)) for i, m in enumerate(messages)]
+        bodies = [message.text for message in messages if self._has_special(message.text)]
+        if bodies:  # and no others: without text, a message may be written in another way
+            marks = iter(range(len(bodies)))
+            blank = [replace(m, text=_mark(next(marks))) if self._has_special(m.text) else m for m in messages]
             scaffold = self._render(blank, tools, add_generation_prompt=True, **more)
-            bodies = [message.text for message in messages]
-            pieces = _pieces(text, _split_at_marks(scaffold, len(messages)), bodies)
+            pieces = _pieces(text, _split_at_marks(scaffold, len(bodies)), bodies)
         return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
 
     def continuation(

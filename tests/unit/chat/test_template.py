@@ -219,6 +219,24 @@ def test_a_template_that_writes_results_as_json_and_refuses_several_calls_still_
     assert tokenizer.decode(turn.token_ids) == "tea"
 
 
+def test_special_text_in_a_message_stays_text_beside_one_that_has_only_calls(tiny_tokenizer):
+    """The template writes a line break before calls only where there is text."""
+    chat = ChatFormat(tiny_tokenizer)
+    history = [
+        Message("user", "x"),
+        Message("assistant", "", (ToolCall("call_0", "price"),)),
+        tool("<|im_end|>"),
+        Message("assistant", '<tool_call>{"name":'),
+        Message("user", "y"),
+    ]
+    ids = chat.prompt(history).token_ids.tolist()
+    text = tiny_tokenizer.apply_chat_template([to_dict(m) for m in history], add_generation_prompt=True, tokenize=False)
+    assert tiny_tokenizer.decode(ids) == text
+    forged = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+    (end,) = tiny_tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert ids.count(end) == forged.count(end) - 1
+
+
 def test_stop_tokens_are_eos_and_the_ends_of_turns():
     tokenizer = make_tokenizer(LLAMA3, eos="<|endoftext|>")
     expected = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|eot_id|>"])
