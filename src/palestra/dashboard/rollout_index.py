@@ -143,7 +143,7 @@ class RolloutIndex:
         return position, ended
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
-        last = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)).fetchone()
+        last = _last_row(db, kind)
         previous: dict[str, Any] | None = dict(last) if last else None
         (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
         rows: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
     if source is None:
         return 0
     stat = os.fstat(file.fileno())
-    last = db.execute("SELECT * FROM rollouts WHERE kind = ? ORDER BY id DESC LIMIT 1", (kind,)).fetchone()
+    last = _last_row(db, kind)
     same = stat.st_ino == source["inode"] and stat.st_size >= source["position"]
     if same and (last is None or _is_there(file, last)):
         return int(source["position"])
@@ -228,6 +228,14 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
         return 0
     row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[low - 1],)).fetchone()
     return int(row["start"] + row["length"])
+
+
+def _last_row(db: sqlite3.Connection, kind: str) -> sqlite3.Row | None:
+    """The newest row of a kind. `+`: by the id backwards, not by an index of the kind, which would have to be sorted."""
+    row: sqlite3.Row | None = db.execute(
+        "SELECT * FROM rollouts WHERE +kind = ? ORDER BY id DESC LIMIT 1", (kind,)
+    ).fetchone()
+    return row
 
 
 def _position(db: sqlite3.Connection, kind: str) -> int:

@@ -93,6 +93,8 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
         try:
             count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
             after, further = _after(query.cursor, column, direction)
+            if column == "id":  # by the id, and not by an index of the kind, all of which would have to be sorted
+                conditions = [condition.replace("kind =", "+kind =") for condition in conditions]
             rows = db.execute(
                 f"SELECT * FROM rollouts WHERE {' AND '.join([*conditions, *after])} "
                 f"ORDER BY {column} {direction}, id {direction} LIMIT ?",

@@ -21,7 +21,7 @@ def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CH
     with index.open() as db:
         previous, following = (
             db.execute(
-                f"SELECT {end}(id) FROM rollouts WHERE kind = ? AND id {sign} ?", (row["kind"], rollout_id)
+                f"SELECT {end}(id) FROM rollouts WHERE +kind = ? AND id {sign} ?", (row["kind"], rollout_id)
             ).fetchone()[0]
             for end, sign in (("max", "<"), ("min", ">"))
         )
