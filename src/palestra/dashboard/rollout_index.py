@@ -231,7 +231,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
 
 
 def _last_row(db: sqlite3.Connection, kind: str) -> sqlite3.Row | None:
-    """The newest row of a kind. `+`: by the id backwards, not by an index of the kind, which would have to be sorted."""
+    """The newest row of a kind. `+`: by the id backwards, not by an index of the kind, which it would sort."""
     row: sqlite3.Row | None = db.execute(
         "SELECT * FROM rollouts WHERE +kind = ? ORDER BY id DESC LIMIT 1", (kind,)
     ).fetchone()
