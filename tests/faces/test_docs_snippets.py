@@ -176,7 +176,7 @@ def test_a_block_that_is_not_run_says_why() -> None:
 # What is checked for its options only, and why.
 ONLY_CHECKED = {
     r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",
-    r"serve|tinker|mcp|http|trajectory|dashboard|gateway|record": "a server: it ends with Ctrl-C; tests/faces runs each",
+    r"serve|tinker|mcp|http|trajectory|dashboard|gateway|record": "a server, until Ctrl-C; tests/faces runs each",
     r"env serve|train .*--env-url": "waits for the other end; tests/faces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",
     r"train .*--env (verifiers|openenv):": "a package of others; make test-foreign",
