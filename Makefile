@@ -32,10 +32,10 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py
-	$(BIN)/python scripts/agents.py
+	$(BIN)/python scripts/train_agents.py
 
 test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/faces/test_tinker_compatibility.py
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
 

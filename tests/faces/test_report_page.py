@@ -66,7 +66,9 @@ def test_page_is_well_formed_and_asks_nothing_of_the_network(data):
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
-    assert not re.search(r"(src|href)\s*=|url\(|@import|https?://|<script", page)
+    without_text = re.sub(r">[^<]*<", "><", page)  # a setting may be an address
+    assert not re.search(r"(src|href)\s*=|@import|https?://|<script", without_text)
+    assert not re.search(r"url\(|@import", page)
 
 
 def test_page_shows_the_rates_the_calls_and_the_settings():

@@ -33,7 +33,7 @@ SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make
     [
         pytest.param({}, id="default"),
         pytest.param({"train.loss": "dr_grpo", **TWO_PASSES}, id="dr_grpo", marks=SLOW),
-        pytest.param({"train.loss": "cispo", **TWO_PASSES}, id="cispo"),
+        pytest.param({"train.loss": "cispo", **TWO_PASSES}, id="cispo", marks=SLOW),
         pytest.param({"train.loss": "gspo"}, id="gspo", marks=SLOW),
         pytest.param({"lora.r": 8, "train.learning_rate": 5e-3}, id="lora"),
     ],

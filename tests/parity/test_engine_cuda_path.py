@@ -6,6 +6,7 @@ Skipped where Triton is not installed. The interpreter is slow, so the models ar
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -183,12 +184,18 @@ print("SAME")
 """
 
 
+SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-slow runs every family")
+
+
 @pytest.mark.parametrize(
     ("family", "more", "fast", "programs"),
     [
         ("gemma2", {"sliding_window": 7}, False, 16),
-        ("qwen3", {}, True, 1),  # one program a row; with 16 its pages are split among two
-        ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1),
+        # one program a row; with 16 its pages are split among two
+        pytest.param("qwen3", {}, True, 1, marks=SLOW),
+        pytest.param(
+            "smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1, marks=SLOW
+        ),
         ("mistral", {"sliding_window": 6}, True, 16),
     ],
 )

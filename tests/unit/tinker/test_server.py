@@ -150,12 +150,12 @@ def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(
     assert words_ in refused_client.post(path, {**given, **body}, status)
 
 
-def test_a_loss_that_is_not_served_is_refused_before_it_takes_a_number(client: Client) -> None:
+def test_a_loss_that_is_not_served_is_refused_and_the_next_request_is_served(client: Client) -> None:
     body = write_forward_backward(ForwardBackwardRequest(client.model, 1, [words(0)], "stable_reinforce"))
     answer = client.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
     assert answer.status_code == 400
     assert "forward_backward_custom" in answer.text
-    client.result(client.forward_backward(1, [words(0)]))
+    client.result(client.forward_backward(2, [words(0)]))
 
 
 def test_rows_that_cannot_be_computed_are_the_answer_of_their_request(client: Client) -> None:

@@ -110,7 +110,7 @@ def write_page(rows: list[dict[str, object]], settings: str) -> None:
     lines = [
         "# Programs that were trained as they are",
         "",
-        "Written by `make test-agents` (scripts/agents.py): each program of examples/agents was trained with"
+        "Written by `make test-agents` (scripts/train_agents.py): each program of examples/agents was trained with"
         f" `palestra train --agent-cmd … {settings}` on a CPU, on the demo's questions, with `palestra/tiny`."
         f" {platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} processors.",
         "",
