@@ -49,6 +49,7 @@ def server(folder: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[st
         process.wait()
 
 
+@pytest.mark.slow
 def test_an_agent_trains_a_model_over_stdio(tmp_path: Path) -> None:
     agent.make_site(tmp_path)
     parameters = StdioServerParameters(

@@ -205,6 +205,7 @@ def test_the_models_are_those_that_the_keys_and_the_site_suggest():
         choose_models(["m@http://box/v1"], Site(), "palestra/tiny", {})
 
 
+@pytest.mark.slow
 def test_a_local_model_is_tested_too(folder):
     tools = RlTools(RunManager(folder / "home"), Site())
     tools.rl_select_environment("echo-number")

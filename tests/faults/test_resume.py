@@ -74,7 +74,9 @@ def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: rand
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("adapter", [[], ["--lora.r", "4"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param([], id="full"), pytest.param(["--lora.r", "4"], id="lora", marks=pytest.mark.slow)]
+)
 def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path: Path, adapter: list[str]) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     victim = start(broken, *ARGUMENTS, *adapter)
@@ -93,6 +95,7 @@ train_grpo(demo.agent, demo.suite, config=demo.config | {settings}, held_out=dem
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_was_started_from_python_resumes_there(tmp_path: Path) -> None:
     settings = {
         "seed": 5, "train.max_steps": STEPS - 3, "train.problems_per_step": 2, "rollout.group_size": 4,

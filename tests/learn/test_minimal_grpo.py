@@ -64,6 +64,7 @@ def test_lesson_teaches_the_trainers_own_formulas(lesson: ModuleType) -> None:
     torch.testing.assert_close(lesson.grpo_loss(new, old, advantage, mask).double(), ours)
 
 
+@pytest.mark.slow
 def test_reward_rises_within_ten_steps(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = lesson.main(steps=10, seed=0)
     rewards = [float(r) for r in re.findall(r"reward (\d\.\d+)", capsys.readouterr().out)]

@@ -61,6 +61,7 @@ def test_the_reward_rises_when_all_weights_train(random_model: Any, tiny: Any, t
     assert mean(rewards[-3:]) > 2 * mean(rewards[:3])
 
 
+@pytest.mark.slow
 def test_the_reward_rises_when_only_an_adapter_trains(tiny: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = add_lora(tiny.model, LoraSection(r=8))
