@@ -28,7 +28,9 @@ LONG = (
 def pytest_collection_modifyitems(items):
     if not os.environ.get("PALESTRA_TEST_SLOW"):
         for item in items:
-            if item.get_closest_marker("slow"):
+            if (
+                item.get_closest_marker("slow") or "tests/browser" in item.path.as_posix()
+            ):  # make test-browser runs those
                 item.add_marker(pytest.mark.skip(reason="make test-slow runs it"))
     long = [item for item in items if any(name in item.nodeid for name in LONG)]
     others = [item for item in items if item not in set(long)]

@@ -45,6 +45,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         process.wait(20)
 
 
+@pytest.mark.slow
 def test_the_demo_is_learned_with_learner_and_policy_in_two_processes(server: tuple[str, Path], tmp_path: Path) -> None:
     url, folder = server
     steps = {"train.max_steps": 3, "eval.cases": 30, "output_dir": str(tmp_path)}

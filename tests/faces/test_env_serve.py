@@ -32,6 +32,7 @@ def api(tmp_path) -> Iterator[subprocess.Popen[str]]:
     process.communicate(timeout=20)
 
 
+@pytest.mark.slow
 def test_an_environment_started_before_its_trainer_feeds_it_to_the_last_step(api, cli, tmp_path):
     url = api.stdout.readline().split()[-1]
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -88,6 +88,7 @@ def test_an_agent_trains_a_model_over_stdio(tmp_path: Path) -> None:
     agent.assert_no_secret_below(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_mcp_server_is_killed(tmp_path: Path) -> None:
     agent.make_site(tmp_path)
 

@@ -117,6 +117,7 @@ class Monkey:
                 return {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_random_calls_break_nothing(tmp_path, monkeypatch):
     rl_agent.make_site(tmp_path)

@@ -187,6 +187,7 @@ def test_a_run_stopped_while_it_waits_never_starts(runs):
     assert runs.manager.get(second).state == "stopped"
 
 
+@pytest.mark.slow
 def test_five_runs_at_once_have_ports_of_their_own(runs):
     environment = runs.folder / "slow_env.py"
     environment.write_text(

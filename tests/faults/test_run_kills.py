@@ -14,6 +14,7 @@ kills = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run_kills
 STEPS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_processes_are_killed_one_after_the_other_is_resumed_to_its_end(tmp_path):
     run = kills["Victims"](tmp_path, STEPS)

@@ -45,6 +45,7 @@ def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:
     assert result.after.pass_rate.rate > 0.75
 
 
+@pytest.mark.slow
 def test_with_echo_the_model_learns_its_tools_as_well(tmp_path: Path) -> None:
     result = train(tmp_path, {"echo.coefficient": 0.05, "train.max_steps": 8})
     assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 2)) + 0.15
