@@ -28,10 +28,8 @@ LONG = (
 def pytest_collection_modifyitems(items):
     if not os.environ.get("PALESTRA_TEST_SLOW"):
         for item in items:
-            if (
-                item.get_closest_marker("slow") or "tests/browser" in item.path.as_posix()
-            ):  # make test-browser runs those
-                item.add_marker(pytest.mark.skip(reason="make test-slow runs it"))
+            if mark := item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason=mark.args[0] if mark.args else "make test-slow runs it"))
     long = [item for item in items if any(name in item.nodeid for name in LONG)]
     others = [item for item in items if item not in set(long)]
     files = list(dict.fromkeys(item.path for item in long))  # whole files: their fixtures are made once

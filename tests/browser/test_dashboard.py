@@ -13,6 +13,8 @@ from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
 
+pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
+
 RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
 
 

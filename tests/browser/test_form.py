@@ -12,6 +12,8 @@ from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
+pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
+
 FIELDS = [
     {"name": "train.max_steps", "section": "train", "kind": "integer", "value": 24, "default": 24, "common": True},
     {"name": "train.loss", "section": "train", "kind": "choice", "value": "dapo", "choices": ["dapo", "grpo"]},

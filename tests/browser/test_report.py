@@ -10,7 +10,7 @@ import pytest
 
 from palestra.faces.cli.main import run
 
-pytestmark = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-browser trains the demo")
+pytestmark = pytest.mark.slow("make test-browser trains the demo")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.webp"
 SCREENSHOTS = os.environ.get("PALESTRA_SCREENSHOTS")
 

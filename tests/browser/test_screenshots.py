@@ -13,6 +13,8 @@ from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
+pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
+
 
 @pytest.fixture
 def url(serve, tmp_path, monkeypatch):

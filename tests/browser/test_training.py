@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from palestra.dashboard.app import dashboard_app
@@ -12,7 +10,7 @@ from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
-SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-browser trains in the browser")
+SLOW = pytest.mark.slow("make test-browser trains in the browser")
 MEASURES = """
 from palestra import measure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -91,7 +90,7 @@ def page_blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="three runs: make test-agents, make test-slow")
+@pytest.mark.slow("three runs: make test-agents, make test-slow")
 def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
     """Its three files by the command line, then its blocks of Python; all in short runs."""
     score, agent, by_command, by_function = page_blocks("python")

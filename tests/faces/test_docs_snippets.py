@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import shlex
@@ -155,7 +154,7 @@ def test_every_block_of_python_runs(page: Path, names: dict[str, Any]) -> None:
     run_blocks(page, names)
 
 
-@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="trains in the background: make test-slow")
+@pytest.mark.slow("trains in the background: make test-slow")
 @pytest.mark.parametrize("name", sorted(IN_BACKGROUND))
 def test_every_block_of_python_that_starts_a_run_runs(name: str, names: dict[str, Any]) -> None:
     from palestra.runs.manager import RunManager

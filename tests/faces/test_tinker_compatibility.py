@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
-@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="asks for 75 methods: make test-tinker")
+@pytest.mark.slow("asks for 75 methods: make test-tinker")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_the_table_of_compatibility_is_what_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     tinker = pytest.importorskip("tinker")

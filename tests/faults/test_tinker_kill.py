@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ tinker = pytest.importorskip("tinker")
 types = tinker.types
 
 
-@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="two servers take 20 s; make test-slow")
+@pytest.mark.slow("two servers take 20 s; make test-slow")
 def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from palestra.envs.running import RunningEnv
 from palestra.tinker_client.learner import TinkerLearner
 from palestra.tinker_client.policy import TinkerPolicy
 
-pytestmark = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-tinker restarts servers")
+pytestmark = pytest.mark.slow("make test-tinker restarts servers")
 
 
 class Server:

@@ -1,7 +1,6 @@
 """The environment that the documentation begins with is learned, through the command line."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from palestra.faces.cli.main import run
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 
 
-@pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-slow trains every example")
+@pytest.mark.slow("make test-slow trains every example")
 def test_the_first_environment_is_learned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "--env", str(EXAMPLE), "--train.max_steps", "7", "--env.held_out_size", "40", "--json"]) == 0

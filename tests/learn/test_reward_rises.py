@@ -1,6 +1,5 @@
 """The embedded model on the demo task, shortened: it really learns, with every kind of objective."""
 
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ def mean_of(result: GRPOTrainingResult, name: str, steps: slice) -> float:
     return statistics.fmean(row[name] for row in result.metrics[steps])
 
 
-SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-slow trains with every loss")
+SLOW = pytest.mark.slow("make test-slow trains with every loss")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Skipped where Triton is not installed. The interpreter is slow, so the models ar
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -184,7 +183,7 @@ print("SAME")
 """
 
 
-SLOW = pytest.mark.skipif(not os.environ.get("PALESTRA_TEST_SLOW"), reason="make test-slow runs every family")
+SLOW = pytest.mark.slow("make test-slow runs every family")
 
 
 @pytest.mark.parametrize(

@@ -7,33 +7,26 @@ from itertools import accumulate, combinations
 from typing import Any
 
 from palestra.core.run_folder import RunFolder
-from palestra.core.yaml_config import flatten, load_yaml
 from palestra.dashboard.evaluations import held_out
 from palestra.dashboard.series import by_step, columns, read_rows
 from palestra.evals.paired import pair
+from palestra.runs.settings import differing_keys, settings_of
 
-_IGNORED = ("output_dir", "track.run_name")
 _CURVES = ("reward_mean", "pass_rate", "eval/pass_rate", "entropy", "completion_length_mean", "tool_calls_mean")
 
 
 def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
     """Of each run by its id: what `GET api/compare` answers."""
-    settings = {run: _settings(folder) for run, folder in folders.items()}
-    keys = dict.fromkeys(key for found in settings.values() for key in found)
-    different = [key for key in keys if len({repr(found.get(key)) for found in settings.values()}) > 1]
+    settings = {run: settings_of(folder) for run, folder in folders.items()}
     return {
         "settings": [
-            {"key": key, "values": {run: found.get(key) for run, found in settings.items()}} for key in different
+            {"key": key, "values": {run: found.get(key) for run, found in settings.items()}}
+            for key in differing_keys([*settings.values()])
         ],
         "curves": {run: _curves(folder) for run, folder in folders.items()},
         "evaluations": {run: _rates(folder) for run, folder in folders.items()},
         "flips": _flips(folders),
     }
-
-
-def _settings(folder: RunFolder) -> dict[str, Any]:
-    flat = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
-    return {key: value for key, value in flat.items() if key not in _IGNORED}
 
 
 def _curves(folder: RunFolder) -> dict[str, Any]:

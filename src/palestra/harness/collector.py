@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
-from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import to_dict
 from palestra.core.program_result import ProgramResult
@@ -19,7 +18,7 @@ from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout
+from palestra.rollout.collect import OnRollout, all_groups
 from palestra.rollout.rewards import RewardFunctions
 
 POSTED = "reward"  # the score of an agent elsewhere that says itself how good it was
@@ -56,14 +55,8 @@ class ProgramCollector:
             for problem, key in zip(problems, seed_keys, strict=True)
         ]
         try:
-            groups = list(await asyncio.gather(*tasks))
-            self.rewards.require_working()
-            return groups
-        except OutOfThreads as error:
-            raise PalestraError(str(error)) from error
+            return await all_groups(tasks, self.rewards)
         finally:
-            for task in tasks:
-                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
 
     async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:

@@ -13,7 +13,15 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import TokenSession, TokenSessions
-from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+from palestra.policy.vllm_forms import (
+    PROBE_TEXT,
+    PROBE_TOKENS,
+    check_agreement,
+    fields_within,
+    no_room,
+    sampling_fields,
+    turn_of,
+)
 
 log = logging.getLogger("palestra")
 WORKER = "palestra.policy.vllm_worker.PalestraWorker"
@@ -56,14 +64,12 @@ class VllmColocatePolicy(TokenSessions):
 
     async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
         version, ids = self.version, session.token_ids
-        if not ids:
-            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
-        left = self._context - len(ids)
-        if left <= 0:
-            return Turn("model", (), (), version, "length")  # type: ignore[arg-type]
+        fields = fields_within(self._context, ids, params)
+        if fields is None:
+            return no_room(version)
         request = f"palestra-{next(self._numbers)}"
         loop = asyncio.get_running_loop()
-        self._add(request, ids, sampling_fields(params) | {"max_tokens": min(params.max_new_tokens, left)})
+        self._add(request, ids, fields)
         waiter = self._waiters[request] = loop.create_future()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())

@@ -13,7 +13,15 @@ from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, as
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import TokenSession, TokenSessions
-from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+from palestra.policy.vllm_forms import (
+    PROBE_TEXT,
+    PROBE_TOKENS,
+    check_agreement,
+    fields_within,
+    no_room,
+    sampling_fields,
+    turn_of,
+)
 
 log = logging.getLogger("palestra")
 _MAX_REPLY_BYTES = 2**28
@@ -56,13 +64,10 @@ class VllmServerPolicy(TokenSessions):
 
     async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
         version, ids = self.version, session.token_ids
-        if not ids:
-            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
-        left = self._context - len(ids)
-        if left <= 0:
-            return Turn("model", (), (), version, "length")  # type: ignore[arg-type]
-        body = sampling_fields(params) | {"max_tokens": min(params.max_new_tokens, left)}
-        body |= {"model": self._model, "prompt": ids, "return_token_ids": True}
+        fields = fields_within(self._context, ids, params)
+        if fields is None:
+            return no_room(version)
+        body = fields | {"model": self._model, "prompt": ids, "return_token_ids": True}
         retries = Retries(busy_s=self._timeout_s, unreachable_s=self._timeout_s)
         try:
             async with self._limit.slot():

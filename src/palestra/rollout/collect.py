@@ -47,7 +47,6 @@ class Collector:
             for i, problem in enumerate(problems[:at_once])
         }
         slots = asyncio.Semaphore(at_once)
-        tasks: list[asyncio.Task[Group]] = []
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
@@ -60,16 +59,12 @@ class Collector:
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
                 await asyncio.wait(opening.values())
-            for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
-                tasks.append(asyncio.create_task(attempted(i, problem, key)))
-            groups = list(await asyncio.gather(*tasks))
-            self.rewards.require_working()
-            return groups
-        except OutOfThreads as error:
-            raise PalestraError(str(error)) from error
+            tasks = [
+                asyncio.create_task(attempted(i, problem, key))
+                for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
+            ]
+            return await all_groups(tasks, self.rewards)
         finally:
-            for task in tasks:
-                task.cancel()
             abandon(opening.values())
 
     def groups_at_once(self, group_size: int) -> int:
@@ -109,6 +104,19 @@ class Collector:
         rollout = await run_attempt(speaker, episode, problem, limits)
         on_rollout(rollout)
         return rollout
+
+
+async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:
+    """What the tasks give, by rewards that work; none is left under way if one fails."""
+    try:
+        groups = list(await asyncio.gather(*tasks))
+        rewards.require_working()
+        return groups
+    except OutOfThreads as error:
+        raise PalestraError(str(error)) from error
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def token_speakers(policy: Policy[Any], chat: ChatFormat) -> Callable[[Sequence[Episode]], list[Speaker]]:

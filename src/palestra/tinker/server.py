@@ -410,14 +410,12 @@ async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> 
 
 async def _result(future: Future[Result], seconds: float) -> Result | Exception | None:
     """What came of it; None if nothing has yet."""
-    with contextlib.suppress(TimeoutError):
-        try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), seconds)
-        except TimeoutError:
-            return None
-        except Exception as error:
-            return error
-    return None
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), seconds)
+    except TimeoutError:
+        return None
+    except Exception as error:
+        return error
 
 
 def _promise(request: Request, **more: Any) -> Response:

@@ -119,6 +119,9 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the hash is the page's address
   main.focus();
 });
+addEventListener("unhandledrejection", (event) => {
+  if (event.reason?.name === "AbortError") event.preventDefault(); // the page was left: nobody waits for its requests
+});
 addEventListener("hashchange", () => {
   open().then(() => scrollTo(0, 0));
 });

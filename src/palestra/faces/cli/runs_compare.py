@@ -11,16 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
-from palestra.core.yaml_config import flatten, load_yaml
 from palestra.faces.cli.common import show_seconds, sparkline
 from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
 from palestra.runs.reader import Run, RunReader
+from palestra.runs.settings import differing_keys, settings_of
 
 _SPARKLINE_WIDTH = 60
-_IGNORED = ("output_dir", "track.run_name")
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,11 @@ def compare_runs(reader: RunReader, run_id: str) -> Compared:
     }
     return Compared(
         run,
-        _settings(folder),
+        settings_of(folder),
         summary,
         [(row["step"], row["pass_rate"]) for row in trained if "pass_rate" in row],
         [(row["step"], row["reward_mean"]) for row in trained],
     )
-
-
-def differences(compared: Sequence[Compared]) -> list[str]:
-    """The settings that are not the same in all runs."""
-    keys = dict.fromkeys(key for one in compared for key in one.settings)
-    return [key for key in keys if len({repr(one.settings.get(key)) for one in compared}) > 1]
 
 
 def draw(compared: Sequence[Compared]) -> str:
@@ -83,7 +75,7 @@ def compare_table(compared: Sequence[Compared]) -> Table:
     table.add_row("state", *[Text(one.run.state, style=STATE_COLOURS.get(one.run.state, "")) for one in compared])
     for name in compared[0].summary:
         table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
-    for key in differences(compared):
+    for key in differing_keys([one.settings for one in compared]):
         table.add_row(key, *[show(one.settings.get(key)) for one in compared])
     return table
 
@@ -110,8 +102,3 @@ def _held_out_rate(evaluation: Mapping[str, Any] | None) -> float | None:
         return None
     rate: float = evaluation["pass_rate"]["rate"]
     return rate
-
-
-def _settings(folder: RunFolder) -> dict[str, Any]:
-    flat = flatten(load_yaml(folder.config_file)) if folder.config_file.is_file() else {}
-    return {key: value for key, value in flat.items() if key not in _IGNORED}

@@ -129,23 +129,13 @@ def command(
         if agent_file is not None:
             raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
         require_serve_extra()
-        going_on = None
-        if resume is None:
-            run = new_run_for(env, env_url, folder, read_settings(config_file, options))
-        else:
-            going_on = _resume_of(resume, from_checkpoint, options, config_file)
-            run = RunFolder.open(going_on.folder)
-        outcome = run_on_wire(
-            run,
-            env_url,
-            serve_port,
-            console,
-            continued_by=f"palestra train --env-url {env_url}",
-            token=os.environ.get("PALESTRA_TOKEN") or None,
-            wait_limit_s=wait_limit_s,
-            resume=going_on,
+        going_on = None if resume is None else _resume_of(resume, from_checkpoint, options, config_file)
+        run = (
+            new_run_for(env, env_url, folder, read_settings(config_file, options))
+            if going_on is None
+            else RunFolder.open(going_on.folder)
         )
-        present(run, outcome, console, as_json)
+        _train_on_wire(run, env_url, serve_port, wait_limit_s, going_on, console, as_json)
         return
     if resume is not None:
         result = resume_run(_resume_of(resume, from_checkpoint, options, config_file), console, agent_file)
@@ -174,6 +164,28 @@ def _dry_run(
             file, agent, config = own.open(agent_file, config_file, options)
             _train_agent(file, agent, config, console, folder=Path(folder), dry_run=True)
     console.print("ready; nothing was trained (--dry-run)")
+
+
+def _train_on_wire(
+    run: RunFolder,
+    env_url: str,
+    serve_port: int,
+    wait_limit_s: float,
+    resume: Resume | None,
+    console: Console,
+    as_json: bool,
+) -> None:
+    outcome = run_on_wire(
+        run,
+        env_url,
+        serve_port,
+        console,
+        continued_by=f"palestra train --env-url {env_url}",
+        token=os.environ.get("PALESTRA_TOKEN") or None,
+        wait_limit_s=wait_limit_s,
+        resume=resume,
+    )
+    present(run, outcome, console, as_json)
 
 
 def _train_agent(
