@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "chat": "core",
     "tools": "core",
     "algo": "core",
+    "plan": "core",
     "engine": "core",
     "gguf": "core",
     "models": "core chat gguf",
@@ -36,20 +37,20 @@ MAY_IMPORT = {
     "tinker_client": "core algo learner policy",
     "serve": "core chat engine models policy",
     "tinker": "core algo engine models tracking runs learner policy serve",
-    "train": "core chat algo learner models tracking export evals envs report runs policy rollout tinker_client",
+    "train": "core chat algo plan learner models tracking export evals envs report runs policy rollout tinker_client",
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
     "dashboard": "core models evals report runs serve",
     "harness": "core agents evals envs models policy rollout serve gateway train",
-    "bench": "core engine models policy",
+    "bench": "core algo plan engine models learner policy",
     "result": "core chat tools agents evals export models policy rollout train",
     "api": "core agents evals envs models policy rollout harness train result",
     "env_api": "core chat agents envs evals models policy rollout train wire result api",
     "suite": "evals api",
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
-    "faces": "core tools chat gguf models export agents evals envs report policy rollout runs serve tinker train wire "
-    "gateway harness bench dashboard result api env_api suite __init__",
+    "faces": "core plan tools chat gguf models export agents evals envs report policy rollout runs serve tinker train "
+    "wire gateway harness bench dashboard result api env_api suite __init__",
     "__main__": "faces",
 }
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "locks": ("agent_tools:locks", "Show what an agent may not change here."),
     "runs": ("runs", "List, watch, stop, resume, compare and clean up runs."),
     "export": ("export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
+    "plan": ("plan", "Predict step time, memory and cost of a training."),
     "bench": ("bench", "Measure how fast a model samples on this machine."),
     "config": ("config", "Print the settings a run would use, or all settings."),
     "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),

@@ -160,3 +160,9 @@ def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSetti
     typed = click.get_current_context().meta[_META]
     run = {**translate(flatten(sections), str(config_file)), **options}
     return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)
+
+
+def read_run_settings(config_file: Path | None) -> dict[str, Any]:
+    """The settings of a run in a YAML file; those of an environment or endpoint are left out."""
+    sections = load_yaml(config_file) if config_file else {}
+    return translate(flatten({k: v for k, v in sections.items() if k not in PREFIXES}), str(config_file))

@@ -1,0 +1,116 @@
+"""The memory of one GPU in a training step, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from palestra.plan.device import GIB, Device
+from palestra.plan.shape import ModelShape
+from palestra.plan.work import StepWork
+
+QUANTISED_BYTES = 0.516  # nf4 with double quantisation
+LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass,
+LOGITS_CHUNK = 2**30  # and those of one chunk that it computes again
+LORA_OUTPUT_BYTES = 4  # adapters compute in float32
+MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
+COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
+WORKSPACE = 0.25 * GIB  # of the libraries' products, of graphs and of the sampler
+USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the peak of a step: the backward pass of the largest micro-batch begins."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    master_weights: float
+    reference: float  # the frozen copy for train.beta
+    activations: float
+    logits: float
+    kv: float
+    workspace: float
+    kv_sleeps: bool  # the cache is there only while nothing is learned
+
+    @property
+    def states(self) -> float:
+        """What is there whatever is computed."""
+        fixed = self.weights + self.optimizer + self.master_weights + self.reference
+        return fixed + self.gradients + self.workspace
+
+    @property
+    def working(self) -> float:
+        return self.activations + self.logits
+
+    @property
+    def total(self) -> float:
+        return self.states + (max(self.working, self.kv) if self.kv_sleeps else self.working + self.kv)
+
+
+def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
+    """The peak of one GPU; the sampler's cache gets what all rollouts need, or what is left."""
+    packed, size, full = work.packed, work.weight_bytes, work.method == "full"
+    trainable = shape.parameters if full else shape.adapter_weights(work.lora_rank)
+    has_master = full and work.master_weights and size < 4
+    gradients = trainable * (4 if has_master or not full else size) / work.gpus
+    activations = packed.largest * token_activations(shape, device, work)
+    logits = _logits(shape, device, work)
+    if packed.micro_batches == 1:  # then gradients come while activations go
+        gradients = max(0.0, gradients - activations - logits)
+    found = Memory(
+        weights=_weights(shape, work),
+        gradients=gradients,
+        optimizer=8 * trainable / work.gpus,
+        master_weights=4 * trainable / work.gpus if has_master else 0.0,
+        reference=float(shape.parameters * size) if work.reference and full else 0.0,
+        activations=activations,
+        logits=logits,
+        kv=0.0,
+        workspace=WORKSPACE,
+        kv_sleeps=work.sleep_mode,
+    )
+    return replace(found, kv=_kv(found, shape, device, work))
+
+
+def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """Bytes that the backward pass needs of one token."""
+    size = work.weight_bytes
+    layer = float(shape.layer_outputs * size)
+    if work.method != "full":
+        layer += shape.linear_outputs * LORA_OUTPUT_BYTES
+    if not device.is_gpu or shape.parameters < COMPILED_FROM:
+        layer *= MODULE_PATH_FACTOR
+    if work.gradient_checkpointing:  # the inputs of all layers, and one of them at work
+        return shape.layers * shape.hidden * size + layer * MODULE_PATH_FACTOR
+    return shape.layers * layer
+
+
+def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """Those that are kept and a chunk of the others, and the head's own gradient, which is added up in float32."""
+    packed = work.packed
+    scored = min(packed.largest, packed.largest_rows * work.new_tokens)
+    whole = float(scored * shape.vocabulary * work.weight_bytes)
+    kept = min(whole, LOGITS_KEPT if device.is_gpu else 0)
+    gradient = shape.head_weights * (4 + work.weight_bytes) if work.method == "full" else 0
+    return kept + min(whole - kept, LOGITS_CHUNK) + gradient
+
+
+def _weights(shape: ModelShape, work: StepWork) -> float:
+    whole = float(shape.parameters * work.weight_bytes)
+    if work.method == "qlora":
+        linear = shape.layers * shape.layer_weights
+        whole = linear * QUANTISED_BYTES + (shape.parameters - linear) * 4  # the rest is kept in float32
+    adapters = 0.0 if work.method == "full" else shape.adapter_weights(work.lora_rank) * 4.0
+    if work.gpus > 1:  # a shard to train, and a whole copy to sample from
+        return whole / work.gpus + whole + adapters
+    copied = (whole if work.method == "full" else adapters) if work.max_staleness else 0.0
+    return whole + adapters + copied
+
+
+def _kv(found: Memory, shape: ModelShape, device: Device, work: StepWork) -> float:
+    if work.kv_memory_gib is not None:
+        return work.kv_memory_gib * GIB
+    of_token = shape.kv_numbers * work.weight_bytes
+    room = device.memory_gib * GIB * USABLE - (found.states if work.sleep_mode else found.total)
+    return max(work.context * of_token, min(work.kv_tokens * of_token, room))  # at least one rollout

@@ -1,0 +1,195 @@
+"""The time of a training step, part by part: prefill, decode, learner, optimizer, communication, host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palestra.plan.device import GPUS_OF_A_NODE, Device, Efficiency
+from palestra.plan.memory import LOGITS_KEPT, Memory
+from palestra.plan.shape import ModelShape
+from palestra.plan.work import MAX_RUNNING, StepWork
+
+LINK_SHARE = 0.7  # of a link's figure, in collectives
+FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
+MASTER_BYTES = 52  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
+PLAIN_BYTES = 20  # the same without master weights
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """One decode step, and how many there are."""
+
+    rows: int
+    steps: float
+    launch_s: float
+    weights_s: float
+    kv_s: float
+    host_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.launch_s + self.weights_s + self.kv_s + self.host_s
+
+    @property
+    def total_s(self) -> float:
+        return self.steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step. Sampling and learning follow one another, or overlap where rollouts may be stale."""
+
+    prefill_s: float
+    decode: DecodeTime
+    rollout_host_s: float  # agent loop, template, tools
+    learner_s: float
+    optimizer_s: float
+    communication_s: float  # what the learner waits for beyond its own work
+    rest_s: float  # records, packing, publishing
+    overlaps: bool
+
+    @property
+    def sampling_s(self) -> float:
+        return self.prefill_s + self.decode.total_s + self.rollout_host_s
+
+    @property
+    def learning_s(self) -> float:
+        return self.learner_s + self.optimizer_s + self.communication_s + self.rest_s
+
+    @property
+    def total_s(self) -> float:
+        both = (self.sampling_s, self.learning_s)
+        return max(both) if self.overlaps else sum(both)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "prefill": self.prefill_s,
+            "decode": self.decode.total_s,
+            "agent loop": self.rollout_host_s,
+            "learner": self.learner_s,
+            "optimizer": self.optimizer_s,
+            "communication": self.communication_s,
+            "rest": self.rest_s,
+        }
+
+
+def step_time(shape: ModelShape, device: Device, work: StepWork, found: Memory, reached: Efficiency) -> StepTime:
+    """One step of one GPU, all of them working alike."""
+    host = work.sampled * work.turns * reached.host_turn_s + (work.turns - 1) * work.tool_s
+    learner, communication = _learner(shape, device, work, reached)
+    return StepTime(
+        prefill_s=_prefill(shape, device, work, reached),
+        decode=_decode(shape, device, work, found, reached),
+        rollout_host_s=host,
+        learner_s=learner,
+        optimizer_s=work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
+        communication_s=communication,
+        rest_s=work.sampled * reached.host_sample_s + reached.host_step_s,
+        overlaps=work.max_staleness > 0,
+    )
+
+
+def _products(shape: ModelShape, tokens: float, scored: float) -> float:
+    """Operations of a forward pass: all layers for every token, the head where a token is predicted."""
+    return 2 * shape.layers * shape.layer_weights * tokens + 2 * shape.head_weights * scored
+
+
+def _attention(shape: ModelShape, pairs: float) -> float:
+    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+
+
+def _prefill(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
+    """The prompt once for a group, what tools add once for each rollout."""
+    added = work.sampled * work.tool_tokens
+    tokens = work.groups_sampled * work.prompt_tokens + added
+    pairs = work.groups_sampled * work.prompt_tokens**2 / 2 + added * (work.prompt_tokens + work.completion / 2)
+    products = _products(shape, tokens, work.sampled * work.turns) / reached.prefill_flop_share
+    return (products + _attention(shape, pairs) / reached.attention_flop_share) / device.flops
+
+
+def _decode(shape: ModelShape, device: Device, work: StepWork, found: Memory, reached: Efficiency) -> DecodeTime:
+    """Every step reads all weights, and the cache of every row."""
+    size, bandwidth = work.weight_bytes, device.bandwidth * reached.bandwidth_share
+    of_token = shape.kv_numbers * size
+    fitting = work.sampled * found.kv / max(1.0, work.kv_tokens * of_token)
+    rows = max(1, min(work.sampled, MAX_RUNNING, int(fitting + 0.01)))
+    waves = work.sampled / rows
+    read = shape.layers * shape.layer_weights + shape.head_weights
+    computed = 2 * read * rows / (device.flops * reached.prefill_flop_share)
+    launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
+    mean_context = work.prompt_tokens + work.completion / 2
+    return DecodeTime(
+        rows=rows,
+        steps=waves * work.new_tokens,
+        launch_s=shape.layers * launch,
+        weights_s=max(read * size / bandwidth, computed),
+        kv_s=rows * mean_context * of_token / bandwidth,
+        host_s=rows * reached.host_token_s,
+    )
+
+
+def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> tuple[float, float]:
+    """Forward and backward of all micro-batches, and what waiting for other GPUs adds to it."""
+    packed, full = work.packed, work.method == "full"
+    scored = work.trained * work.new_tokens
+    forward = _products(shape, packed.tokens, scored)
+    passes = 3.0 if full else 2.0  # frozen weights have no gradient
+    passes += 1.0 if work.gradient_checkpointing else 0.0
+    again = max(0.0, scored - packed.micro_batches * LOGITS_KEPT / (shape.vocabulary * work.weight_bytes))
+    forwards = (1.0 if work.reference else 0.0) + (1.0 if work.minibatches > 1 else 0.0)
+    products = forward * (passes * work.iterations + forwards) + 2 * shape.head_weights * again
+    attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
+    activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
+    moved = activations * reached.elementwise_passes * (1.0 if full else 2.0) * work.iterations
+    computing = (
+        products / (device.flops * reached.learner_flop_share)
+        + attention / (device.flops * reached.attention_flop_share)
+        + moved / (device.bandwidth * reached.bandwidth_share)
+    )
+    launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
+    launching *= 1.0 if full else 1.5
+    working = max(computing, launching)
+    return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
+
+
+def _communication(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """FSDP2: weights gathered for the forward and for the backward pass, gradients reduced, in each micro-batch."""
+    if work.gpus == 1:
+        return 0.0
+    weights = shape.parameters * work.weight_bytes
+    trained = shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)
+    moved = (2 * weights + 4 * trained) * (work.gpus - 1) / work.gpus
+    return work.packed.micro_batches * moved / _link(device, work)
+
+
+def _publishing(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """Every GPU gathers the new weights for its sampler."""
+    if work.gpus == 1:
+        return 0.0
+    trained = shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)
+    return trained * work.weight_bytes / _link(device, work)
+
+
+def _link(device: Device, work: StepWork) -> float:
+    within = device.link if work.gpus <= GPUS_OF_A_NODE else min(device.link, device.node_link)
+    return (within or device.node_link) * LINK_SHARE
+
+
+def _optimizer(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
+    trained = shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)
+    has_master = work.method == "full" and work.master_weights and work.weight_bytes < 4
+    moved = trained / work.gpus * (MASTER_BYTES if has_master else PLAIN_BYTES * work.weight_bytes / 2)
+    return moved / (device.bandwidth * reached.bandwidth_share)
+
+
+def steps_text(seconds: float) -> str:
+    """
+    >>> steps_text(0.0421), steps_text(3.21), steps_text(75), steps_text(7300)
+    ('42 ms', '3.2 s', '75 s', '2.0 h')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 300:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

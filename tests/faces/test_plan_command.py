@@ -1,0 +1,82 @@
+"""`palestra plan`: an estimate as a table and as JSON, from names, folders and configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parents[2] / "src" / "palestra" / "models" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_plan_tells_time_memory_cost_bottleneck_and_what_fits(cli):
+    answer = cli("plan", *"--model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64 --price 3.5".split())
+    assert answer.code == 0, answer.err
+    assert "qwen3-8b: 8.19 B weights, all weights, on 8 × h200; 64 × 16 rollouts of 6144 + 2048 tokens" in answer.out
+    for word in ("prefill", "decode", "learner", "optimizer", "gradients", "activations", "bottleneck: ", "it fits"):
+        assert word in answer.out
+    assert "and cost " in answer.out
+
+
+def test_json_holds_the_numbers_of_the_table(cli):
+    answer = cli("plan", *"--model qwen3-0.6b --context 2k --group 8 --problems 8 --price 2 --steps 50 --json".split())
+    found = json.loads(answer.out)
+    assert found["step_s"] == pytest.approx(found["sampling_s"] + found["learning_s"], abs=1e-3)
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], abs=2e-3)
+    assert sum(found["memory_parts_gib"].values()) == pytest.approx(found["memory_gib"], abs=0.02)
+    assert found["cost"] == pytest.approx(found["step_s"] * 50 / 3600 * 2, abs=0.01)
+    assert found["fits"] is True
+    assert "H200" in found["calibration"]
+
+
+def test_what_does_not_fit_is_told_with_the_settings_that_would(cli):
+    answer = cli("plan", *"--model qwen3-8b --context 4k --group 8 --gpu rtx-4090".split())
+    assert answer.code == 0
+    assert "it does not fit: use " in answer.out
+    assert "--lora." in answer.out
+    assert "with these a step takes" in answer.out
+
+
+def test_a_folder_a_yaml_file_and_settings_of_a_run_are_taken(cli, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {TINY}}}\ntrain: {{problems_per_step: 3, max_steps: 7}}\nrollout: {{max_new_tokens: 64}}\n"
+    )
+    found = json.loads(cli("plan", "--config", "run.yaml", "--rollout.group_size", "5", "--gpu", "cpu", "--json").out)
+    assert found["parameters"] == pytest.approx(722048, rel=0.01)
+    assert (found["steps"], found["rows_at_once"]) == (7, 15)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--model qwen3-5b", "Did you mean 'qwen3-8b'"),
+        ("--model qwen3-8b --gpu voodoo", "there are no figures for the GPU 'voodoo'"),
+        ("--model qwen3-8b --context many", "no number of tokens"),
+        ("--model qwen3-8b --context 64k", "the context of qwen3-8b holds 40960; lower --context"),
+        ("--model qwen3-8b --context 1k --new-tokens 1k", "holds no prompt beside 1024 sampled tokens"),
+        ("--model qwen3-8b --group 1", "use 2 or more"),
+        ("--model qwen3-8b --gpus 0", "gpus=0; use 1 or more"),
+        ("--model qwen3-8b --signal 0", "signal=0.0"),
+        ("--model ./nowhere", "is not known"),
+    ],
+)
+def test_bad_input_is_refused_with_the_remedy(cli, arguments, complaint):
+    answer = cli("plan", *arguments.split())
+    assert answer.code == 2
+    assert complaint in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_gpu_that_is_not_listed_is_described(cli):
+    answer = cli("plan", *"--model qwen3-4b --gpu mine --memory-gib 200 --bandwidth 6 --tflops 1500 --json".split())
+    assert json.loads(answer.out)["device"] == "mine"
+
+
+def test_the_known_models_are_listed(cli):
+    assert "qwen3-32b         32.762 B weights" in cli("plan", "--models").out

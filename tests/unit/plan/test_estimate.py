@@ -1,0 +1,183 @@
+"""The cost model: parameters, memory and time by shapes, checked against published and measured figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, find_device
+from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
+from palestra.plan.work import StepWork
+
+TINY = Path(__file__).parents[3] / "src" / "palestra" / "models" / "tiny"
+H200 = DEVICES["h200"]
+
+
+def plan(model: str = "qwen3-0.6b", device: Device = H200, **work: Any) -> RunEstimate:
+    return estimate(find_shape(model), device, StepWork(**work), GPU_EFFICIENCY)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("palestra/smollm2", 134_515_008),
+    ],
+)
+def test_a_known_shape_has_the_published_number_of_weights(name: str, parameters: int) -> None:
+    assert find_shape(name).parameters == pytest.approx(parameters, rel=1e-4)
+
+
+def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
+    assert find_shape(str(TINY)) == find_shape(str(TINY / "config.json")) == known_shapes()["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"num_experts": 8}, "has experts"),
+        ({"hidden_size": 8}, "says no num_hidden_layers, num_attention_heads"),
+    ],
+)
+def test_a_config_that_is_no_dense_decoder_is_refused(config: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(PalestraError, match=complaint):
+        shape_from_config(config)
+
+
+def test_an_unknown_model_or_gpu_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(PalestraError, match="Did you mean 'qwen3-8b'"):
+        find_shape("qwen3-5b")
+    with pytest.raises(PalestraError, match="--memory-gib, --bandwidth"):
+        find_device("Voodoo 2")
+    assert find_device("NVIDIA A100-SXM4-40GB").memory_gib == pytest.approx(39.4)
+
+
+def test_packing_counts_micro_batches_and_prompts_as_the_learner_does() -> None:
+    from palestra.algo.batching import pack
+    from palestra.core.types import Sample
+
+    for limit, problems, rows, prompt, new in (
+        (64, 3, 2, 10, 5),
+        (24, 2, 4, 10, 6),
+        (500, 4, 2, 7, 3),
+        (12, 2, 2, 9, 8),
+    ):
+        size = prompt + new
+        own = [False] * prompt + [True] * new
+        samples = [
+            Sample([g] * prompt + [1] * new, own, [False] * size, [0.0] * size, 1.0, g, prompt)  # type: ignore[arg-type]
+            for g in range(problems)
+            for _ in range(rows)
+        ]
+        batches = pack(samples, max_tokens=limit)
+        # the last token of a row is only predicted, so one token less is fed
+        work = StepWork(problems, rows, prompt, new - 1, tokens_per_micro_batch=limit).packed
+        assert work.micro_batches == len(batches)
+        assert work.tokens == sum(len(b.token_ids) for b in batches)
+        assert work.largest == max(len(b.token_ids) for b in batches)
+
+
+@pytest.mark.parametrize(("micro_batch", "gib"), [(16384, 24.0), (8192, 18.6)])
+def test_memory_of_the_learner_is_within_15_percent_of_what_an_h200_measured(micro_batch: int, gib: float) -> None:
+    rows = {"problems": 32, "group_size": 1, "prompt_tokens": 1, "new_tokens": 511}  # benchmarks/RESULTS.md, 32 x 512
+    found = plan(**rows, tokens_per_micro_batch=micro_batch, kv_memory_gib=0.001)
+    assert found.memory.total / GIB == pytest.approx(gib, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_s", "lora_per_s"), [(64, 33253, 22359), (256, 61345, 49332), (512, 70068, 60939)]
+)
+def test_decode_is_within_15_percent_of_what_an_h200_measured(rows: int, per_s: int, lora_per_s: int) -> None:
+    work = {"problems": rows, "group_size": 1, "prompt_tokens": 352, "new_tokens": 64}
+    full, lora = plan(**work), plan(**work, method="lora", lora_rank=8)
+    assert rows / full.time.decode.step_s == pytest.approx(per_s, rel=0.15)
+    assert rows / lora.time.decode.step_s == pytest.approx(lora_per_s, rel=0.15)
+
+
+def test_lora_needs_less_memory_than_all_weights_and_4_bits_less_than_that() -> None:
+    work = {"problems": 8, "group_size": 8, "kv_memory_gib": 1.0, "tokens_per_micro_batch": 2048}
+    full, lora, qlora = (plan("qwen3-8b", method=m, **work).memory.states for m in ("full", "lora", "qlora"))
+    assert full > 5 * lora > 5 * qlora
+
+
+def test_states_are_divided_among_gpus_and_rollouts_too() -> None:
+    one, eight = (plan("qwen3-8b", gpus=n, problems=64, group_size=16, sleep_mode=True) for n in (1, 8))
+    assert eight.memory.optimizer == one.memory.optimizer / 8
+    assert not one.fits
+    assert eight.fits
+    assert eight.time.total_s < one.time.total_s / 6
+    assert eight.time.communication_s > 0 == one.time.communication_s
+
+
+def test_the_change_that_fits_is_the_least_one_and_does_fit() -> None:
+    found = plan("qwen3-1.7b", DEVICES["rtx-4090"], problems=8, group_size=8, method="lora")
+    assert not found.fits
+    change = found.changes_that_fit()
+    assert change is not None
+    tokens = change.work.tokens_per_micro_batch
+    assert change.settings == f"--train.tokens_per_micro_batch {tokens}"
+    assert found.with_work(change.work).fits
+    assert not found.with_work(replace(change.work, tokens_per_micro_batch=2 * tokens)).fits
+
+
+def test_all_weights_of_a_model_too_large_for_the_gpu_become_adapters_or_more_gpus() -> None:
+    found = plan("qwen3-8b", problems=8, group_size=8)
+    assert not found.fits
+    assert "--lora.r 16" in found.remedy()
+    assert found.remedy().endswith("2 such GPUs") or "4 such GPUs" in found.remedy()
+
+
+def test_nothing_fits_where_not_even_4_bit_weights_do() -> None:
+    found = plan("llama-3.3-70b", DEVICES["l4"], problems=8, group_size=8)
+    assert found.changes_that_fit() is None
+
+
+def test_more_context_moves_the_bottleneck_from_starting_kernels_to_reading_the_cache() -> None:
+    short = plan(problems=4, group_size=4, prompt_tokens=64, new_tokens=512)
+    long = plan(problems=32, group_size=8, prompt_tokens=7000, new_tokens=1024)
+    assert short.bottleneck[0] == "decode, starting kernels"
+    assert long.bottleneck[0] == "decode, reading the KV cache"
+    assert long.hint
+
+
+def test_a_cache_too_small_for_all_rollouts_decodes_them_in_waves() -> None:
+    whole = plan(problems=8, group_size=8, new_tokens=512)
+    shape = find_shape("qwen3-0.6b")
+    half = whole.memory.kv / 2 / GIB
+    waves = plan(problems=8, group_size=8, new_tokens=512, kv_memory_gib=half)
+    assert whole.memory.kv == whole.work.kv_tokens * shape.kv_numbers * 2
+    assert (whole.time.decode.rows, waves.time.decode.rows) == (64, 32)
+    assert waves.time.decode.steps == 2 * whole.time.decode.steps
+
+
+def test_stale_rollouts_overlap_sampling_and_learning() -> None:
+    one, ahead = plan(problems=8, group_size=8), plan(problems=8, group_size=8, max_staleness=2)
+    assert ahead.time.total_s == max(ahead.time.sampling_s, ahead.time.learning_s) < one.time.total_s
+    assert ahead.memory.weights == 2 * one.memory.weights
+
+
+@pytest.mark.parametrize("wrong", [{"problems": 0}, {"signal": 0.0}, {"gpus": 0}, {"turns": 0}])
+def test_work_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PalestraError, match=next(iter(wrong))):
+        StepWork(**wrong)
+
+
+def test_cost_is_time_by_gpus_by_price() -> None:
+    found = plan(problems=8, group_size=8, gpus=2)
+    assert found.cost(3.0, 100) == pytest.approx(found.time.total_s * 100 / 3600 * 2 * 3.0)
+
+
+def test_a_shape_knows_its_adapters() -> None:
+    shape = ModelShape(4, 2, 2, 1, 3, 8, 10, True)
+    linears = [(4, 6), (4, 3), (4, 3), (6, 4), (4, 8), (4, 8), (8, 4)]  # q, k, v, o, gate, up, down
+    assert shape.adapter_weights(5) == 2 * 5 * sum(a + b for a, b in linears)
+    assert shape.layer_weights == sum(a * b for a, b in linears)
