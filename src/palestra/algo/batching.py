@@ -17,7 +17,7 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -97,12 +97,17 @@ class _Row:
 
 
 def pack(
-    samples: Sequence[Sample], *, max_tokens: int, share_prefix: bool = True, echo: bool = False
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    share_prefix: bool = True,
+    echo: bool = False,
+    rows: Collection[int] | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens each (a longer row gets one of its own).
 
-    Rows without a scored token are left out. A group too big for one micro-batch is split, with its
-    prompt computed again in each part.
+    Rows without a scored token are left out, and those that are not among `rows`, if these are given. A group too big
+    for one micro-batch is split, with its prompt computed again in each part.
     """
     batches: list[MicroBatch] = []
     open_trees: list[tuple[int, list[_Row]]] = []
@@ -114,12 +119,12 @@ def pack(
             batches.append(_assemble(open_trees))
         open_trees, used = [], 0
 
-    for prompt_length, rows in _families(samples, share_prefix, echo):
-        whole = prompt_length + sum(row.fed - prompt_length for row in rows)
+    for prompt_length, family in _families(samples, share_prefix, echo, rows):
+        whole = prompt_length + sum(row.fed - prompt_length for row in family)
         if used + whole > max_tokens >= whole:
             close()
         tree: list[_Row] = []
-        for row in rows:
+        for row in family:
             new = row.fed if not tree else row.fed - prompt_length
             if used and used + new > max_tokens:
                 if tree:
@@ -140,11 +145,13 @@ def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample
     return [list(samples[a:b]) for a, b in pairwise(bounds)]
 
 
-def _families(samples: Sequence[Sample], share_prefix: bool, echo: bool) -> Iterator[tuple[int, list[_Row]]]:
+def _families(
+    samples: Sequence[Sample], share_prefix: bool, echo: bool, rows: Collection[int] | None
+) -> Iterator[tuple[int, list[_Row]]]:
     """(prompt length, rows) of each set of rows that may share a prompt, in order of first appearance."""
     families: dict[object, tuple[int, list[_Row]]] = {}
     for index, sample in enumerate(samples):
-        row = _row(index, sample, echo)
+        row = _row(index, sample, echo) if rows is None or index in rows else None
         if row is None:
             continue
         prompt = sample.token_ids[: sample.prompt_length]

@@ -21,7 +21,7 @@ from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
-from palestra.engine.kv_shape import KVShape
+from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
 from palestra.engine.sampler import check_params
@@ -45,7 +45,9 @@ class Runner(KVMemory, Protocol):
         """Give the KV memory back; no session has KV at this moment."""
         ...
 
-    def reserve_memory(self) -> None: ...
+    def reserve_memory(self, pages: int) -> None:
+        """Take it again, with so many pages; CacheTooLarge where there is not enough."""
+        ...
 
     def disable_fast_path(self) -> bool:
         """Run the module's own layers from now on; False if that was so before."""
@@ -92,7 +94,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
-        self._asleep = self._warned = False
+        self._asleep = self._warned = self._shrunk = False
         if self_check:
             self._check()
 
@@ -173,7 +175,9 @@ class Engine:
             chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return self._unstick()
-        emissions = self.runner.step(chunks)
+        emissions = self._run(chunks)
+        if emissions is None:
+            return []
         with phases("planning"):
             ended = [e.job for e in emissions if self._accept(e)]
             for chunk in chunks:
@@ -206,7 +210,7 @@ class Engine:
 
     def wake(self) -> None:
         if self._asleep:
-            self.runner.reserve_memory()
+            self._reserve(self.pool.pages)
             self._asleep = False
 
     def _check(self) -> None:
@@ -219,6 +223,44 @@ class Engine:
                 raise
             log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
             check_logprobs(self, self.model, size, capacity)
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[Emission] | None:
+        """The step itself; None where the GPU's memory ran out: then the cache is half as large, and filled again."""
+        try:
+            return self.runner.step(chunks)
+        except torch.OutOfMemoryError:
+            pass  # handled out here, where nothing holds the frames in which it happened, and so their tensors
+        self.scheduler.drop_all()
+        self.runner.release_memory()
+        self._reserve(self.pool.pages // 2)
+        return None
+
+    def _reserve(self, pages: int) -> None:
+        """Memory for so many pages of KV, or half of it, and half of that, as far as one session still fits."""
+        before, size = self.pool.pages, self.pool.page_size
+        longest = max((len(job.session.token_ids) for job in self.scheduler.waiting), default=0)
+        while True:
+            if pages <= self.pool.needed(longest + 1):
+                raise PalestraError(
+                    f"CUDA out of memory: a KV cache of {pages * size} tokens does not hold a rollout of {longest}; "
+                    "lower rollout.max_new_tokens, or set model.sleep_mode"
+                )
+            try:
+                self.runner.reserve_memory(pages)
+                break
+            except CacheTooLarge:
+                pages //= 2
+        if pages == before:
+            return
+        self.scheduler.pool = PagePool(pages, size)
+        log.log(
+            logging.INFO if self._shrunk else logging.WARNING,
+            "CUDA out of memory while sampling: the KV cache has room for %d tokens from now on instead of %d "
+            "(model.kv_memory_gib); what is under way is computed again",
+            pages * size,
+            before * size,
+        )
+        self._shrunk = True
 
     def _accept(self, emission: Emission) -> bool:
         """Add sampled tokens to the session up to the one that ends the turn; true if one does."""

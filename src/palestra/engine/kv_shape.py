@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from palestra.core.errors import PalestraError
+
+
+class CacheTooLarge(PalestraError):
+    """The GPU has no room for so much KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

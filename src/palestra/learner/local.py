@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from palestra.learner import state as learner_state
 from palestra.learner.base import Batch
 from palestra.learner.forward import Scorer, causal_lm
 from palestra.learner.optimizer import Optimizer
+from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 
 
@@ -40,6 +43,10 @@ class LocalOutputs:
     token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for messages
     token_logprobs: list[tuple[PackedMicroBatch, Tensor]]
     token_entropies: list[tuple[PackedMicroBatch, Tensor]]
+
+    @classmethod
+    def empty(cls, batch: Batch, loss: StepLoss, device: torch.device) -> LocalOutputs:
+        return cls(batch, loss, torch.zeros(3, dtype=torch.float64, device=device), TokenStats(), [], [], [])
 
     def logprobs(self) -> list[Array]:
         return tokens_to_rows(self.token_logprobs, self.batch.samples)
@@ -57,12 +64,31 @@ class LocalOutputs:
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
         return metrics | self.stats.finish()
 
+    def add(self, micro: PackedMicroBatch, out: MicroOutputs) -> None:
+        self.parts += out.parts.detach()
+        self.stats += out.stats
+        self.token_losses.append((out.token_loss, out.row))
+        self.token_logprobs.append((micro, out.logprobs))
+        self.token_entropies.append((micro, out.entropies))
+
     def groups_not_finite(self) -> set[int]:
         """The groups of rows whose own loss is not finite."""
         sums = torch.zeros(len(self.batch.samples), device=self.parts.device)
         for token_loss, row in self.token_losses:
             sums.index_add_(0, row, token_loss.float())
         return {self.batch.samples[r].group for r in (~sums.isfinite()).nonzero().flatten().tolist()}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroOutputs:
+    """What the forward pass of one micro-batch found."""
+
+    parts: Tensor  # [3], with their gradient
+    stats: TokenStats
+    token_loss: Tensor  # [N] as the others, without a gradient
+    row: Tensor
+    logprobs: Tensor
+    entropies: Tensor
 
 
 def explain_not_finite(pending: Sequence[LocalOutputs], losses: Sequence[float], grad_norm: float) -> str:
@@ -92,7 +118,7 @@ class LocalLearner:
         self, model: Any, *, config: RunConfig, pad_token_id: int = 0, optimizer: Optimizer | None = None
     ) -> None:
         self.model = model
-        self._max_tokens = config.train.tokens_per_micro_batch
+        self._limit = MicroBatchLimit(config.train.tokens_per_micro_batch)
         self._has_adapter = hasattr(model, "disable_adapter")
         if config.lora.r > 0 and not self._has_adapter:
             raise PalestraError(
@@ -122,28 +148,65 @@ class LocalLearner:
             raise PalestraError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
-        packed = self._pack(batch, echo=False)
         scorer = self._reference if reference and self._reference is not None else self._scorer
+        parts: list[tuple[PackedMicroBatch, Tensor]] = []
+        waiting = deque(self._pack(batch, echo=False).micro_batches)
         with self._mode(training=False), scorer.session(), self._adapter_off(reference and self._has_adapter):
-            parts = [(micro, scorer(micro)[0]) for micro in packed.micro_batches]
+            while waiting:
+                micro = waiting.popleft()
+                scored = unless_out_of_memory(partial(scorer, micro))
+                if scored is None:
+                    waiting = self._smaller(batch, [micro, *waiting], echo=False)
+                else:
+                    parts.append((micro, scored[0]))
+        self._limit.tell()
         return tokens_to_rows(parts, batch.samples)
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
-        packed = self._pack(batch, echo=loss.echo_coefficient > 0)
-        parts = torch.zeros(3, dtype=torch.float64, device=self.device)
-        found = LocalOutputs(batch, loss, parts, TokenStats(), [], [], [])
-        scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
         try:
             with self._mode(training=True), self._scorer.session():
-                for micro in packed.micro_batches:
-                    parts = self._parts(micro, packed, found)
-                    (parts * scale).sum().backward()
-                    found.parts += parts.detach()
+                found = self._accumulate(batch, loss)
         except BaseException:  # half a gradient is none
             self._forget_gradients()
             raise
+        self._limit.tell()
         self._pending.append(found)
         return found
+
+    def _accumulate(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
+        """The gradient of all micro-batches. One that does not fit in memory, and those after it, are made smaller."""
+        echo = loss.echo_coefficient > 0
+        packed = self._pack(batch, echo=echo)
+        found = LocalOutputs.empty(batch, loss, self.device)
+        scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
+        waiting = deque(packed.micro_batches)
+        while waiting:
+            micro = waiting.popleft()
+            before = self.optimizer.gradient_marks()
+            if unless_out_of_memory(partial(self._backward, micro, packed, found, scale)):
+                continue
+            left = [micro, *waiting]
+            if before != self.optimizer.gradient_marks():  # some weights have their part of the failed one
+                if self._pending:
+                    raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
+                self.optimizer.clear()
+                found, left = LocalOutputs.empty(batch, loss, self.device), packed.micro_batches
+            waiting = self._smaller(batch, left, echo=echo)
+        return found
+
+    def _backward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs, scale: Tensor) -> bool:
+        out = self._forward(micro, packed, found)
+        (out.parts * scale).sum().backward()
+        found.add(micro, out)
+        return True
+
+    def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
+        """The rows of these micro-batches, of which the first did not fit, in smaller ones."""
+        failed = micros[0]
+        self._limit.halve(len(failed.batch.token_ids), len(set(failed.row.tolist())))
+        batch.packed = None  # the next pass packs it as is found to fit
+        rows = {row for micro in micros for row in micro.row.tolist()}
+        return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)
 
     def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
         pending, self._pending = self._pending, []
@@ -186,20 +249,23 @@ class LocalLearner:
 
     def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
         if batch.packed is None or batch.packed[0] != echo:
-            with phases("packing"):
-                packed = pack_batch(
-                    batch.samples,
-                    max_tokens=self._max_tokens,
-                    share_prefix=self._share_prefix,
-                    echo=echo,
-                    device=self.device,
-                )
-            batch.packed = (echo, packed)
+            batch.packed = (echo, self._packed(batch, echo=echo))
         found: PackedBatch = batch.packed[1]
         return found
 
-    def _parts(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs) -> Tensor:
-        """[3] this micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
+    def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
+        with phases("packing"):
+            return pack_batch(
+                batch.samples,
+                max_tokens=self._limit.tokens,
+                share_prefix=self._share_prefix,
+                echo=echo,
+                device=self.device,
+                rows=rows,
+            )
+
+    def _forward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs) -> MicroOutputs:
+        """This micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
         batch, loss, policy = micro.batch, found.loss, micro.policy
         steer = loss.entropy_coefficient != 0.0
         logprobs, entropy = self._scorer(micro, entropy_gradient=steer)
@@ -236,11 +302,7 @@ class LocalLearner:
         parts.append(self._echo_part(micro, packed, loss, logprobs) if loss.echo_tokens else torch.zeros_like(parts[0]))
         bonus = entropy_bonus(entropy[policy], loss.entropy_coefficient, tokens_total=loss.policy_tokens)
         parts.append(bonus if steer else torch.zeros_like(parts[0]))
-        found.stats += stats
-        found.token_losses.append((token_loss.detach(), row))
-        found.token_logprobs.append((micro, logprobs.detach()))
-        found.token_entropies.append((micro, entropy.detach()))
-        return torch.stack(parts)
+        return MicroOutputs(torch.stack(parts), stats, token_loss.detach(), row, logprobs.detach(), entropy.detach())
 
     def _echo_part(self, micro: PackedMicroBatch, packed: PackedBatch, loss: StepLoss, logprobs: Tensor) -> Tensor:
         return world_model_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,16 @@ class PackedBatch:
 
 
 def pack_batch(
-    samples: Sequence[Sample], *, max_tokens: int, share_prefix: bool, echo: bool, device: torch.device
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    share_prefix: bool,
+    echo: bool,
+    device: torch.device,
+    rows: Collection[int] | None = None,
 ) -> PackedBatch:
-    """Pack on the host, then copy to the device, so that no pass waits for it later."""
-    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo)
+    """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone."""
+    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo, rows=rows)
     lengths = [_row_lengths(batches, len(samples), name).to(device) for name in ("policy_mask", "echo_mask")]
     return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
 

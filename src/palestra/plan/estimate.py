@@ -10,7 +10,7 @@ from palestra.plan.device import GIB, Device, Efficiency
 from palestra.plan.memory import USABLE, Memory, memory
 from palestra.plan.shape import ModelShape
 from palestra.plan.step_time import StepTime, step_time
-from palestra.plan.work import Method, StepWork
+from palestra.plan.work import METHODS, StepWork
 
 _HINTS = {
     "decode, starting kernels": "more rollouts at once: a larger rollout.group_size or train.problems_per_step",
@@ -115,16 +115,15 @@ def estimate(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     return RunEstimate(shape, device, work, found, step_time(shape, device, work, found, reached), reached)
 
 
-def least_memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
-    """With the smallest micro-batch and cache there can be: what out-of-memory handling ends at."""
-    return memory(shape, device, replace(work, tokens_per_micro_batch=work.context, kv_memory_gib=None))
+def least(found: RunEstimate) -> RunEstimate:
+    """With the smallest micro-batch and cache there can be: where out-of-memory handling ends."""
+    work = found.work
+    return found.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
 
 
 def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
     """Smaller runs, the least intrusive change first; of each the larger micro-batches first."""
-    methods: tuple[Method, ...] = {"full": ("full", "lora", "qlora"), "lora": ("lora", "qlora")}.get(
-        work.method, ("qlora",)
-    )
+    methods = METHODS[METHODS.index(work.method) :]
     checkpointing = (False, True) if not work.gradient_checkpointing else (False,)
     sleeping = (False, True) if not work.sleep_mode and not work.max_staleness else (False,)
     choices = product(range(len(methods)), checkpointing, sleeping)

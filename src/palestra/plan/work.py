@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from palestra.core.errors import PalestraError
 
 Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = get_args(Method)  # each needs less memory than the one before
 MAX_RUNNING = 512  # rows that the engine decodes at once on a GPU
 
 

@@ -52,7 +52,8 @@ class CpuRunner:
             self.fast_decoder.release_memory()
         give_freed_memory_back()
 
-    def reserve_memory(self) -> None:
+    def reserve_memory(self, pages: int) -> None:
+        """Pages are taken as they fill, so fewer need nothing else."""
         self.slots.reserve_memory()
 
     def disable_fast_path(self) -> bool:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.errors import UnsupportedModel
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.state import DecodeState, padded_tables
-from palestra.engine.kv_shape import KVShape
+from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.supported import can_capture, is_llama_like
@@ -55,9 +55,9 @@ class CudaRunner:
         self.context = context
         self.device = next(model.parameters()).device
         self.warm_up_s = 0.0
-        self._kv_shape, self._pages = shape, pages
+        self._kv_shape = shape
         self._copies: dict[int, int] = {}  # pages that the next step copies: target -> source
-        self.reserve_memory()
+        self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
         self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
@@ -101,16 +101,16 @@ class CudaRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def reserve_memory(self) -> None:
+    def reserve_memory(self, pages: int) -> None:
         s = self._kv_shape
-        lead = (s.layers, self._pages, s.heads, self.page_size)
+        lead = (s.layers, pages, s.heads, self.page_size)
         try:
             self.keys = torch.zeros((*lead, s.key_dim), dtype=s.dtype, device=self.device)
             self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
         except torch.OutOfMemoryError as error:
-            gib = self._pages * self.page_size * s.bytes_per_token / (1 << 30)
+            gib = pages * self.page_size * s.bytes_per_token / (1 << 30)
             self.keys = self.values = torch.empty(0)
-            raise PalestraError(
+            raise CacheTooLarge(
                 f"the KV cache of {gib:.1f} GiB does not fit on the GPU ({error}); lower model.kv_memory_gib"
             ) from error
 

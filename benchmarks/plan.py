@@ -1,0 +1,299 @@
+"""The cost model of `palestra plan` beside what a GPU measures: step time and peak memory of eight configurations.
+
+    python benchmarks/plan.py                 about 6 minutes on an H200; a JSON line for each row, then a table
+    python benchmarks/plan.py --only lora     the rows whose name ("0.6B lora", "1.7B full") has this in it
+    python benchmarks/plan.py --tiny          the same script with tiny shapes on whatever is there, a minute on a CPU
+
+Shapes of 135M to 1.7B with random weights, all weights and LoRA, rollouts of 512 to 8k tokens; whole steps of a run as
+`palestra train` takes them (agent loop, engine, learner, records). One more row is a run whose micro-batch is four
+times too large: it must end with one warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROW = "row: "
+SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
+    "135M": (576, 30, 9, 3, 64, 1536, 49152),
+    "0.6B": (1024, 28, 16, 8, 128, 3072, 151936),
+    "1.7B": (2048, 28, 16, 8, 128, 6144, 151936),
+    "tiny": (64, 2, 4, 2, 16, 128, 2048),
+}
+# (shape, rank) -> problems x group, prompt + new tokens; a process for each, as each compiles its own layers
+CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
+    ("135M", 0): [(32, 8, 256, 256), (16, 8, 1536, 512)],
+    ("135M", 16): [(8, 8, 7680, 512)],
+    ("0.6B", 0): [(16, 8, 256, 256), (4, 8, 7680, 512)],
+    ("0.6B", 16): [(16, 8, 1536, 512)],
+    ("1.7B", 0): [(16, 8, 512, 512)],
+    ("1.7B", 16): [(4, 8, 7680, 512)],
+}
+TINY_CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
+    ("tiny", 0): [(2, 4, 48, 32), (2, 2, 160, 32)],
+    ("tiny", 16): [(2, 4, 48, 32)],
+}
+TOO_LARGE = 65536  # tokens of a micro-batch; with half of the free memory for the KV cache 16,384 fit
+
+
+def build_model(shape: str, device: str, dtype: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    hidden, layers, heads, kv_heads, head_dim, feed_forward, vocabulary = SHAPES[shape]
+    config = Qwen3Config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=head_dim, intermediate_size=feed_forward, vocab_size=vocabulary, tie_word_embeddings=True,
+        max_position_embeddings=16384,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+class Probe:
+    """A tracker around the run's own that notes how long prompts and completions were."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker, self.lengths = tracker, []
+
+    def rollouts(self, step: int, groups: Any) -> None:
+        for group in groups:
+            for rollout in group.rollouts:
+                sampled = sum(len(turn.token_ids) for turn in rollout.turns if turn.maker == "model")
+                self.lengths.append((sum(len(turn.token_ids) for turn in rollout.turns) - sampled, sampled))
+        self.tracker.rollouts(step, groups)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
+
+
+def environment(words: int) -> Any:
+    from palestra.envs.env import Env
+    from palestra.envs.running import RunningEnv
+
+    class Noise(Env):
+        """Prompts of random digits, rewards by chance: every group has a signal."""
+
+        def make_problem(self, rng: random.Random) -> Any:
+            return " ".join(str(rng.randrange(10)) for _ in range(words)), ""
+
+        def score(self, answer: str) -> float:
+            return random.random()
+
+    return RunningEnv(Noise())
+
+
+def build_run(loaded: Any, learner: Any, config: Any, prompt: int, runner: asyncio.Runner, steps: int) -> Any:
+    from palestra.core.run_folder import RunFolder
+    from palestra.train.run import Run
+    from palestra.train.tasks import EnvironmentTask
+
+    folder = RunFolder.create(Path(tempfile.mkdtemp()), "plan", config, {})
+    task = EnvironmentTask(environment(words_for(loaded.tokenizer, prompt)))
+    run = Run.build(
+        config, task, folder, runner=runner, loaded=loaded, learner=learner, steps=steps, keeps_checkpoints=False
+    )
+    run._open_records()
+    run.training.tracker = Probe(run.training.tracker)
+    return run
+
+
+def words_for(tokenizer: Any, prompt: int) -> int:
+    """Digits, with a blank between them, that are about so many tokens."""
+    few, many = (len(tokenizer(" ".join(["7"] * n)).input_ids) for n in (100, 200))
+    return max(1, round((prompt - 16) * 100 / (many - few)))
+
+
+def settings(rank: int, problems: int, group: int, new: int, **more: Any) -> Any:
+    from palestra.core.config import RunConfig
+
+    return RunConfig.build(
+        {
+            "train": {"problems_per_step": problems, "mask_truncated": False, "filter_equal_groups": False},
+            "rollout": {"group_size": group, "max_new_tokens": new, "temperature": 1.0},
+            "lora": {"r": rank},
+            "checkpoint.every": 0,
+        },
+        more,
+    )
+
+
+def child(shape: str, rank: int, cases: list[tuple[int, int, int, int]], repeats: int) -> None:
+    """All rows of one model, then, for the largest one, the run with too large a micro-batch."""
+    import torch
+
+    from palestra.models.loading import LoadedModel, load_tokenizer
+
+    cuda = torch.cuda.is_available()
+    model = build_model(shape, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
+    loaded, learner = LoadedModel(model, load_tokenizer("palestra/tiny"), shape, ""), None
+    with asyncio.Runner() as runner:
+        for case in cases:
+            began = time.perf_counter()
+            run = measure(loaded, learner, shape, rank, case, runner, repeats, began)
+            learner = run.training.learner
+            loaded = LoadedModel(run.backend.model, loaded.tokenizer, shape, "")
+            del run
+        if shape in ("1.7B", "tiny") and not rank:
+            del learner
+            too_large(loaded, cases[0], runner, TOO_LARGE if cuda else 512)
+
+
+def measure(
+    loaded: Any, learner: Any, shape: str, rank: int, case: tuple[int, int, int, int], runner: Any, repeats: int,
+    began: float,
+) -> Any:  # fmt: skip
+    import torch
+
+    from palestra.plan.calibration import efficiency_of
+    from palestra.plan.device import GIB
+    from palestra.plan.estimate import estimate
+    from palestra.plan.of_config import work_of
+    from palestra.train.forecast import device_of, shape_of
+
+    problems, group, prompt, new = case
+    cuda = torch.cuda.is_available()
+    device, found_shape = device_of(loaded.model.device), shape_of(loaded.model.config)
+    assert device is not None
+    assert found_shape is not None
+    config = settings(rank, problems, group, new)
+    kv = estimate(found_shape, device, work_of(config, device, prompt_tokens=prompt), efficiency_of(device)).memory.kv
+    config = settings(rank, problems, group, new, **{"model.kv_memory_gib": kv * 1.1 / GIB})  # lengths vary a little
+    run = build_run(loaded, learner, config, prompt, runner, steps=repeats + 1)
+    run.training.step()
+    warm_s = time.perf_counter() - began
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    run.training.tracker.lengths.clear()
+    seconds, metrics = [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        metrics.append(run.training.step())
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    lengths = run.training.tracker.lengths
+    prompt, sampled = (round(statistics.mean(column)) for column in zip(*lengths, strict=True))
+    config.rollout.max_new_tokens = sampled
+    planned = estimate(found_shape, device, work_of(config, device, prompt_tokens=prompt), efficiency_of(device))
+    measured = statistics.median(seconds)
+    phases = {
+        name.removesuffix("_seconds"): statistics.median(m[name] for m in metrics)
+        for name in metrics[0]
+        if name.endswith("_seconds") and name != "elapsed_seconds"
+    }
+    print(ROW + json.dumps({
+        "model": shape, "lora": rank, "problems": problems, "group": group, "prompt": prompt, "new": sampled,
+        "measured_s": round(measured, 4), "planned_s": round(planned.time.total_s, 4),
+        "time_ratio": round(planned.time.total_s / measured, 3),
+        "measured_gib": round(peak, 2), "planned_gib": round(planned.memory.total / GIB, 2),
+        "memory_ratio": round(planned.memory.total / GIB / peak, 3) if peak else None,
+        "seconds": [round(s, 4) for s in seconds],
+        "phases_s": {name: round(value, 4) for name, value in phases.items()},
+        "planned_parts_s": {name: round(value, 4) for name, value in planned.time.parts.items()},
+        "planned_parts_gib": {name: round(getattr(planned.memory, name) / GIB, 2) for name in
+                              ("weights", "gradients", "optimizer", "master_weights", "activations", "logits", "kv")},
+        "tokens_computed": metrics[0].get("tokens_computed"), "device": device.name, "warm_up_s": round(warm_s, 1),
+    }), flush=True)  # fmt: skip
+    return run
+
+
+def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens: int) -> None:
+    """A run of two steps with too large a micro-batch, and the KV cache at its default."""
+    import gc
+
+    import torch
+
+    warnings: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    gc.collect()
+    listener = Listener(logging.WARNING)
+    logging.getLogger("palestra").addHandler(listener)
+    problems, group, prompt, new = case
+    more = {"train.tokens_per_micro_batch": tokens}
+    config = settings(0, problems + problems // 2, group, new, **more)
+    run = build_run(loaded, None, config, prompt, runner, steps=2)
+    if not torch.cuda.is_available():
+        pretend_out_of_memory(run.training.learner, tokens // 4)
+    began = time.perf_counter()
+    run.training.run()
+    print(ROW + json.dumps({
+        "what": "micro-batch four times too large", "tokens_per_micro_batch": tokens,
+        "steps_done": run.training.state.step, "seconds": round(time.perf_counter() - began, 2), "warnings": warnings,
+    }), flush=True)  # fmt: skip
+
+
+def pretend_out_of_memory(learner: Any, tokens: int) -> None:
+    """For a try without a GPU."""
+    import torch
+
+    score = learner._scorer.forward
+
+    def scored(micro: Any, **options: Any) -> Any:
+        if len(micro.batch.token_ids) > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        return score(micro, **options)
+
+    learner._scorer.forward = scored
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--child", nargs=2, metavar=("SHAPE", "RANK"))
+    arguments = parser.parse_args()
+    cases = TINY_CASES if arguments.tiny else CASES
+    if arguments.child:
+        shape, rank = arguments.child[0], int(arguments.child[1])
+        child(shape, rank, cases[shape, rank], arguments.repeats)
+        return
+    rows = []
+    for shape, rank in cases:
+        if arguments.only not in f"{shape} {'lora' if rank else 'full'}":
+            continue
+        command = [sys.executable, __file__, "--child", shape, str(rank), "--repeats", str(arguments.repeats)]
+        process = subprocess.Popen([*command, *["--tiny"] * arguments.tiny], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            rows += [json.loads(line.removeprefix(ROW))] if line.startswith(ROW) else []
+        if process.wait():
+            print(f"{shape} {rank} ended with {process.returncode}", flush=True)
+    table(rows)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    heads = "model | trained | rollouts | tokens | measured s | planned s | ratio | measured GiB | planned GiB | ratio"
+    print(f"\n| {heads} |")
+    print("| --- " * 10 + "|")
+    for row in (row for row in rows if "model" in row):
+        print(
+            f"| {row['model']} | {'LoRA' if row['lora'] else 'all'} | {row['problems']} x {row['group']} "
+            f"| {row['prompt']} + {row['new']} "
+            f"| {row['measured_s']:.2f} | {row['planned_s']:.2f} | {row['time_ratio']} "
+            f"| {row['measured_gib']:.1f} | {row['planned_gib']:.1f} | {row['memory_ratio']} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

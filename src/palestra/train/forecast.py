@@ -1,0 +1,68 @@
+"""The cost model for a run: on which device it is, what a step will take, and whether it can fit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.plan.calibration import efficiency_of
+from palestra.plan.device import GIB, Device, cpu, find_device
+from palestra.plan.estimate import RunEstimate, estimate, least
+from palestra.plan.of_config import work_of
+from palestra.plan.shape import ModelShape, shape_from_config
+
+PROMPT_TOKENS = 512  # of a problem, before one has been seen
+
+
+def device_of(where: torch.device) -> Device | None:
+    """The device with the memory that this process can have of it; None for a GPU without figures."""
+    if where.type != "cuda":
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        return cpu(torch.get_num_threads(), ram)
+    try:
+        found = find_device(torch.cuda.get_device_name(where))
+    except PalestraError:
+        return None
+    free, total = torch.cuda.mem_get_info(where)
+    others = total - free - torch.cuda.memory_reserved(where)  # other processes, and the driver
+    return replace(found, memory_gib=min(found.memory_gib, (total - others) / GIB))
+
+
+def shape_of(model_config: Any) -> ModelShape | None:
+    """The shape of a transformers config; None for what the cost model does not know."""
+    try:
+        return shape_from_config(model_config.to_dict())
+    except (AttributeError, PalestraError):
+        return None
+
+
+def forecast(
+    config: RunConfig, model_config: Any, where: torch.device, *, prompt_tokens: int = PROMPT_TOKENS
+) -> RunEstimate | None:
+    """The estimate of a run's steps; None where the model or the GPU is not known to the cost model."""
+    shape, device = shape_of(model_config), device_of(where)
+    if shape is None or device is None:
+        return None
+    work = work_of(config, device, prompt_tokens=prompt_tokens)
+    return estimate(shape, device, work, efficiency_of(device))
+
+
+def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.device) -> None:
+    """Before the weights are loaded: an error where not even the smallest micro-batch would fit on the GPU."""
+    found = forecast(config, model_config, where) if where.type == "cuda" else None
+    if found is None or config.vllm.mode == "colocate":
+        return
+    smallest = least(found)
+    if not smallest.fits:
+        need, states = smallest.memory, smallest.memory.states
+        raise PalestraError(
+            f"{config.model.name} does not fit: training it needs at least {need.total / GIB:.1f} GiB (weights "
+            f"{need.weights / GIB:.1f}, gradients and optimizer {(states - need.weights) / GIB:.1f}, activations of "
+            f"one rollout {need.working / GIB:.1f}), and {found.room / GIB:.1f} GiB of the GPU can be used; "
+            f"{found.remedy()}"
+        )
