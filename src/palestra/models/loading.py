@@ -68,7 +68,7 @@ def load_model(
     adapter merged in. `quantization` is a transformers quantisation config (4-bit weights cannot be moved later).
     """
     source = canonical_name(name)
-    torch_device = _device_of(device)
+    torch_device = device_named(device)
     torch_dtype = _dtype_of(dtype, torch_device)
     folder = _folder_of(source)
     if folder is not None and adapters.is_adapter(folder):
@@ -86,6 +86,21 @@ def load_model(
     model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
+
+
+def load_config(name: str) -> Any:
+    """The model's config alone; that of its base for an adapter."""
+    source = canonical_name(name)
+    folder = _folder_of(source)
+    if folder is not None and adapters.is_adapter(folder):
+        return load_config(adapters.base_of(folder))
+
+    def read(**where: Any) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(**where)
+
+    return _read(name, folder, source, read)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -189,7 +204,8 @@ def _folder_of(source: str) -> Path | None:
     return None
 
 
-def _device_of(device: str) -> torch.device:
+def device_named(device: str) -> torch.device:
+    """The device of a name; `auto` is the GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from palestra.plan.device import Device, Efficiency, default_efficiency
 from palestra.plan.estimate import RunEstimate
 
 log = logging.getLogger("palestra")
+_HOST_RANGE = 5.0  # a host more than so many times slower or faster was busy with something else
 
 
 def calibration_file() -> Path:
@@ -34,28 +35,38 @@ def save_calibration(device: Device, measured: Efficiency) -> Path:
     return path
 
 
-def calibrated(
-    planned: RunEstimate, *, prefill_s: float, decode_s: float, host_s: float, learner_s: float | None, model: str
-) -> Efficiency:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of one step's work as `palestra bench` does it: no agent loop, no tools, no records."""
+
+    prefill_s: float
+    decode_s: float
+    host_s: float  # of sampling: the scheduler and the event loop
+    learner_s: float | None  # forward, backward and optimizer; None where they were not measured
+
+
+def calibrated(planned: RunEstimate, measured: Measured, model: str) -> Efficiency:
     """The efficiencies by which the plan of a measured step would have been right.
 
-    Of each part one constant is fitted, that of its largest term: the others cannot be seen in one measurement.
+    Of each part one constant is fitted, that of its largest term: the others cannot be seen in one measurement. The
+    host's constants are all scaled by one factor, how fast it is beside the one of the defaults.
     """
-    reached, decode = planned.reached, planned.time.decode
-    new: dict[str, Any] = {"origin": f"palestra bench, {model}, {time.strftime('%Y-%m-%d')}"}
-    new["prefill_flop_share"] = _share(reached.prefill_flop_share, planned.time.prefill_s, prefill_s)
-    step_s = decode_s / decode.steps
-    reading = decode.weights_s + decode.kv_s
-    if reading > decode.launch_s:
-        left = max(step_s - decode.launch_s - decode.host_s, 0.1 * step_s)
-        new["bandwidth_share"] = _share(reached.bandwidth_share, reading, left)
+    reached, decode, layers = planned.reached, planned.time.decode, planned.shape.layers
+    new: dict[str, Any] = {"origin": f"of palestra bench, {model}, {time.strftime('%Y-%m-%d')}"}
+    new["prefill_flop_share"] = _share(reached.prefill_flop_share, planned.time.prefill_s, measured.prefill_s)
+    step_s, reading_s = measured.decode_s / decode.steps, decode.weights_s + decode.kv_s
+    if reading_s > decode.launch_s:
+        left = max(step_s - decode.launch_s, 0.1 * step_s)
+        new["bandwidth_share"] = _share(reached.bandwidth_share, reading_s, left)
     else:
-        left = max(step_s - reading - decode.host_s, 0.1 * step_s)
-        new["decode_layer_s"] = left / planned.shape.layers
-    turns = planned.work.sampled * planned.work.turns
-    new["host_turn_s"] = host_s / turns
-    if learner_s is not None:
-        launching = planned.work.packed.micro_batches * planned.shape.layers * reached.learner_layer_s
+        new["decode_layer_s"] = max(step_s - reading_s, 0.1 * step_s) / layers
+    tokens = planned.work.sampled * planned.work.new_tokens
+    host = min(_HOST_RANGE, max(1 / _HOST_RANGE, measured.host_s / tokens / reached.host_token_s))
+    for name in ("host_token_s", "host_turn_s", "host_sample_s", "host_step_s"):
+        new[name] = getattr(reached, name) * host
+    if measured.learner_s is not None:
+        learner_s = max(measured.learner_s - planned.time.optimizer_s, 0.1 * measured.learner_s)
+        launching = planned.work.packed.micro_batches * layers * reached.learner_layer_s
         if planned.time.learner_s <= launching * 1.0001:
             new["learner_layer_s"] = reached.learner_layer_s * learner_s / planned.time.learner_s
         else:

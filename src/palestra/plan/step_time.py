@@ -183,9 +183,9 @@ def _optimizer(shape: ModelShape, device: Device, work: StepWork, reached: Effic
     return moved / (device.bandwidth * reached.bandwidth_share)
 
 
-def steps_text(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """
-    >>> steps_text(0.0421), steps_text(3.21), steps_text(75), steps_text(7300)
+    >>> duration_text(0.0421), duration_text(3.21), duration_text(75), duration_text(7300)
     ('42 ms', '3.2 s', '75 s', '2.0 h')
     """
     if seconds < 1:

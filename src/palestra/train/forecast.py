@@ -13,6 +13,7 @@ from palestra.core.errors import PalestraError
 from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate, least
+from palestra.plan.memory import USABLE
 from palestra.plan.of_config import work_of
 from palestra.plan.shape import ModelShape, shape_from_config
 
@@ -66,3 +67,20 @@ def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.de
             f"one rollout {need.working / GIB:.1f}), and {found.room / GIB:.1f} GiB of the GPU can be used; "
             f"{found.remedy()}"
         )
+
+
+def kv_memory_for(config: RunConfig, model: Any) -> float | None:
+    """GiB of the sampler's cache; None leaves it to the engine, which takes half of what is free.
+
+    Gradients, optimizer states and activations come later than the cache: where they would not find room beside half of
+    the memory, the cache gets what they leave.
+    """
+    if config.model.kv_memory_gib is not None or model.device.type != "cuda" or config.model.sleep_mode:
+        return config.model.kv_memory_gib
+    found = forecast(config, model.config, model.device)
+    if found is None:
+        return None
+    need = least(found).memory
+    free = torch.cuda.mem_get_info(model.device)[0] / GIB
+    left = free - (need.gradients + need.optimizer + need.working + need.workspace) / GIB / USABLE
+    return None if left > free / 2 else max(left, need.kv / GIB)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from palestra.core.config import RunConfig
+from palestra.core.types import Rollout
+from palestra.evals.report import EvalReport
+from palestra.plan.estimate import RunEstimate
+from palestra.plan.step_time import duration_text
+from palestra.train.forecast import forecast
 
 _MOMENTS_BYTES = 8  # Adam keeps two float32 a weight
 _MASTER_BYTES = 4
 _ROLLOUT_BYTES = 4000  # of one rollout in rollouts.jsonl, roughly
-_LEARNING_SHARE = 1.0  # learning takes about as long as sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Overview:
     eval_cases: int | None
     steps: int
     config: RunConfig
+    planned: RunEstimate | None = None  # by the cost model, where it knows the model and the device
 
     @classmethod
     def of(cls, model: Any, config: RunConfig, steps: int, train_cases: int | None, eval_cases: int | None) -> Overview:
@@ -46,6 +53,7 @@ class Overview:
             eval_cases,
             steps,
             config,
+            forecast(config, model.config, first.device) if hasattr(model, "config") else None,
         )
 
     @property
@@ -73,14 +81,29 @@ class Overview:
         """Of one step."""
         return self.config.train.problems_per_step * self.config.rollout.group_size
 
-    def time_text(self, per_rollout_s: float) -> str:
-        """How long the training may take, from what a rollout of the evaluation took."""
-        minutes = self.steps * self.rollouts * per_rollout_s * (1 + _LEARNING_SHARE) / 60
-        about = f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.0f} min" if minutes >= 1 else "a minute"
-        return f"the training may take about {about}, by the time that the evaluation took"
+    def time_text(self, before: EvalReport) -> str:
+        """How long the training may take: sampling by what the evaluation took, learning by the cost model."""
+        sampling_s = self.rollouts * before.seconds / max(1, len(before.rollouts))
+        learning_s = sampling_s if self.planned is None else self._seen(self.planned, before.rollouts).time.learning_s
+        seconds = self.steps * (sampling_s + learning_s)
+        about = duration_text(seconds) if seconds >= 90 else "a minute"
+        return f"the training may take about {about}, by what the evaluation took and the plan of a step"
+
+    @staticmethod
+    def _seen(planned: RunEstimate, rollouts: Sequence[Rollout]) -> RunEstimate:
+        """The plan for rollouts as long as these."""
+        whole = [rollout for rollout in rollouts if rollout.turns]
+        if not whole:
+            return planned
+        prompt = fmean(len(rollout.turns[0].token_ids) for rollout in whole)
+        new = fmean(rollout.sampled_tokens for rollout in whole)
+        tools = fmean(sum(len(turn.token_ids) for turn in rollout.turns) for rollout in whole) - prompt - new
+        lengths = [max(least, round(mean)) for least, mean in ((1, prompt), (1, new), (0, tools))]
+        work = replace(planned.work, prompt_tokens=lengths[0], new_tokens=lengths[1], tool_tokens=lengths[2])
+        return planned.with_work(work)
 
     def text(self, folder: Path) -> str:
-        """Three lines for people."""
+        """A few lines for people."""
         config, train = self.config, self.config.train
         cases = "" if self.train_cases is None else f"{self.train_cases:,} cases to train on, "
         cases += "" if self.eval_cases is None else f"{self.eval_cases:,} to score before and after; "
@@ -94,14 +117,33 @@ class Overview:
             return f"{config.model.name}: {trained}, on a Tinker server\n{steps}"
         trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
         free = shutil.disk_usage(folder).free
+        disk = f"{_size(self.disk_bytes)} of disk" + (
+            "" if free > self.disk_bytes else f"; only {_size(free)} are free"
+        )
         lines = [
             f"{config.model.name}: {_millions(self.weights)} weights, {trained}, {self.dtype} on {self.device}",
             steps,
-            f"needs about {_size(self.memory_bytes)} of memory besides cache and activations, "
-            f"and {_size(self.disk_bytes)} of disk"
-            + ("" if free > self.disk_bytes else f"; only {_size(free)} are free"),
+            f"needs about {self._memory_text()}, and {disk}",
         ]
-        return "\n".join(lines)
+        return "\n".join(lines if self.planned is None else [*lines, self._step_text(self.planned)])
+
+    def _memory_text(self) -> str:
+        if self.planned is None:
+            return f"{_size(self.memory_bytes)} of memory besides cache and activations"
+        need = self.planned.memory
+        whole = f" of {self.planned.device.memory_gib:.0f} GiB" if self.planned.device.is_gpu else " of memory"
+        return (
+            f"{_size(need.total)}{whole} (weights, gradients and optimizer {_size(need.states)}, activations "
+            f"{_size(need.working)}, KV cache {_size(need.kv)})"
+        )
+
+    @staticmethod
+    def _step_text(planned: RunEstimate) -> str:
+        time, (part, share) = planned.time, planned.bottleneck
+        return (
+            f"a step may take {duration_text(time.total_s)} where every rollout uses all of its tokens: sampling "
+            f"{duration_text(time.sampling_s)}, learning {duration_text(time.learning_s)}; mostly {part} ({share:.0%})"
+        )
 
 
 def _millions(count: int) -> str:

@@ -159,7 +159,7 @@ class Run:
             before = self._evaluate("before")
             self._check_before(before)
             if before is not None and self.resume_from is None:
-                training.watcher.note(overview.time_text(before.seconds / max(1, len(before.rollouts))))
+                training.watcher.note(overview.time_text(before))
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
                 training.resume(*self.resume_from)

@@ -16,11 +16,12 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.export.hf import save_hf
 from palestra.learner.lora import add_lora, quantization_config
-from palestra.models.loading import LoadedModel, load_model, load_tokenizer
+from palestra.models.loading import LoadedModel, device_named, load_config, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.pinned import sampling_copy
 from palestra.policy.remote import RemotePolicy
+from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit
 
 
 def seed_everything(seed: int) -> None:
@@ -37,6 +38,9 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     if config.backend == "tinker":
         require_tinker()
         return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
+    device = device_named(config.model.device)
+    if device.type == "cuda":
+        refuse_what_cannot_fit(config, load_config(config.model.name), device)
     return load_model(
         config.model.name,
         dtype=config.model.dtype,
@@ -73,7 +77,7 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     if config.rollout.policy_url is None:
         # sampling goes on while the learner changes its weights: by a module of its own, at the last version
         sampled = sampling_copy(model) if config.rollout.max_staleness else model
-        return build_policy(sampled, tokenizer, config.model.engine, config.model.kv_memory_gib)
+        return build_policy(sampled, tokenizer, config.model.engine, kv_memory_for(config, model))
     if config.lora.r:
         raise PalestraError(
             "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"

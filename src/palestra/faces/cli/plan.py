@@ -22,7 +22,7 @@ from palestra.plan.device import GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.of_config import work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
-from palestra.plan.step_time import steps_text
+from palestra.plan.step_time import duration_text
 from palestra.plan.work import StepWork
 
 _DEFAULT_CONTEXT = 2048
@@ -224,8 +224,8 @@ def _print(console: Console, name: str, found: RunEstimate, steps: int, price: f
     table = Table("time of a step", "", "memory of a GPU at its peak", "", box=None, header_style="bold")
     for column in (1, 3):
         table.columns[column].justify = "right"
-    times = [(part, steps_text(seconds)) for part, seconds in time.parts.items() if seconds]
-    times.append(("total", steps_text(time.total_s)))
+    times = [(part, duration_text(seconds)) for part, seconds in time.parts.items() if seconds]
+    times.append(("total", duration_text(time.total_s)))
     parts = asdict(found.memory).items()
     memory = [
         (part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in parts if value and part != "kv_sleeps"
@@ -237,14 +237,15 @@ def _print(console: Console, name: str, found: RunEstimate, steps: int, price: f
     bottleneck, share = found.bottleneck
     line(
         f"{found.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU; {steps:,} steps take "
-        f"{steps_text(time.total_s * steps)}" + ("" if price is None else f" and cost {found.cost(price, steps):,.2f}")
+        f"{duration_text(time.total_s * steps)}"
+        + ("" if price is None else f" and cost {found.cost(price, steps):,.2f}")
     )
     line(f"bottleneck: {bottleneck}, {share:.0%} of a step; what helps: {found.hint}")
     if found.fits:
         line("it fits", "green")
     else:
         change = found.changes_that_fit()
-        then = f"; with these a step takes {steps_text(found.with_work(change.work).time.total_s)}" if change else ""
+        then = f"; with these a step takes {duration_text(found.with_work(change.work).time.total_s)}" if change else ""
         line(f"it does not fit: {found.remedy()}{then}", "yellow")
     line(f"by efficiencies {found.reached.origin}; `palestra bench` measures them here", "dim")
 

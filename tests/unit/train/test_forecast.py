@@ -1,0 +1,111 @@
+"""The cost model before a run: what does not fit is refused with the setting that would, the rest is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Rollout, Turn
+from palestra.evals.report import EvalReport
+from palestra.plan.device import GIB
+from palestra.train.forecast import device_of, forecast, kv_memory_for, refuse_what_cannot_fit
+from palestra.train.overview import Overview
+
+CUDA = torch.device("cuda:0")
+QWEN_8B = Qwen3Config(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+                      head_dim=128, intermediate_size=12288, vocab_size=151936)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An RTX 4090 that nobody else uses."""
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+    on(monkeypatch, "NVIDIA GeForce RTX 4090", 23.5, 23.5)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, name: str, free_gib: float, total_gib: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (int(free_gib * GIB), int(total_gib * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda where: 0)
+
+
+def config(**settings: Any) -> RunConfig:
+    return RunConfig.build({"model.name": "Qwen/Qwen3-8B"}, settings)
+
+
+def test_all_weights_of_a_large_model_are_refused_with_the_setting_that_fits() -> None:
+    with pytest.raises(PalestraError, match=r"Qwen3-8B does not fit: .* use .*--lora\.") as caught:
+        refuse_what_cannot_fit(config(), QWEN_8B, CUDA)
+    assert "needs at least 1" in str(caught.value)  # a hundred GiB and more
+    refuse_what_cannot_fit(config(**{"lora.load_in_4bit": True}), QWEN_8B, CUDA)
+
+
+def test_too_large_a_micro_batch_is_not_refused_as_it_will_be_halved() -> None:
+    refuse_what_cannot_fit(config(**{"lora.r": 8, "train.tokens_per_micro_batch": 1 << 20}), _small(), CUDA)
+
+
+def test_memory_that_others_hold_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_what_cannot_fit(config(), _small(), CUDA)
+    on(monkeypatch, "NVIDIA GeForce RTX 4090", 0.2, 23.5)
+    with pytest.raises(PalestraError, match=r"and 0\.2 GiB of the GPU can be used"):
+        refuse_what_cannot_fit(config(), _small(), CUDA)
+
+
+def test_a_gpu_without_figures_or_an_unknown_model_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_what_cannot_fit(config(), SimpleNamespace(to_dict=dict), CUDA)
+    on(monkeypatch, "Voodoo 2", 0.01, 0.01)
+    assert device_of(CUDA) is None
+    refuse_what_cannot_fit(config(), QWEN_8B, CUDA)
+
+
+def test_the_cache_leaves_room_for_what_the_learner_allocates_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cache(free_gib: float) -> float | None:
+        on(monkeypatch, "NVIDIA H200", free_gib, 139.8)
+        return kv_memory_for(config(), SimpleNamespace(device=CUDA, config=_qwen_4b()))
+
+    assert cache(139.0) is None  # half of it leaves enough
+    tight = cache(80.0)
+    assert tight is not None
+    assert 0 < tight < 40
+    chosen = config(**{"model.kv_memory_gib": 7.0})
+    assert kv_memory_for(chosen, SimpleNamespace(device=CUDA, config=_qwen_4b())) == 7.0
+
+
+def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(tmp_path: Path) -> None:
+    planned = forecast(config(), _small(), CUDA)
+    assert planned is not None
+    overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, config(), planned)
+    memory, step = overview.text(tmp_path).splitlines()[2:]
+    assert memory.startswith("needs about ")
+    assert " of 24 GiB (weights, gradients and optimizer " in memory
+    assert step.startswith("a step may take ")
+    turns = (Turn("template", tuple(range(40))), Turn("model", (1, 2), (0.0, 0.0), (0, 0)))
+    report = EvalReport.of([Rollout("p", turns, (), "finished")], seconds=2.0)  # type: ignore[arg-type]
+    assert overview.time_text(report).startswith("the training may take about ")
+    short = Overview._seen(planned, report.rollouts)
+    assert (short.work.prompt_tokens, short.work.new_tokens, short.work.tool_tokens) == (40, 2, 0)
+    assert short.time.learning_s < planned.time.learning_s
+
+
+def test_on_a_cpu_nothing_is_refused() -> None:
+    refuse_what_cannot_fit(config(), QWEN_8B, torch.device("cpu"))
+    found = forecast(config(), _small(), torch.device("cpu"))
+    assert found is not None
+    assert not found.device.is_gpu
+
+
+def _small() -> Qwen3Config:
+    return Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                       head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+
+
+def _qwen_4b() -> Qwen3Config:
+    return Qwen3Config(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+                       head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
