@@ -19,9 +19,13 @@ def test_a_plan_tells_time_memory_cost_bottleneck_and_what_fits(cli):
     answer = cli("plan", *"--model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64 --price 3.5".split())
     assert answer.code == 0, answer.err
     assert "qwen3-8b: 8.19 B weights, all weights, on 8 × h200; 64 × 16 rollouts of 6144 + 2048 tokens" in answer.out
-    for word in ("prefill", "decode", "learner", "optimizer", "gradients", "activations", "bottleneck: ", "it fits"):
+    for word in ("prefill", "decode", "learner", "optimizer", "gradients", "activations", "bottleneck: ", "fit"):
         assert word in answer.out
     assert "and cost " in answer.out
+
+
+def test_what_fits_is_said_so(cli):
+    assert "it fits\n" in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
 
 
 def test_json_holds_the_numbers_of_the_table(cli):

@@ -21,10 +21,7 @@ class Device:
     flops: float  # dense bfloat16 (on a CPU float32) operations/s
     link: float = 0.0  # bytes/s to the other GPUs of its machine, in one direction
     node_link: float = 50e9  # bytes/s to GPUs of other machines: a network card of 400 Gbit/s each
-
-    @property
-    def is_gpu(self) -> bool:
-        return not self.name.startswith("cpu")
+    is_gpu: bool = True
 
     @property
     def weight_bytes(self) -> int:
@@ -55,7 +52,7 @@ _CORE_BANDWIDTH, _CORE_FLOPS = 10e9, 100e9  # one core with AVX-512, float32
 
 def cpu(threads: int, memory_gib: float) -> Device:
     name = f"cpu, {threads} thread{'s' * (threads > 1)}"
-    return Device(name, memory_gib, _CORE_BANDWIDTH * min(threads, 8), _CORE_FLOPS * threads)
+    return Device(name, memory_gib, _CORE_BANDWIDTH * min(threads, 8), _CORE_FLOPS * threads, is_gpu=False)
 
 
 def find_device(name: str) -> Device:

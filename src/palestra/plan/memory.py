@@ -52,7 +52,7 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
     """The peak of one GPU; the sampler's cache gets what all rollouts need, or what is left."""
     packed, size, full = work.packed, work.weight_bytes, work.method == "full"
     trainable = shape.parameters if full else shape.adapter_weights(work.lora_rank)
-    has_master = full and work.master_weights and size < 4
+    has_master = full and ((work.master_weights and size < 4) or work.gpus > 1)
     gradients = trainable * (4 if has_master or not full else size) / work.gpus
     activations = packed.largest * token_activations(shape, device, work)
     logits = _logits(shape, device, work)
@@ -79,11 +79,16 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     layer = float(shape.layer_outputs * size)
     if work.method != "full":
         layer += shape.linear_outputs * LORA_OUTPUT_BYTES
-    if not device.is_gpu or shape.parameters < COMPILED_FROM:
+    if not is_compiled(shape, device, work):
         layer *= MODULE_PATH_FACTOR
     if work.gradient_checkpointing:  # the inputs of all layers, and one of them at work
         return shape.layers * shape.hidden * size + layer * MODULE_PATH_FACTOR
     return shape.layers * layer
+
+
+def is_compiled(shape: ModelShape, device: Device, work: StepWork) -> bool:
+    """Whether the learner compiles the model's layers: hooks that gather shards cannot be compiled with them."""
+    return device.is_gpu and shape.parameters >= COMPILED_FROM and work.gpus == 1
 
 
 def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:
@@ -102,8 +107,8 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
         linear = shape.layers * shape.layer_weights
         whole = linear * QUANTISED_BYTES + (shape.parameters - linear) * 4  # the rest is kept in float32
     adapters = 0.0 if work.method == "full" else shape.adapter_weights(work.lora_rank) * 4.0
-    if work.gpus > 1:  # a shard to train, and a whole copy to sample from
-        return whole / work.gpus + whole + adapters
+    if work.gpus > 1:  # whole, to sample from; the shard that is trained is the master weights
+        return whole + adapters
     copied = (whole if work.method == "full" else adapters) if work.max_staleness else 0.0
     return whole + adapters + copied
 

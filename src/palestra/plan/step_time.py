@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from palestra.plan.device import GPUS_OF_A_NODE, Device, Efficiency
-from palestra.plan.memory import LOGITS_KEPT, Memory
+from palestra.plan.memory import LOGITS_KEPT, MODULE_PATH_FACTOR, Memory, is_compiled
 from palestra.plan.shape import ModelShape
 from palestra.plan.work import MAX_RUNNING, StepWork
 
@@ -142,6 +142,7 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
     activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
     moved = activations * reached.elementwise_passes * (1.0 if full else 2.0) * work.iterations
+    moved *= 1.0 if is_compiled(shape, device, work) else MODULE_PATH_FACTOR
     computing = (
         products / (device.flops * reached.learner_flop_share)
         + attention / (device.flops * reached.attention_flop_share)
@@ -157,9 +158,8 @@ def _communication(shape: ModelShape, device: Device, work: StepWork) -> float:
     """FSDP2: weights gathered for the forward and for the backward pass, gradients reduced, in each micro-batch."""
     if work.gpus == 1:
         return 0.0
-    weights = shape.parameters * work.weight_bytes
-    trained = shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)
-    moved = (2 * weights + 4 * trained) * (work.gpus - 1) / work.gpus
+    trained = shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)  # frozen ones stay
+    moved = (2 * work.weight_bytes + 4) * trained * (work.gpus - 1) / work.gpus
     return work.packed.micro_batches * moved / _link(device, work)
 
 
