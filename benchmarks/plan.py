@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -137,18 +138,31 @@ def child(shape: str, rank: int, cases: list[tuple[int, int, int, int]], repeats
     from palestra.models.loading import LoadedModel, load_tokenizer
 
     cuda = torch.cuda.is_available()
-    model = build_model(shape, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
-    loaded, learner = LoadedModel(model, load_tokenizer("palestra/tiny"), shape, ""), None
+
+    def load() -> LoadedModel:
+        model = build_model(shape, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
+        return LoadedModel(model, load_tokenizer("palestra/tiny"), shape, "")
+
+    loaded, learner = load(), None
     with asyncio.Runner() as runner:
         for case in cases:
-            began = time.perf_counter()
-            run = measure(loaded, learner, shape, rank, case, runner, repeats, began)
+            give_back_memory()
+            run = measure(loaded, learner, shape, rank, case, runner, repeats, time.perf_counter())
             learner = run.training.learner
             loaded = LoadedModel(run.backend.model, loaded.tokenizer, shape, "")
             del run
         if shape in ("1.7B", "tiny") and not rank:
-            del learner
-            too_large(loaded, cases[0], runner, TOO_LARGE if cuda else 512)
+            del learner, loaded  # its weights have hooks of that learner
+            give_back_memory()
+            too_large(load(), cases[0], runner, TOO_LARGE if cuda else 512)
+
+
+def give_back_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure(
@@ -214,8 +228,6 @@ def measure(
 
 def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens: int) -> None:
     """A run of two steps with too large a micro-batch, and the KV cache at its default."""
-    import gc
-
     import torch
 
     warnings: list[str] = []
@@ -224,7 +236,6 @@ def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    gc.collect()
     listener = Listener(logging.WARNING)
     logging.getLogger("palestra").addHandler(listener)
     problems, group, prompt, new = case
