@@ -117,13 +117,13 @@ GPU_EFFICIENCY = Efficiency(
 )
 CPU_EFFICIENCY = Efficiency(
     bandwidth_share=0.7,
-    decode_layer_s=120e-6,
-    lora_layer_s=80e-6,
+    decode_layer_s=1e-3,
+    lora_layer_s=0.5e-3,
     prefill_flop_share=0.7,
     learner_flop_share=0.5,
     attention_flop_share=0.2,
     elementwise_passes=9.0,
-    learner_layer_s=2e-3,
+    learner_layer_s=15e-3,
     host_token_s=10e-6,
     host_turn_s=0.6e-3,
     host_sample_s=1e-3,
