@@ -16,6 +16,10 @@ from palestra.engine.session import Job, Session
 from palestra.policy.load_weights import load_weights
 from palestra.policy.tool_barrier import ToolBarrier
 
+# Between two steps, which on a GPU decode many tokens: a request that came meanwhile takes a few rounds of the event
+# loop until its first turn is submitted, and each would otherwise be a step that it misses.
+_YIELDS = 4
+
 
 class LocalPolicy:
     """The engine behind the Policy seam. Concurrent `sample` calls share its steps.
@@ -96,7 +100,8 @@ class LocalPolicy:
                 return
             for job in ended:
                 self._deliver(job)
-            await asyncio.sleep(0)
+            for _ in range(_YIELDS):
+                await asyncio.sleep(0)
             await self._tool_barrier.wait()
 
     def _deliver(self, job: Job) -> None:

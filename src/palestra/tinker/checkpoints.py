@@ -58,6 +58,11 @@ class Checkpoint:
     def size_bytes(self) -> int:
         return folder_size(self.folder)
 
+    @property
+    def files(self) -> list[Path]:
+        """The model's own, without the server's notes on them."""
+        return sorted(file for file in self.folder.iterdir() if file.name not in (MANIFEST, ABOUT))
+
 
 def checkpoint_name(name: str) -> str:
     if not _NAME.fullmatch(name):
@@ -146,9 +151,8 @@ class Checkpoints:
         about["expires"] = time.time() + ttl_s if ttl_s else None
 
         def rewrite(aside: Path) -> None:
-            for file in checkpoint.folder.iterdir():
-                if file.name not in (MANIFEST, ABOUT):
-                    shutil.copy2(file, aside / file.name)
+            for file in checkpoint.files:
+                shutil.copy2(file, aside / file.name)
             write_json(aside / ABOUT, about)
 
         write_whole(checkpoint.folder, rewrite)

@@ -2,12 +2,16 @@
 
 All requests of one version share the engine's batches. A request for another version waits until those before it have
 ended, then its weights are loaded: tensors of an adapter, a few megabytes.
+
+Requests come one by one over HTTP, many of them at once. An engine that begins with the first holds up the others, as
+the server's thread then waits for the interpreter. So a burst is gathered until a pause, and then begun as one batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +28,9 @@ from palestra.policy.build import build_policy
 from palestra.policy.token_logprobs import token_logprobs
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
+
+PAUSE_S = 0.01  # without a new request: the burst is over
+LONGEST_BURST_S = 0.2
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -100,19 +107,28 @@ class Sampler:
             return
         self._started.set_result(asyncio.get_running_loop())
         while True:
-            request, answer = await self._queue.get()
-            if request is None or request.weights is not self._loaded:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-            if request is None:
-                return
-            try:
-                self._load(request.weights)
-            except Exception as error:
-                self._answer(answer, error)
-                continue
-            task = asyncio.create_task(self._work(request, answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            for request, answer in await self._burst():
+                if request is None or request.weights is not self._loaded:
+                    await asyncio.gather(*self._tasks, return_exceptions=True)
+                if request is None:
+                    return
+                try:
+                    self._load(request.weights)
+                except Exception as error:
+                    self._answer(answer, error)
+                    continue
+                task = asyncio.create_task(self._work(request, answer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _burst(self) -> list[tuple[SampleRequest | None, Future[SampleResponse]]]:
+        """The next requests: the first, and all that come until a pause."""
+        found = [await self._queue.get()]
+        until, waiting = time.monotonic() + LONGEST_BURST_S, -1
+        while waiting != self._queue.qsize() and time.monotonic() < until:
+            waiting = self._queue.qsize()
+            await asyncio.sleep(PAUSE_S)
+        return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
     def _load(self, weights: Pinned) -> None:
         if weights is not self._loaded:
@@ -144,13 +160,15 @@ class Sampler:
 
     async def _sample(self, request: SampleRequest) -> list[tuple[Turn, SamplingParams]]:
         sessions = self._policy.fork(self._policy.open(request.prompt), len(request.turns))
-        try:
-            waits = [self._policy.sample(s, params) for s, params in zip(sessions, request.turns, strict=True)]
-            turns = await asyncio.gather(*waits)
-        finally:
-            for session in sessions:
-                self._policy.close(session)
+        turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
         return list(zip(turns, request.turns, strict=True))
+
+    async def _turn(self, session: Any, params: SamplingParams) -> Turn:
+        """One sample. Its session ends with it: the engine waits a moment for sessions that may go on."""
+        try:
+            return await self._policy.sample(session, params)
+        finally:
+            self._policy.close(session)
 
     async def _sampled_topk(self, prompt: list[int], turn: Turn, params: SamplingParams, k: int) -> TopK:
         ids = [*prompt, *turn.token_ids.tolist()]

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
-import tarfile
-import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
 from palestra.serve.web import MIB, make_app, parse, read_body, refuse
 from palestra.tinker import requests as bodies
 from palestra.tinker.base_model import AdapterSpec
-from palestra.tinker.checkpoints import Checkpoint, TinkerPath
+from palestra.tinker.checkpoint_api import CheckpointApi
 from palestra.tinker.futures import Gone, NotHere, Request, Result, TooBusy
 from palestra.tinker.messages import read_forward_backward
-from palestra.tinker.service import SamplingSession, Service
+from palestra.tinker.service import Service
+from palestra.tinker.sessions import SamplingSession
 
 log = logging.getLogger("palestra")
 
@@ -48,7 +43,7 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float = LONG_POLL_S) -> Starlette:
     """The server over a service; `token` is the API key that clients send."""
-    api = _Api(service, long_poll_s)
+    api, saved = _Api(service, long_poll_s), CheckpointApi(service.checkpoints)
     post, get = partial(_route, "POST"), partial(_route, "GET")
     numbered = partial(_route, "POST", refused=api.count_refused)
     run, checkpoint = "/training_runs/{run_id}", "/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -71,21 +66,21 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         numbered("/save_weights_for_sampler", api.save_weights_for_sampler),
         numbered("/save_weights_external", api.save_weights_external),
         numbered("/load_weights", api.load_weights),
-        post("/weights_info", api.weights_info),
+        post("/weights_info", saved.weights_info),
         post("/create_sampling_session", api.create_sampling_session),
         get("/samplers/{sampling_id}", api.get_sampler),
         post("/asample", api.sample),
         post("/retrieve_future", api.retrieve_future),
         post("/cancel_future", api.cancel_future),
-        get("/training_runs", api.list_runs),
-        get("/checkpoints", api.list_all_checkpoints),
-        get(run, api.get_run),
-        get(f"{run}/checkpoints", api.list_checkpoints),
-        get(f"{checkpoint}/archive", api.archive),
-        get(f"{checkpoint}/external_weights_urls", api.file_urls),
-        get(f"{checkpoint}/files/{{file}}", api.file),
-        _route("PUT", f"{checkpoint}/ttl", api.set_ttl),
-        _route("DELETE", checkpoint, api.delete_checkpoint),
+        get("/training_runs", saved.list_runs),
+        get("/checkpoints", saved.list_all_checkpoints),
+        get(run, saved.get_run),
+        get(f"{run}/checkpoints", saved.list_checkpoints),
+        get(f"{checkpoint}/archive", saved.archive),
+        get(f"{checkpoint}/external_weights_urls", saved.file_urls),
+        get(f"{checkpoint}/files/{{file}}", saved.file),
+        _route("PUT", f"{checkpoint}/ttl", saved.set_ttl),
+        _route("DELETE", checkpoint, saved.delete_checkpoint),
         Route("/api/v1/{path:path}", _not_served, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return make_app(routes, token=token, lifespan=api.lifespan)
@@ -320,88 +315,6 @@ class _Api:
         await read_body(request, MIB)  # what was begun is finished; nobody asks for it
         return JSONResponse({})
 
-    # checkpoints
-
-    async def weights_info(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.WeightsInfo)
-        found = self._service.checkpoints.find(TinkerPath.parse(body.tinker_path))
-        spec = found.spec
-        return JSONResponse(
-            {"base_model": found.base_model, "is_lora": True,  # the SDK resumes from adapters alone; rank 0 is ours
-             "lora_rank": spec.rank, "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp,
-             "train_attn": spec.train_attn}
-        )  # fmt: skip
-
-    async def list_runs(self, request: HttpRequest) -> Response:
-        offset, limit = _page(request)
-        ids = self._service.checkpoints.run_ids()
-        runs = [self._run(run_id) for run_id in ids[offset : offset + limit]]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(ids)}
-        return JSONResponse({"training_runs": runs, "cursor": cursor})
-
-    async def get_run(self, request: HttpRequest) -> Response:
-        return JSONResponse(self._run(request.path_params["run_id"]))
-
-    async def list_checkpoints(self, request: HttpRequest) -> Response:
-        found = self._service.checkpoints.of_run(request.path_params["run_id"])
-        return JSONResponse({"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]})
-
-    async def list_all_checkpoints(self, request: HttpRequest) -> Response:
-        offset, limit = _page(request)
-        store = self._service.checkpoints
-        found = sorted((c for run_id in store.run_ids() for c in store.of_run(run_id)), key=lambda c: -c.created)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JSONResponse({"checkpoints": [_checkpoint(c) for c in found[offset : offset + limit]], "cursor": cursor})
-
-    async def set_ttl(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.SetTtl)
-        await asyncio.to_thread(self._service.checkpoints.set_ttl, _path(request), body.ttl_seconds)
-        return JSONResponse({})
-
-    async def delete_checkpoint(self, request: HttpRequest) -> Response:
-        self._service.checkpoints.delete(_path(request))
-        return Response(status_code=204)
-
-    async def archive(self, request: HttpRequest) -> Response:
-        """All files of a checkpoint as one tar file."""
-        found = await asyncio.to_thread(self._service.checkpoints.find, _path(request), check=True)
-        packed = await asyncio.to_thread(_pack, found)
-        name = f"{found.path.name}.tar"
-        end = BackgroundTask(packed.close)
-        return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
-
-    async def file_urls(self, request: HttpRequest) -> Response:
-        found = await asyncio.to_thread(self._service.checkpoints.find, _path(request), check=True)
-        here = str(request.url).removesuffix("/external_weights_urls")
-        urls = {file.name: f"{here}/files/{file.name}" for file in sorted(found.folder.iterdir())}
-        return JSONResponse({"urls": urls, "expires": _time(time.time() + 3600)})
-
-    async def file(self, request: HttpRequest) -> Response:
-        found = self._service.checkpoints.find(_path(request))
-        names = {file.name: file for file in found.folder.iterdir() if file.is_file()}
-        name = request.path_params["file"]
-        if name not in names:
-            raise NotHere(f"{found.path} has no file {name!r}; it has {', '.join(sorted(names))}")
-        return FileResponse(names[name])
-
-    def _run(self, run_id: str) -> dict[str, Any]:
-        folder = self._service.checkpoints.run(run_id)
-        about = folder.record["tinker"]
-        found = [_checkpoint(checkpoint) for checkpoint in self._service.checkpoints.of_run(run_id)]
-        last = {c["checkpoint_type"]: c for c in found}  # the newest of each comes last
-        changed = folder.metrics_file if folder.metrics_file.exists() else folder.record_file
-        rank, metadata = int(about["spec"]["rank"]), about.get("user_metadata") or {}
-        return {
-            "training_run_id": run_id, "base_model": about["base_model"], "model_owner": "palestra",
-            "is_lora": rank > 0, "lora_rank": rank, "corrupted": False,
-            "last_request_time": _time(changed.stat().st_mtime), "last_checkpoint": last.get("training"),
-            "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items()},
-        }  # fmt: skip
-
-
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-
 
 async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
     request.state.body = await read_body(request, limit_mib * MIB)
@@ -420,42 +333,6 @@ async def _result(future: Future[Result], seconds: float) -> Result | Exception 
 
 def _promise(request: Request, **more: Any) -> Response:
     return JSONResponse({"request_id": request.id, **more})
-
-
-def _path(request: HttpRequest) -> TinkerPath:
-    parts = request.path_params
-    return TinkerPath.parse(f"tinker://{parts['run_id']}/{parts['kind']}/{parts['name']}")
-
-
-def _page(request: HttpRequest) -> tuple[int, int]:
-    try:
-        offset, limit = (int(request.query_params.get(*pair)) for pair in (("offset", 0), ("limit", 20)))
-    except ValueError:
-        raise refuse(400, "offset and limit are whole numbers") from None
-    if offset < 0 or not 1 <= limit <= 10_000:
-        raise refuse(400, f"offset={offset} and limit={limit}; expected 0 or more, and 1 to 10000")
-    return offset, limit
-
-
-def _checkpoint(found: Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{found.path.kind}/{found.path.name}", "checkpoint_type": _TYPES[found.path.kind],
-        "time": _time(found.created), "tinker_path": str(found.path), "size_bytes": found.size_bytes,
-        "public": False, "user_metadata": found.user_metadata,
-        "expires_at": None if found.expires is None else _time(found.expires),
-    }  # fmt: skip
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _pack(found: Checkpoint) -> Any:
-    packed = tempfile.NamedTemporaryFile(suffix=".tar")  # noqa: SIM115  # closed when it was sent
-    with tarfile.open(packed.name, "w") as tar:
-        for file in sorted(found.folder.iterdir()):
-            tar.add(file, arcname=file.name)
-    return packed
 
 
 def _can_unpack_zstd() -> bool:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from palestra.tinker.futures import Gone, NotHere, OrderedWorker, Request, Reque
 from palestra.tinker.losses import check_loss
 from palestra.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.tinker.sampler import Pinned, Sampler, SampleRequest
+from palestra.tinker.sessions import Model, SamplingSession, Session
 from palestra.tinker.trainee import AdamParams, Trainee
 from palestra.tinker.training_run import TrainingRun
 
@@ -47,50 +48,6 @@ class Limits:
     session_idle_s: float = 900.0  # without a heartbeat
     waiting_samples: int = 4096
     rows_per_pass: int | None = None  # None: 4 on a CPU, as many as fit on a GPU
-
-
-@dataclass(slots=True)
-class Session:
-    id: str
-    name: str
-    metadata: dict[str, Any] = field(default_factory=dict)
-    last_seen: float = field(default_factory=time.monotonic)
-    models: dict[int, Request] = field(default_factory=dict)  # by model_seq_id
-    sampling: dict[int, str] = field(default_factory=dict)  # by sampling_session_seq_id
-
-
-@dataclass(eq=False, slots=True)
-class Model:
-    """One training under way."""
-
-    id: str
-    session: str
-    base: BaseModel
-    spec: AdapterSpec
-    bytes: int
-    worker: OrderedWorker
-    run: TrainingRun | None = None
-    trainee: Trainee | None = None
-    pinned: OrderedDict[int, Pinned] = field(default_factory=OrderedDict)  # by version, oldest first
-
-    @property
-    def ready(self) -> tuple[Trainee, TrainingRun]:
-        if self.trainee is None or self.run is None:
-            raise NotHere(f"the model {self.id!r} could not be made; see what create_model answered")
-        return self.trainee, self.run
-
-
-@dataclass(slots=True)
-class SamplingSession:
-    id: str
-    session: str
-    base: BaseModel
-    spec: AdapterSpec | None
-    weights: Pinned
-    sampler: str  # requests of one name share an engine
-    path: str | None = None
-    requests: dict[int, Request] = field(default_factory=dict)  # by seq_id
-    version: int | None = None  # of a model under training, where it was not saved
 
 
 class Service:
