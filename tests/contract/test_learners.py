@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-BASE = {"rollout": {"temperature": 0.8, "max_new_tokens": 16}, "train": {"tokens_per_micro_batch": 64}}
+BASE = {"train": {"tokens_per_micro_batch": 64}}
 
 
 def model_of(family: str, **extra: Any) -> Any:
@@ -47,15 +50,23 @@ def model_of(family: str, **extra: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **extra), dtype=torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """A kind of learner: how its model is made, trained, and loaded again from what it exports."""
 
     base: Callable[[], Any]  # the model without adapters
     sections: dict[str, Any]
+    temperature = 0.8
+    has_entropy = has_dropout = True
 
     def config(self, **sections: Any) -> RunConfig:
-        return RunConfig.build(BASE, self.sections, sections)
+        settings = {"rollout": {"temperature": self.temperature, "max_new_tokens": 16}}
+        return RunConfig.build(settings, BASE, self.sections, sections)
+
+    @contextmanager
+    def serving(self, tokenizer: Any, folder: Path) -> Iterator[None]:
+        """What its learners need around them."""
+        yield
 
     def model(self, **sections: Any) -> Any:
         """The model as it was before any step."""
@@ -71,17 +82,55 @@ class Case:
         return AutoModelForCausalLM.from_pretrained(folder)
 
 
-LEARNERS = {
+class OnTinkerServer(Case):
+    """By the official SDK, on our own server in a thread. Each learner is a model of its own there."""
+
+    temperature = 1.0
+    has_entropy = has_dropout = False
+
+    @contextmanager
+    def serving(self, tokenizer: Any, folder: Path) -> Iterator[None]:
+        pytest.importorskip("tinker")
+        sys.path.insert(0, str(Path(__file__).parent))
+        from tinker_server import base_model, tinker_server
+
+        self.served = base_model(self.base(), tokenizer, "random")
+        self.opened: list[Any] = []
+        with tinker_server([self.served], folder) as self.url:
+            yield
+            for opened in self.opened:
+                opened.close(good=True)
+
+    def model(self, **sections: Any) -> Any:
+        from palestra.tinker.base_model import AdapterSpec
+
+        return self.served.module(AdapterSpec(self.config().lora.r))
+
+    def learner(self, **sections: Any) -> Learner:
+        from palestra.tinker_client.connect import open_model
+        from palestra.tinker_client.learner import TinkerLearner
+
+        settings = {"backend": "tinker", "tinker": {"base_url": self.url}, "model": {"name": "random"}}
+        config = self.config(**settings, **sections)
+        self.opened.append(open_model(config))
+        return TinkerLearner(self.opened[-1], config=config)
+
+
+LEARNERS: dict[str, Case] = {
     "full": Case(lambda: model_of("qwen3", head_dim=8), {}),
     "lora": Case(lambda: model_of("qwen3", head_dim=8), {"lora": {"r": 4, "dropout": 0.0}}),
     # its layers carry a state from token to token, so rows are computed apart, padded
     "padded": Case(lambda: model_of("lfm2", full_attn_idxs=[1]), {}),
 }
+if os.environ.get("PALESTRA_TEST_SLOW"):  # make test-tinker
+    LEARNERS["tinker"] = OnTinkerServer(lambda: model_of("qwen3", head_dim=8), {"lora": {"r": 4}})
 
 
 @pytest.fixture(params=LEARNERS)
-def case(request: pytest.FixtureRequest) -> Case:
-    return LEARNERS[request.param]
+def case(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path_factory: Any) -> Iterator[Case]:
+    found = LEARNERS[request.param]
+    with found.serving(tiny_tokenizer, tmp_path_factory.mktemp("tinker")):
+        yield found
 
 
 def rows(count: int = 8, seed: int = 0) -> list[Sample]:
@@ -137,12 +186,12 @@ def assert_same_update(one: Learner, other: Learner, before: dict[str, torch.Ten
 
 
 @torch.no_grad()
-def own_logprobs(model: nn.Module, samples: Sequence[Sample]) -> list[Array]:
+def own_logprobs(model: nn.Module, samples: Sequence[Sample], temperature: float) -> list[Array]:
     """[T] for each sample, from the model's own logits, row by row; NaN where no loss reads."""
     found = []
     for sample in samples:
         ids = torch.tensor([sample.token_ids.tolist()])
-        logp = torch.log_softmax(model.eval()(ids, use_cache=False).logits[0, :-1] / 0.8, -1)
+        logp = torch.log_softmax(model.eval()(ids, use_cache=False).logits[0, :-1] / temperature, -1)
         row = np.full(len(sample.token_ids), np.nan, dtype=np.float32)
         row[1:] = logp.gather(-1, ids[0, 1:, None]).squeeze(-1).numpy()
         found.append(np.where(sample.policy_mask, row, np.nan))
@@ -163,7 +212,10 @@ def test_the_gradient_of_eight_rows_is_that_of_two_times_four(case: Case, loss: 
     samples = rows(8)
     whole, parts = case.learner(), case.learner()
     before = weights(whole)
-    terms = loss_of(samples, loss, echo_coefficient=0.1, entropy_coefficient=0.02, echo_normalization="sequence_mean")
+    entropy = 0.02 if case.has_entropy else 0.0
+    terms = loss_of(
+        samples, loss, echo_coefficient=0.1, entropy_coefficient=entropy, echo_normalization="sequence_mean"
+    )
     norm, [metrics] = step(whole, [Batch(samples)], terms)
     half_norm, halves = step(parts, [Batch(samples[part]) for part in SPLITS[split]], terms)
     assert norm > 0
@@ -203,9 +255,8 @@ def test_a_loss_that_is_not_finite_raises_names_its_group_and_leaves_the_weights
     bad = [*good[:5], replace(good[5], advantages=advantage), *good[6:]]  # type: ignore[arg-type]
     terms = loss_of(bad, "luspo")
     learner.forward_backward(Batch(bad[:4]), terms)
-    learner.forward_backward(Batch(bad[4:]), terms)
-    with pytest.raises(PalestraError, match=words):
-        learner.optim_step(RATE, max_grad_norm=1.0)
+    with pytest.raises(PalestraError, match=words):  # at the latest by the step
+        step(learner, [Batch(bad[4:])], terms)
     assert same(before, weights(learner))
     assert steps(learner, [1, 2]) == steps(untouched, [1, 2])  # and nothing of it is left
     assert same(weights(untouched), weights(learner))
@@ -217,8 +268,8 @@ def test_a_batch_that_cannot_be_computed_leaves_no_gradient_behind(case: Case) -
     ids = good[7].token_ids.copy()
     ids[2] = VOCABULARY  # in the second micro-batch; the first has its gradient by then
     bad = [*good[:7], replace(good[7], token_ids=ids, prompt_length=0)]
-    with pytest.raises(IndexError):
-        learner.forward_backward(Batch(bad), loss_of(bad))
+    with pytest.raises((IndexError, PalestraError)):  # at the latest by the step
+        step(learner, [Batch(bad)], loss_of(bad))
     assert learner.optim_step(RATE, max_grad_norm=1.0) == 0.0
     assert steps(learner, [1, 2]) == steps(untouched, [1, 2])
     assert same(weights(untouched), weights(learner))
@@ -230,7 +281,7 @@ def test_forward_gives_the_logprobs_that_forward_backward_found_and_the_models_o
     expected = learner.forward(Batch(samples))
     copy = case.model()
     load_weights(copy, learner.weights(1))
-    assert_close(expected, own_logprobs(copy, samples))
+    assert_close(expected, own_logprobs(copy, samples, case.temperature))
     outputs = learner.forward_backward(Batch(samples), loss_of(samples))
     learner.optim_step(RATE, max_grad_norm=1.0)
     assert_close(outputs.logprobs(), expected)  # those of before the step, asked for after it
@@ -248,7 +299,7 @@ def test_logprobs_of_tool_results_come_with_the_echo_term(case: Case) -> None:
 def test_reference_logprobs_stay_those_of_the_beginning(case: Case) -> None:
     learner, samples = case.learner(train={"beta": 0.1}), rows(8)
     first = learner.forward(Batch(samples), reference=True)
-    assert_close(first, own_logprobs(case.model(), samples))
+    assert_close(first, own_logprobs(case.model(), samples, case.temperature))
     assert_close(first, learner.forward(Batch(samples)))
     steps(learner, [1, 2])
     assert_close(learner.forward(Batch(samples), reference=True), first, tolerance=0.0)
@@ -274,14 +325,14 @@ def test_weights_make_a_second_model_the_same(case: Case, tmp_path: Path) -> Non
         assert carried.version == 7
         copy = case.model()
         if name == "tensors":  # there was something to load
-            assert np.nanmax(np.abs(own_logprobs(copy, samples)[0] - expected[0])) > 1e-3
+            assert np.nanmax(np.abs(own_logprobs(copy, samples, case.temperature)[0] - expected[0])) > 1e-3
         load_weights(copy, carried)
-        assert_close(own_logprobs(copy, samples), expected)
+        assert_close(own_logprobs(copy, samples, case.temperature), expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_saved_learner_goes_on_with_the_same_bits(case: Case, dropout: float, tmp_path: Path) -> None:
-    changes = {"lora": {"r": 4, "dropout": dropout}} if case.config().lora.r else {}
+    changes = {"lora": {"r": 4, "dropout": dropout}} if case.config().lora.r and case.has_dropout else {}
     learner = case.learner(**changes)
     torch.manual_seed(5)
     steps(learner, [1, 2])
@@ -299,7 +350,7 @@ def test_what_is_exported_is_loaded_by_others(case: Case, tmp_path: Path) -> Non
     learner, samples = case.learner(), rows(4)
     steps(learner, [1, 2])
     folder = learner.export(tmp_path / "out")
-    assert_close(own_logprobs(case.exported(folder), samples), learner.forward(Batch(samples)))
+    assert_close(own_logprobs(case.exported(folder), samples, case.temperature), learner.forward(Batch(samples)))
     assert not (folder / "learner.pt").exists()
 
 

@@ -110,27 +110,17 @@ def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
 def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against our own Tinker server, in a thread, by the official SDK."""
     pytest.importorskip("tinker")
-    from palestra.models.loading import LoadedModel
-    from palestra.serve.web import Server, open_port, url_of
-    from palestra.tinker.base_model import BaseModel
-    from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Service
+    sys.path.insert(0, str(Path(__file__).parent))
+    from tinker_server import base_model, tinker_server
+
     from palestra.tinker_client.connect import open_model
     from palestra.tinker_client.policy import TinkerPolicy
 
-    service = Service([BaseModel(LoadedModel(model, tokenizer, "random", ""))], folder)
-    server, sock = Server(tinker_app(service)), open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_API_KEY", "tml-test")
-        patch.setenv("PALESTRA_HOME", str(folder / "home"))
-        settings = {"backend": "tinker", "tinker": {"base_url": url_of(sock)}, "model": {"name": "random"}}
+    with tinker_server([base_model(model, tokenizer, "random")], folder) as url:
+        settings = {"backend": "tinker", "tinker": {"base_url": url}, "model": {"name": "random"}}
         opened = open_model(RunConfig.build(settings, {"lora.r": 2}))
         yield TinkerPolicy(opened, CONTEXT)
         opened.close(good=True)
-    server.should_exit = True
-    thread.join(10)
 
 
 @dataclass(frozen=True)

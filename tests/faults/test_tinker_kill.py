@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,32 +25,39 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(
         model_input=types.ModelInput.from_ints([5, 6, 7]),
         loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
     )
-    server, url = start(tmp_path)
-    client = tinker.ServiceClient(base_url=url, api_key="tml-test").create_lora_training_client("palestra/tiny", rank=2)
-    saved = []
-    for step in range(3):
-        client.forward_backward([row], "cross_entropy")
-        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        saved.append(client.save_state(f"step-{step}").result().path)
-    losses = [client.forward_backward([row], "cross_entropy").result().metrics["loss:sum"]]
-    for step in range(3, 30):
-        client.save_state(f"step-{step}")
-    server.kill()
-    server.wait()
-    _, url = start(tmp_path)
-    service = tinker.ServiceClient(base_url=url, api_key="tml-test")
-    found = service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints
-    assert {c.tinker_path for c in found} >= set(saved)
-    for checkpoint in [found[0], found[-1]]:
-        resumed = service.create_training_client_from_state_with_optimizer(checkpoint.tinker_path)
-        losses.append(resumed.forward_backward([row], "cross_entropy").result().metrics["loss:sum"])
+    with serving(tmp_path) as (server, url):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-test")
+        client = service.create_lora_training_client("palestra/tiny", rank=2)
+        saved = []
+        for step in range(3):
+            client.forward_backward([row], "cross_entropy")
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            saved.append(client.save_state(f"step-{step}").result().path)
+        losses = [client.forward_backward([row], "cross_entropy").result().metrics["loss:sum"]]
+        for step in range(3, 30):
+            client.save_state(f"step-{step}")
+        server.kill()
+        service.holder.close()  # it would go on telling the server that it lives
+    with serving(tmp_path) as (server, url):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-test")
+        found = service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints
+        assert {c.tinker_path for c in found} >= set(saved)
+        for checkpoint in [found[0], found[-1]]:
+            resumed = service.create_training_client_from_state_with_optimizer(checkpoint.tinker_path)
+            losses.append(resumed.forward_backward([row], "cross_entropy").result().metrics["loss:sum"])
+        service.close("success").result(10)
     assert losses[2] == losses[0]  # the last one that is whole has the weights of the third step
     assert losses[1] > losses[0]
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "palestra", "tinker", "palestra/tiny", "--port", "0", "--device", "cpu"]
-    server = subprocess.Popen([*command, "--output_dir", str(folder / "runs")], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    url = next(found.group() for line in server.stdout if (found := re.search(r"http://\S+", line)))
-    return server, url
+    with subprocess.Popen(
+        [*command, "--output_dir", str(folder / "runs")], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield server, next(found.group() for line in server.stdout if (found := re.search(r"http://\S+", line)))
+        finally:
+            server.kill()

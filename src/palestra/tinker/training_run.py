@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,16 @@ from palestra.tinker.messages import Datum
 from palestra.tinker.trainee import AdamParams, Outputs
 from palestra.tracking.open import open_trackers
 
+log = logging.getLogger("palestra")
+
 RECORDED_ROWS = 1024  # of one step that are written to rollouts.jsonl
 
 
 class TrainingRun:
-    """The records of one model. A step begins with the first gradient after the last one."""
+    """The records of one model. A step begins with the first gradient after the last one.
+
+    They are written in a thread of their own: no client waits for them. What cannot be written is logged.
+    """
 
     def __init__(
         self, output_dir: Path, base: BaseModel, spec: AdapterSpec, name: str, about: Mapping[str, Any]
@@ -39,10 +46,33 @@ class TrainingRun:
         self._tracker = open_trackers(config, self.folder, self.folder.record, resume_after=None)
         self._began = time.perf_counter()
         self._step = 0
+        self._writer = ThreadPoolExecutor(1, "tinker-records")
         self._begin_step()
 
     def computed(self, data: Sequence[Datum], loss_fn: str, outputs: Outputs, seconds: float) -> None:
         """Gradients of these rows were added."""
+        self._writer.submit(self._logged, self._add_rows, data, loss_fn, outputs, seconds)
+
+    def stepped(self, adam: AdamParams, grad_norm: float, seconds: float) -> None:
+        """The weights have changed."""
+        elapsed = time.perf_counter() - self._began
+        self._writer.submit(self._logged, self._write_step, adam, grad_norm, seconds, elapsed)
+
+    def close(self, *, completed: bool) -> None:
+        """The run has ended; as stopped where its client did not say goodbye."""
+        self._writer.shutdown()
+        self._tracker.close()
+        stopped = None if completed else KeyboardInterrupt()
+        with contextlib.suppress(KeyboardInterrupt):
+            self._listing.__exit__(None if stopped is None else type(stopped), stopped, None)
+
+    def _logged(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception:
+            log.exception("records of %s could not be written", self.folder.path)
+
+    def _add_rows(self, data: Sequence[Datum], loss_fn: str, outputs: Outputs, seconds: float) -> None:
         self._loss += outputs.loss
         self._rows += len(data)
         self._tokens += sum(len(datum.token_ids) for datum in data)
@@ -51,12 +81,12 @@ class TrainingRun:
             if len(self._rollouts) < RECORDED_ROWS and logprobs.ndim == 1:
                 self._rollouts.append(_rollout(datum, loss_fn, logprobs, self._tokenizer, self._step))
 
-    def stepped(self, adam: AdamParams, grad_norm: float, seconds: float) -> None:
+    def _write_step(self, adam: AdamParams, grad_norm: float, seconds: float, elapsed: float) -> None:
         self._step += 1
         row = {
             "loss": self._loss, "grad_norm": grad_norm, "learning_rate": adam.learning_rate,
             "rows": float(self._rows), "tokens": float(self._tokens),
-            "train_seconds": self._seconds + seconds, "elapsed_seconds": time.perf_counter() - self._began,
+            "train_seconds": self._seconds + seconds, "elapsed_seconds": elapsed,
         }  # fmt: skip
         advantages = [float(r.reward) for r in self._rollouts if r.advantages is not None]
         if advantages:
@@ -65,13 +95,6 @@ class TrainingRun:
         groups = itertools.groupby(self._rollouts, key=lambda rollout: rollout.problem_id)
         self._tracker.rollouts(self._step, [Group(name, tuple(rollouts)) for name, rollouts in groups])
         self._begin_step()
-
-    def close(self, *, completed: bool) -> None:
-        """The run has ended; as stopped where its client did not say goodbye."""
-        self._tracker.close()
-        stopped = None if completed else KeyboardInterrupt()
-        with contextlib.suppress(KeyboardInterrupt):
-            self._listing.__exit__(None if stopped is None else type(stopped), stopped, None)
 
     def _begin_step(self) -> None:
         self._loss = self._seconds = 0.0

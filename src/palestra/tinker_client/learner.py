@@ -34,6 +34,7 @@ from palestra.tinker_client.model import Change, Sampler, TinkerModel
 
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
+_NO_NORM = "the gradient norm is"  # how `palestra tinker` begins to say that it is not finite
 LossName = Literal["cross_entropy", "ppo", "cispo"]
 
 
@@ -138,15 +139,24 @@ class TinkerLearner:
         gradients = [change for found in pending for change in found.changes]
         step = self.model.change(lambda client: client.optim_step(adam), is_step=True)
         try:
-            if bad := next((found for found in pending if not found.terms.is_finite), None):
-                raise _not_finite(bad, "the loss is nan")
-            norm = gradient_norm(self.model.answer(step).metrics or {})
+            if not all(found.terms.is_finite for found in pending):
+                raise _not_finite(pending, "the loss is nan")
+            norm = self._step_norm(step)
             if math.isinf(norm):
-                raise _not_finite(pending[-1], f"the gradient norm is {norm}")
+                raise _not_finite(pending, "the gradient norm is inf or nan")
         except PalestraError:
             self.model.undo([*gradients, step])
             raise
         return norm
+
+    def _step_norm(self, step: Change) -> float:
+        """The gradient's norm; inf where it was none, which `palestra tinker` refuses to use."""
+        try:
+            return gradient_norm(self.model.answer(step).metrics or {})
+        except PalestraError as error:
+            if _NO_NORM in str(error):
+                return math.inf
+            raise
 
     def weights(self, version: int) -> TinkerWeights:
         return TinkerWeights(version, self._read_tensors, sampler=self.model.sampler(version))
@@ -286,9 +296,15 @@ def _require_finite(rows: list[Array], samples: Sequence[Sample]) -> list[Array]
     return rows
 
 
-def _not_finite(found: TinkerOutputs, what: str) -> PalestraError:
-    groups = {s.group for s, value in zip(found.batch.samples, found.terms.row_losses, strict=True) if value != value}
-    return PalestraError(_sentence(sorted(groups or {s.group for s in found.batch.samples}), what))
+def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
+    """Names the groups whose loss is no number, or the one with the largest."""
+    losses = [
+        (abs(float(value)), sample.group)
+        for found in pending
+        for sample, value in zip(found.batch.samples, found.terms.row_losses, strict=True)
+    ]
+    groups = {group for value, group in losses if not math.isfinite(value)}
+    return PalestraError(_sentence(sorted(groups or {max(losses)[1]}), what))
 
 
 def _sentence(groups: Sequence[int], what: str) -> str:

@@ -183,7 +183,11 @@ class TinkerModel:
 
     def close(self, *, good: bool) -> None:
         """End the session; the saved states stay."""
-        self._service.close("success" if good else "errored")
+        try:
+            self._service.close("success" if good else "errored").result(_POLL_S)
+        except Exception as error:  # or the SDK tells the server for ever that the session lives
+            log.warning("the Tinker server does not answer that its session is over: %s", refusal(error))
+            self._service.holder.close()
 
     def call(self, make: Callable[[Any], Any]) -> Any:
         """The result of a future that `make` gives, by another session if this one is lost."""

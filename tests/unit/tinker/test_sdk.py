@@ -106,6 +106,7 @@ def test_what_a_client_trains_is_a_run_with_metrics_and_rollouts(sdk: Any, runni
     client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
     train(client, [datum([5, 9, 200, 31], [0.0, 1.0, 1.0])])
     folder = running.service.checkpoints.run(client.model_id)
+    running.service.unload(client.model_id).future.result(10)  # all is written
     assert [row["step"] for row in folder.metrics()] == [1]
     assert folder.metrics()[0]["tokens"] == 3
     [rollout] = folder.rollouts()
@@ -142,3 +143,4 @@ def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> 
     for name, url in urls.items():
         (tmp_path / name).write_bytes(Request(url).send().body)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
+    assert not {"manifest.json", "tinker.json"} & set(urls)  # the server's own notes

@@ -70,8 +70,11 @@ class FakeService:
     def create_sampling_client(self, base_model: str) -> FakeSampling:
         return FakeSampling(self, torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64))
 
-    def close(self, status: str) -> None:
+    def close(self, status: str) -> Future[None]:
         self.server.log.append(f"close {status}")
+        ended: Future[None] = Future()
+        ended.set_result(None)
+        return ended
 
     def answer(self, work: Any) -> Answer:
         future: Future[Any] = Future()
