@@ -7,6 +7,7 @@ import json
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,14 +25,14 @@ _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights
 
 
 class CheckpointApi:
-    """One method for each endpoint."""
+    """One method for each endpoint. What reads or writes files does so in a thread: other requests do not wait."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     async def weights_info(self, request: HttpRequest) -> Response:
         body = await read_model(request, bodies.WeightsInfo)
-        found = self._checkpoints.find(TinkerPath.parse(body.tinker_path))
+        found = await asyncio.to_thread(self._checkpoints.find, TinkerPath.parse(body.tinker_path))
         spec = found.spec
         return JSONResponse(
             {"base_model": found.base_model, "is_lora": True,  # the SDK resumes from adapters alone; rank 0 is ours
@@ -40,25 +41,20 @@ class CheckpointApi:
         )  # fmt: skip
 
     async def list_runs(self, request: HttpRequest) -> Response:
-        offset, limit = _page(request)
-        ids = self._checkpoints.run_ids()
-        runs = [self._run(run_id) for run_id in ids[offset : offset + limit]]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(ids)}
-        return JSONResponse({"training_runs": runs, "cursor": cursor})
+        return JSONResponse(await asyncio.to_thread(self._runs, *_page(request)))
 
     async def get_run(self, request: HttpRequest) -> Response:
-        return JSONResponse(self._run(request.path_params["run_id"]))
+        return JSONResponse(await asyncio.to_thread(self._run, request.path_params["run_id"]))
 
     async def list_checkpoints(self, request: HttpRequest) -> Response:
-        found = self._checkpoints.of_run(request.path_params["run_id"])
-        return JSONResponse({"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]})
+        return JSONResponse(await asyncio.to_thread(self._checkpoints_of, [request.path_params["run_id"]]))
 
     async def list_all_checkpoints(self, request: HttpRequest) -> Response:
         offset, limit = _page(request)
-        store = self._checkpoints
-        found = sorted((c for run_id in store.run_ids() for c in store.of_run(run_id)), key=lambda c: -c.created)
+        answer = await asyncio.to_thread(lambda: self._checkpoints_of(self._checkpoints.run_ids()))
+        found = sorted(answer["checkpoints"], key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JSONResponse({"checkpoints": [_checkpoint(c) for c in found[offset : offset + limit]], "cursor": cursor})
+        return JSONResponse({"checkpoints": found[offset : offset + limit], "cursor": cursor})
 
     async def set_ttl(self, request: HttpRequest) -> Response:
         body = await read_model(request, bodies.SetTtl)
@@ -66,7 +62,7 @@ class CheckpointApi:
         return JSONResponse({})
 
     async def delete_checkpoint(self, request: HttpRequest) -> Response:
-        self._checkpoints.delete(_path(request))
+        await asyncio.to_thread(self._checkpoints.delete, _path(request))
         return Response(status_code=204)
 
     async def archive(self, request: HttpRequest) -> Response:
@@ -84,17 +80,25 @@ class CheckpointApi:
         return JSONResponse({"urls": urls, "expires": _time(time.time() + _URLS_S)})
 
     async def file(self, request: HttpRequest) -> Response:
-        found = self._checkpoints.find(_path(request))
+        found = await asyncio.to_thread(self._checkpoints.find, _path(request))
         files = {file.name: file for file in found.files}
         name = request.path_params["file"]
         if name not in files:
             raise NotHere(f"{found.path} has no file {name!r}; it has {', '.join(files)}")
         return FileResponse(files[name])
 
+    def _runs(self, offset: int, limit: int) -> dict[str, Any]:
+        ids = self._checkpoints.run_ids()
+        runs = [self._run(run_id) for run_id in ids[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(ids)}}
+
+    def _checkpoints_of(self, run_ids: Sequence[str]) -> dict[str, Any]:
+        return {"checkpoints": [_checkpoint(c) for run_id in run_ids for c in self._checkpoints.of_run(run_id)]}
+
     def _run(self, run_id: str) -> dict[str, Any]:
         folder = self._checkpoints.run(run_id)
         about = folder.record["tinker"]
-        found = [_checkpoint(checkpoint) for checkpoint in self._checkpoints.of_run(run_id)]
+        found = self._checkpoints_of([run_id])["checkpoints"]
         last = {c["checkpoint_type"]: c for c in found}  # the newest of each comes last
         changed = folder.metrics_file if folder.metrics_file.exists() else folder.record_file
         rank, metadata = int(about["spec"]["rank"]), about.get("user_metadata") or {}

@@ -23,7 +23,9 @@ from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.futures import NotHere
 
 ABOUT = "tinker.json"
+EXPIRES = "expires.json"  # when, where it was changed later; not in the manifest, so that the rest is not written again
 KINDS = ("weights", "sampler_weights", "external_weights")  # with the optimizer's state; without; to be downloaded
+_NAMED = 10  # checkpoints that a message names
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -61,7 +63,7 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The model's own, without the server's notes on them."""
-        return sorted(file for file in self.folder.iterdir() if file.name not in (MANIFEST, ABOUT))
+        return sorted(file for file in self.folder.iterdir() if file.name not in (MANIFEST, ABOUT, EXPIRES))
 
 
 def checkpoint_name(name: str) -> str:
@@ -130,32 +132,24 @@ class Checkpoints:
         """A checkpoint that is there; with `check` its files are compared with their sums."""
         folder = self._folder(path)
         if not (folder / MANIFEST).is_file():
-            known = ", ".join(str(c.path) for c in self.of_run(path.run_id)) or "none"
-            raise NotHere(f"there is no {path}; the run has {known}")
+            known = [str(other) for other in self._paths(path.run_id)]
+            more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+            raise NotHere(f"there is no {path}; the run has {', '.join(known[:_NAMED]) or 'none'}{more}")
         if check:
             check_whole(folder)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         spec = AdapterSpec(**about["spec"])
         base, created = str(about["base_model"]), float(about["created"])
+        if (folder / EXPIRES).is_file():
+            about |= json.loads((folder / EXPIRES).read_text(encoding="utf-8"))
         return Checkpoint(path, folder, base, spec, created, about.get("user_metadata"), about.get("expires"))
 
     def of_run(self, run_id: str) -> Iterator[Checkpoint]:
         """Oldest first."""
-        manifests = self.run(run_id).tinker.glob(f"*/*/{MANIFEST}")
-        found = [self.find(TinkerPath(run_id, m.parent.parent.name, m.parent.name)) for m in manifests if _real(m)]
-        yield from sorted(found, key=lambda checkpoint: checkpoint.created)
+        yield from sorted(map(self.find, self._paths(run_id)), key=lambda checkpoint: checkpoint.created)
 
     def set_ttl(self, path: TinkerPath, ttl_s: int | None) -> None:
-        checkpoint = self.find(path)
-        about = json.loads((checkpoint.folder / ABOUT).read_text(encoding="utf-8"))
-        about["expires"] = time.time() + ttl_s if ttl_s else None
-
-        def rewrite(aside: Path) -> None:
-            for file in checkpoint.files:
-                shutil.copy2(file, aside / file.name)
-            write_json(aside / ABOUT, about)
-
-        write_whole(checkpoint.folder, rewrite)
+        write_json(self.find(path).folder / EXPIRES, {"expires": time.time() + ttl_s if ttl_s else None})
 
     def delete(self, path: TinkerPath) -> None:
         shutil.rmtree(self.find(path).folder)
@@ -165,6 +159,10 @@ class Checkpoints:
             for checkpoint in list(self.of_run(run_id)):
                 if checkpoint.expires is not None and checkpoint.expires < time.time():
                     self.delete(checkpoint.path)
+
+    def _paths(self, run_id: str) -> list[TinkerPath]:
+        manifests = self.run(run_id).tinker.glob(f"*/*/{MANIFEST}")
+        return [TinkerPath(run_id, m.parent.parent.name, m.parent.name) for m in manifests if _real(m)]
 
     def _folder(self, path: TinkerPath) -> Path:
         return self.run(path.run_id).tinker / path.kind / path.name

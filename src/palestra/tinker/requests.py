@@ -21,9 +21,12 @@ from palestra.tinker.trainee import AdamParams
 
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
+MAX_STOPS = 256  # every step compares with all of them
 Id = Annotated[str, Field(max_length=200)]
 SeqId = Annotated[int, Field(ge=1, lt=1 << 53)]
 TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+StopTexts = Annotated[list[str], Field(max_length=MAX_STOPS)]
+StopIds = Annotated[list[int], Field(max_length=MAX_STOPS)]
 Ttl = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
@@ -177,7 +180,7 @@ class Prompt(Body):
 class Sampling(Body):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | StopTexts | StopIds | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = -1
     top_p: float = Field(1.0, gt=0, le=1)

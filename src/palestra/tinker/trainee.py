@@ -26,6 +26,7 @@ from palestra.tinker.losses import INPUTS, token_losses
 from palestra.tinker.messages import Datum
 
 TOKENS_PER_PASS = 16384
+MAX_CELLS = 1 << 24  # of one row's targets; a sparse matrix may claim any size
 WORTH_SHARING = 8  # tokens of a common beginning
 
 
@@ -88,6 +89,11 @@ class Trainee:
             targets = datum.inputs["target_tokens"]
             if targets.shape[0] != length:
                 raise PalestraError(f"datum {i} has {length} input tokens and {targets.shape[0]} target_tokens")
+            if math.prod(targets.shape) > MAX_CELLS:
+                raise PalestraError(
+                    f"datum {i}: target_tokens has the shape {list(targets.shape)}, and the answer a logprob for each "
+                    f"cell; at most {MAX_CELLS} are answered"
+                )
             for name in needed[1:]:
                 other = datum.inputs[name]
                 if other.shape != targets.shape or not np.array_equal(other.places, targets.places):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from palestra.tinker.base_model import AdapterSpec, BaseModel
+from palestra.tinker.checkpoints import TinkerPath
 from palestra.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
 from palestra.tinker.service import Limits, Service
 
@@ -132,6 +133,7 @@ def test_an_answer_that_takes_long_is_asked_for_again(
         ("asample", {"prompt": {"chunks": []}}, 400, "the prompt has 0 tokens"),
         ("asample", {"prompt": {"chunks": [{"tokens": [99999]}]}}, 400, "outside the vocabulary"),
         ("asample", {"num_samples": 0}, 422, "num_samples"),
+        ("asample", {"sampling_params": {"stop": ["a"] * 300}}, 422, "at most 256"),
         ("retrieve_future", {"request_id": "r-1"}, 410, "knows no request"),
         ("get_info", {"model_id": "m"}, 404, "the model 'm' is not here"),
     ],
@@ -285,6 +287,25 @@ def test_a_checkpoint_is_downloaded_as_an_adapter_that_peft_reads(client: Client
     assert client.http.get(f"{where}/files/..%2f..%2frun.json").status_code == 404
     assert client.http.delete(where).status_code == 204
     assert f"there is no {path}" in client.post("weights_info", {"tinker_path": path}, 404)
+
+
+def test_a_time_to_live_is_changed_without_writing_the_weights_again(client: Client, running: Any) -> None:
+    path = client.next("save_weights", path="kept")["path"]
+    store, parsed = running.service.checkpoints, TinkerPath.parse(path)
+    before = {file.name: file.stat().st_ino for file in store.find(parsed).files}
+    where = f"training_runs/{client.model}/checkpoints/weights/kept"
+    for ttl_s in (60, None):
+        assert client.http.put(f"{where}/ttl", json={"ttl_seconds": ttl_s}).status_code == 200
+        found = store.find(parsed, check=True)
+        assert (found.expires is None) == (ttl_s is None)
+    assert {file.name: file.stat().st_ino for file in found.files} == before
+
+
+def test_of_many_checkpoints_a_message_names_a_few(client: Client) -> None:
+    for number in range(12):
+        client.next("save_weights_for_sampler", path=f"n{number}")
+    missing = f"tinker://{client.model}/weights/none"
+    assert client.post("weights_info", {"tinker_path": missing}, 404).endswith("and 2 more")
 
 
 def test_a_damaged_checkpoint_is_not_loaded(client: Client, running: Any) -> None:

@@ -179,6 +179,7 @@ def changed(row: Datum, **inputs: Tensor | None) -> Datum:
         ({"target_tokens": Tensor(np.array([1, 2, 3, 4, 9999]), (5,))}, "token id 9999 in target_tokens is outside"),
         ({"target_tokens": Tensor(np.array([1, 2]), (2,))}, "5 input tokens and 2 target_tokens"),
         ({"target_tokens": Tensor(np.zeros(5, np.float32), (5,))}, "token ids are integers"),
+        ({"target_tokens": Tensor(np.array([1]), (5, 1 << 40), np.array([0]))}, "at most 16777216 are answered"),
     ],
 )
 def test_a_row_that_cannot_be_computed_is_refused_before_any_is(
