@@ -36,7 +36,7 @@ test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: wr
 
 test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/faces/test_tinker_compatibility.py
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py -k tinker
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py tests/contract/test_learners.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
 
 test-vllm: $(READY_DEV)  ## the real vLLM on a CPU: VLLM_PYTHON is the Python of its own environment (docs/scaling.md)
