@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,17 +65,17 @@ class BaseModel:
         dtype: torch.dtype = self._model.dtype
         return dtype
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         return int(self._model.config.get_text_config().vocab_size)
 
-    @property
+    @cached_property
     def context(self) -> int:
         """How many tokens the model can hold at once."""
         config = self._model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
 
-    @property
+    @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end a text, unless a client says otherwise."""
         ends = self._model.generation_config.eos_token_id

@@ -275,7 +275,7 @@ class _Api:
         prompt, base = body.prompt.tokens, target.base
         if not 0 < len(prompt) < base.context:
             raise refuse(400, f"the prompt has {len(prompt)} tokens; the model takes 1 to {base.context - 1}")
-        if wrong := [token for token in prompt if not 0 <= token < base.vocabulary]:
+        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
             raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
         targets = body.target_prompt_logprobs
         found = self._service.sample(
