@@ -5,6 +5,7 @@ ended, then its weights are loaded: tensors of an adapter, a few megabytes.
 
 Requests come one by one over HTTP, many of them at once. An engine that begins with the first holds up the others, as
 the server's thread then waits for the interpreter. So a burst is gathered until a pause, and then begun as one batch.
+A prompt that several of them have (siblings, each of which comes as a request of its own) is computed once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -107,17 +109,24 @@ class Sampler:
             return
         self._started.set_result(asyncio.get_running_loop())
         while True:
-            for request, answer in await self._burst():
+            burst = await self._burst()
+            siblings = Counter(_prompt_of(request) for request, _ in burst if request for _ in request.turns)
+            forks: dict[Any, Iterator[Any]] = {}
+            for request, answer in burst:
                 if request is None or request.weights is not self._loaded:
                     await asyncio.gather(*self._tasks, return_exceptions=True)
                 if request is None:
                     return
                 try:
                     self._load(request.weights)
+                    prompt = _prompt_of(request)
+                    if prompt not in forks:
+                        forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
                 except Exception as error:
                     self._answer(answer, error)
                     continue
-                task = asyncio.create_task(self._work(request, answer))
+                sessions = [next(forks[prompt]) for _ in request.turns]
+                task = asyncio.create_task(self._work(request, sessions, answer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -136,9 +145,9 @@ class Sampler:
             self._policy.update(Weights(self._loads, weights.read))
             self._loaded = weights
 
-    async def _work(self, request: SampleRequest, answer: Future[SampleResponse]) -> None:
+    async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:
-            self._answer(answer, await self._respond(request))
+            self._answer(answer, await self._respond(request, sessions))
         except Exception as error:
             self._answer(answer, error)
 
@@ -149,19 +158,15 @@ class Sampler:
         else:
             answer.set_result(result)
 
-    async def _respond(self, request: SampleRequest) -> SampleResponse:
-        turns = await self._sample(request) if request.turns else []
+    async def _respond(self, request: SampleRequest, sessions: Sequence[Any]) -> SampleResponse:
+        found = await asyncio.gather(*map(self._turn, sessions, request.turns))
+        turns = list(zip(found, request.turns, strict=True))
         prompt = list(request.prompt)
         topk = []
         if request.topk_sample:
             topk = [await self._sampled_topk(prompt, turn, params, request.topk_sample) for turn, params in turns]
         logprobs, top, targets = await self._score_prompt(request, prompt)
         return SampleResponse([turn for turn, _ in turns], topk, logprobs, top, targets)
-
-    async def _sample(self, request: SampleRequest) -> list[tuple[Turn, SamplingParams]]:
-        sessions = self._policy.fork(self._policy.open(request.prompt), len(request.turns))
-        turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
-        return list(zip(turns, request.turns, strict=True))
 
     async def _turn(self, session: Any, params: SamplingParams) -> Turn:
         """One sample. Its session ends with it: the engine waits a moment for sessions that may go on."""
@@ -224,3 +229,8 @@ class Sampler:
         wanted = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
         values = logprobs[rows, wanted.clamp(min=0)].where(wanted >= 0, 0.0)
         return Tensor(values.cpu().numpy(), targets.shape, targets.cells)
+
+
+def _prompt_of(request: SampleRequest) -> tuple[int, tuple[int, ...]]:
+    """The same for requests whose prompt can be computed once: that of the same version."""
+    return id(request.weights), tuple(request.prompt)

@@ -255,7 +255,8 @@ def _families(rows: Sequence[Array], *, share: bool) -> Iterator[tuple[int, list
     for ids in rows:
         common = min(_common_length(family[0], ids), shared) if family else 0
         common = min(common, len(ids) - 1)  # each keeps a token of its own
-        if share and family and common >= WORTH_SHARING and 2 * common >= shared:
+        costs = len(family) * (shared - common) if len(family) > 1 else 0  # tokens that were shared till now
+        if share and family and common >= max(WORTH_SHARING, costs):
             family.append(ids)
             shared = common
             continue

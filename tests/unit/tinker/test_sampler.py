@@ -27,6 +27,7 @@ class FakePolicy:
     events: list[tuple[str, int]] = field(default_factory=list)
 
     def open(self, prompt_ids: Sequence[int]) -> int:
+        self.events.append(("open", prompt_ids[0]))
         return prompt_ids[0]
 
     def fork(self, session: int, n: int) -> list[int]:
@@ -70,10 +71,22 @@ def test_requests_that_come_before_a_pause_begin_together(
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.1)
     monkeypatch.setattr(module, "LONGEST_BURST_S", 5.0)
-    answers = [ask(sampler, i, 1) for i in range(16)]
+    answers = [ask(sampler, 10 * i, 1) for i in range(16)]
     for answer in answers:
         answer.result(10)
-    assert [name for name, _ in policy.events[1:17]] == ["begin"] * 16
+    names = [name for name, _ in policy.events if name in ("begin", "end")]
+    assert names == ["begin"] * 16 + ["end"] * 16
+
+
+def test_a_prompt_that_several_requests_of_a_burst_have_is_computed_once(
+    sampler: Sampler, policy: FakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.1)
+    answers = [ask(sampler, 10 * (i % 2), 1, 1) for i in range(4)]
+    for answer in answers:
+        assert len(answer.result(10).turns) == 2
+    assert [session for name, session in policy.events if name == "open"] == [0, 10]
+    assert sorted(session for name, session in policy.events if name == "begin") == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_requests_that_never_pause_are_not_gathered_for_ever(
