@@ -35,9 +35,11 @@ MAY_IMPORT = {
     "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
     "tinker_client": "core algo learner policy",
+    "cluster": "core policy rollout",
     "serve": "core chat engine models policy",
     "tinker": "core algo engine models tracking runs learner policy serve",
-    "train": "core chat algo plan learner models tracking export evals envs report runs policy rollout tinker_client",
+    "train": "core chat algo plan learner models tracking export evals envs report runs policy rollout tinker_client "
+    "cluster",
     "wire": "core chat models envs policy rollout serve train",
     "gateway": "core chat models envs evals policy rollout serve train",
     "dashboard": "core models evals report runs serve",
@@ -56,13 +58,14 @@ MAY_IMPORT = {
 
 # library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
 HEAVY = {
-    "torch": "algo bench engine export gguf learner models policy tinker tinker_client train",
+    "torch": "algo bench cluster engine export gguf learner models policy tinker tinker_client train",
     "transformers": "engine gguf learner models policy train",
     "peft": "learner",
     "safetensors": "export gguf learner models train",
     "numpy": "core chat dashboard rollout algo engine export gguf learner models policy tinker tinker_client train",
     "triton": "engine learner",
     "tinker": "tinker_client",
+    "ray": "cluster",
     "trl": "",
     "datasets": "",
     "pyarrow": "",

@@ -264,7 +264,9 @@ def evaluate(
         from palestra.policy.build import build_policy
         from palestra.train.tasks import Parts
 
-        trainer.config.refuse(["backend", "tinker"], "a model is scored on this machine, unless it is in training")
+        trainer.config.refuse(
+            ["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training"
+        )
         config, loaded = trainer.config, trainer._load(trainer.config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         with trainer._watching() as watcher, asyncio.Runner() as runner:

@@ -190,7 +190,7 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         from palestra.train.setup import load_for_run
         from palestra.train.tasks import agent_collector
 
-        config.refuse(["backend", "tinker"], "a model is scored on this machine, unless it is in training")
+        config.refuse(["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training")
         loaded = load_for_run(config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)

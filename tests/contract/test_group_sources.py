@@ -1,4 +1,5 @@
-"""What every source of groups promises: our agent loop, a user's rollout_func, the trajectory wire, and a queue.
+"""What every source of groups promises: our agent loop, a user's rollout_func, the trajectory wire, a queue, and a pool
+of rollout actors (in this process; tests/ray has them on a real cluster).
 
 A new source is one more function in `KINDS`.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import httpx
 import numpy as np
 import pytest
 
+from palestra.cluster.actor import PackedWeights
+from palestra.cluster.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
@@ -34,6 +38,9 @@ from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address, WireSource, WireTask
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cluster"))
+from fake_cluster import FakeCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 CONFIG = RunConfig.build(
@@ -127,7 +134,31 @@ def queue(room: Room) -> Iterator[Kind]:
         yield Kind(lambda: GroupQueue(inner.make(), per_step=2, max_staleness=2), room.runner, room.watcher)
 
 
-KINDS = {"agent loop": agent_loop, "rollout_func": rollout_func, "wire": wire, "queue": queue}
+@contextmanager
+def actors(room: Room) -> Iterator[Kind]:
+    """Two rollout actors; one dies whenever a source is made."""
+    env, local = load_env(str(EXAMPLE), {}), room.parts()
+
+    def make() -> GroupSource:
+        cluster = FakeCluster(build=lambda recipe: recipe.task.sampler(local))
+        pool = RolloutPool(cluster, 2)
+        pool.update(PackedWeights(0, {}))
+        source = EnvironmentTask(env).source(replace(local, policy=PoolPolicy(pool)))
+
+        async def one_dies() -> None:
+            work = asyncio.create_task(source.collector.collect(env.problems("train")[:1], 2, ["warm-up"]))
+            while not any(member.groups for member in pool._members):
+                await asyncio.sleep(0)
+            next(m.actor for m in pool._members if m.groups).kill()  # type: ignore[attr-defined]
+            await work
+
+        room.runner.run(asyncio.wait_for(one_dies(), 30))
+        return source
+
+    yield Kind(make, room.runner, room.watcher)
+
+
+KINDS = {"agent loop": agent_loop, "rollout_func": rollout_func, "wire": wire, "queue": queue, "actors": actors}
 
 
 @contextmanager

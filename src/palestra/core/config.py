@@ -229,6 +229,22 @@ class TinkerSection(Section):
     )
 
 
+class RaySection(Section):
+    """Rollout actors on a Ray cluster, with `backend: ray`."""
+
+    address: str = Field(
+        "auto",
+        description="auto: the running cluster (RAY_ADDRESS); local: one that is started for this run; HOST:PORT, or "
+        "ray://HOST:PORT of Ray Client",
+    )
+    actors: int = Field(2, ge=1, le=4096, description="rollout actors; one that finds no room joins when there is some")
+    cpus_per_actor: float = Field(1.0, gt=0)
+    gpus_per_actor: float = Field(0.0, ge=0, description="0 samples on the CPU")
+    timeout_s: float = Field(
+        120.0, gt=0, description="how long the cluster may not answer, or have no actor, before the run ends"
+    )
+
+
 class EchoSection(Section):
     """ECHO: also learn to predict what the tools answer."""
 
@@ -297,8 +313,10 @@ class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same run."""
 
     seed: int = Field(0, ge=0)
-    backend: Literal["local", "tinker"] = Field(
-        "local", description="where the model is: on this machine, or on a Tinker server (docs/tinker_backend.md)"
+    backend: Literal["local", "ray", "tinker"] = Field(
+        "local",
+        description="local: this machine; ray: trained here, sampled by actors on a Ray cluster (docs/scaling.md); "
+        "tinker: on a Tinker server (docs/tinker_backend.md)",
     )
     output_dir: str = Field("runs", description="folder that run folders are made in")
     model: ModelSection = Field(default_factory=ModelSection)
@@ -308,6 +326,7 @@ class RunConfig(Section):
     lora: LoraSection = Field(default_factory=LoraSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
     tinker: TinkerSection = Field(default_factory=TinkerSection)
+    ray: RaySection = Field(default_factory=RaySection)
     echo: EchoSection = Field(default_factory=EchoSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

@@ -78,6 +78,16 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
     )
 
 
+def group_to_record(group: Group) -> dict[str, Any]:
+    """A whole group, exactly, as its rollouts' lines: for a journal, or from one process of ours to another."""
+    rollouts = [rollout_to_dict(rollout, exact=True) for rollout in group.rollouts]
+    return {"problem_id": group.problem_id, "metrics": dict(group.metrics), "rollouts": rollouts}
+
+
+def group_from_record(record: Mapping[str, Any]) -> Group:
+    return Group(record["problem_id"], tuple(map(rollout_from_dict, record["rollouts"])), record["metrics"])
+
+
 def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, Any]:
     """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
     rollouts = group.rollouts

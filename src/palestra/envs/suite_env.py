@@ -88,6 +88,9 @@ class SuiteEnvironment:
         self._cases = {"train": tuple(train), "held_out": tuple(held_out or ())}
         self._weights = _weights([m.name for m in self._measures], reward_weights)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_context": None}  # of an attempt in this process
+
     @property
     def reward_weights(self) -> Mapping[str, float]:
         return self._weights

@@ -75,6 +75,9 @@ class McpTools:
         self._shared: dict[int, McpConnection] = {}  # by the server's place among them
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return McpTools, (self._servers,)  # another process starts servers of its own
+
     def open(self) -> list[McpConnection]:
         """Connections for one attempt; the caller closes those that are not shared. Blocks until they have answered."""
         opened: list[McpConnection] = []

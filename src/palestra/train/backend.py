@@ -1,4 +1,4 @@
-"""Where the model of a run is: on this machine, or on a Tinker server."""
+"""Where the model of a run is trained and sampled: on this machine, by actors of a Ray cluster, on a Tinker server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 from palestra.export.hf import save_downloaded, save_hf, write_beside
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
-from palestra.train.setup import parameter_count, policy_for, with_adapter
+from palestra.train.setup import parameter_count, policy_for, samples_from_server, with_adapter
 
 Record = Mapping[str, Any]  # of the run folder
 
@@ -37,10 +39,18 @@ def backend_of(
 ) -> Backend:
     """The backend that the config names. Learner and policy share one module, unless others are given."""
     if config.backend == "tinker":
+        config.refuse(["ray"], "it is for backend: ray")
         return tinker_backend(config, loaded)
     config.refuse(["tinker"], "it is for backend: tinker")
     config = config.suited_to(parameter_count(loaded.model))
     model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
+    pool = None
+    if config.backend == "ray":
+        config = ray_config(config, model)
+        pool = ray_pool(config)
+        policy = PoolPolicy(pool, policy_for(model, tokenizer, config) if samples_from_server(config) else None)
+    else:
+        config.refuse(["ray"], "it is for backend: ray")
     return Backend(
         config,
         model,
@@ -49,7 +59,30 @@ def backend_of(
         policy or policy_for(model, tokenizer, config),
         lambda folder, record: write_beside(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
+        lambda good: None if pool is None else pool.close(),
     )
+
+
+def ray_config(config: RunConfig, model: Any) -> RunConfig:
+    """For a run that rollout actors sample for: in the dtype of the model that is trained, whatever their devices."""
+    config.refuse(["model.sleep_mode"], "the sampler's memory is that of the rollout actors")
+    if config.vllm.mode == "colocate":
+        raise PalestraError(
+            "vllm.mode = colocate is a vLLM in the process that trains, and backend: ray samples with rollout actors; "
+            "leave it out (they have our engine), or use vllm.mode = server"
+        )
+    if config.model.dtype != "auto" or config.lora.load_in_4bit:
+        return config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def ray_pool(config: RunConfig) -> RolloutPool:
+    from palestra.cluster.ray_cluster import RayCluster
+
+    options = config.ray
+    needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
+    return RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
 
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
+from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.journal import Change, Journal
 from palestra.core.types import Group
 from palestra.train.group_source import GroupSource
@@ -161,26 +161,15 @@ class GroupQueue:
 
 def _add(number: int, after: Mapping[str, Any], groups: Sequence[Group]) -> Change:
     def change(db: sqlite3.Connection) -> None:
-        rows = [
-            {
-                "problem_id": group.problem_id,
-                "metrics": dict(group.metrics),
-                "rollouts": [rollout_to_dict(rollout, exact=True) for rollout in group.rollouts],
-            }
-            for group in groups
-        ]
-        row = (number, json.dumps(dict(after)), json.dumps(rows))
+        row = (number, json.dumps(dict(after)), json.dumps([group_to_record(group) for group in groups]))
         db.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?)", row)
 
     return change
 
 
 def _draws(db: sqlite3.Connection) -> dict[int, tuple[dict[str, Any], list[Group]]]:
-    def groups(text: str) -> list[Group]:
-        rows = json.loads(text)
-        return [Group(r["problem_id"], tuple(map(rollout_from_dict, r["rollouts"])), r["metrics"]) for r in rows]
-
-    return {n: (json.loads(after), groups(text)) for n, after, text in db.execute("SELECT * FROM draws")}
+    rows = db.execute("SELECT * FROM draws")
+    return {n: (json.loads(after), list(map(group_from_record, json.loads(groups)))) for n, after, groups in rows}
 
 
 def _committed(db: sqlite3.Connection) -> int:

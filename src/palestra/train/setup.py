@@ -38,6 +38,8 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     if config.backend == "tinker":
         require_tinker()
         return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
+    if config.backend == "ray":
+        require_ray()
     device = device_named(config.model.device)
     if device.type == "cuda":
         refuse_what_cannot_fit(config, load_config(config.model.name), device)
@@ -55,6 +57,11 @@ def require_tinker() -> None:
         raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
+def require_ray() -> None:
+    if find_spec("ray") is None:
+        raise PalestraError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
+
+
 def use_threads(threads: int | None, config: RunConfig) -> None:
     """Go on with as many CPU threads as a run began with: their sums differ in the last bits."""
     if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -68,6 +75,11 @@ def parameter_count(model: Any) -> int:
 def with_adapter(model: Any, config: RunConfig) -> Any:
     """The model with fresh LoRA adapters where the config asks for them and it has none yet."""
     return add_lora(model, config.lora) if config.lora.r and not hasattr(model, "disable_adapter") else model
+
+
+def samples_from_server(config: RunConfig) -> bool:
+    """Whether a running server samples, so that whoever asks it needs no model of its own."""
+    return config.vllm.mode == "server" or config.rollout.policy_url is not None
 
 
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:

@@ -286,7 +286,7 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
             config = RunConfig.build(read_yaml_config(Path(config)))
         case None:
             config = RunConfig()
-    config.refuse(["backend", "tinker"], "StepTrainer trains the model that it is given")
+    config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
     config.refuse(["echo", "rollout.constrain_tool_calls"], "StepTrainer samples without tools")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 from palestra.chat.grammars import grammar_compiler
 from palestra.chat.template import ChatFormat
+from palestra.cluster.actor import GroupSampler
+from palestra.cluster.pool import PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message
 from palestra.envs.base import Environment
+from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
@@ -24,6 +27,7 @@ from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import eval_limits, train_limits
 from palestra.train.loop import total_steps
+from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 
 
@@ -98,6 +102,8 @@ class EnvironmentTask:
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
+            if isinstance(parts.policy, PoolPolicy):
+                raise PalestraError("rollout_func samples in the process that trains; use backend: local with it")
             return FunctionCollector(
                 self.environment,
                 self.rollout_func,
@@ -108,7 +114,34 @@ class EnvironmentTask:
                 parts.config.rollout.max_open_episodes,
             )
         collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
+        if isinstance(parts.policy, PoolPolicy):
+            recipe = ActorRecipe(parts.config, replace(self, trainer=None))
+            return PoolCollector(parts.policy.pool, recipe, training, collector.groups_at_once)
         return replace(collector, rewards=rewards)
+
+    def sampler(self, parts: Parts) -> GroupSampler:
+        """What a rollout actor samples with."""
+        return GroupSampler(parts.policy, self._collector(parts, training=True), self._collector(parts, training=False))
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRecipe:
+    """Builds the sampler of one rollout actor, in that actor's process: a model of its own, the same environment."""
+
+    config: RunConfig
+    task: EnvironmentTask
+
+    def __call__(self) -> GroupSampler:
+        device = "cuda" if self.config.ray.gpus_per_actor else "cpu"
+        changes = {"backend": "local", "model.device": device, "rollout.max_staleness": 0}
+        config = RunConfig.build(self.config.model_dump(), changes)
+        if samples_from_server(config):
+            model, tokenizer = None, load_tokenizer(config.model.name)
+        else:
+            loaded = load_for_run(config)
+            model, tokenizer = with_adapter(loaded.model, config).eval().requires_grad_(False), loaded.tokenizer
+        policy = policy_for(model, tokenizer, config)
+        return self.task.sampler(Parts(config, policy, tokenizer, asyncio.Runner(), Watcher()))
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ PREFIXES = ("env", "openai")
 _META = "palestra.prefixed"
 _HELP = {
     "seed": "The same seed and settings give the same run.",
-    "backend": "Where the model is trained: local, or tinker.",
+    "backend": "Where the model is trained: local, ray (actors of a Ray cluster sample), or tinker.",
     "output_dir": "Where run folders are made.",
 }
 
