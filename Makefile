@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm fuzz lint clean
+.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -41,6 +41,16 @@ test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes 
 
 test-vllm: $(READY_DEV)  ## the real vLLM on a CPU: VLLM_PYTHON is the Python of its own environment (docs/scaling.md)
 	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/vllm -s
+
+# Ray is large, so it has an environment of its own, which finds everything else in ours.
+RAY_PYTHON ?= build/ray/bin/python
+test-ray: $(READY_DEV)  ## a real Ray cluster of two nodes on this machine: training, lost actors, a lost head (network, minutes)
+	@[ -x $(RAY_PYTHON) ] || { $(PYTHON) -m venv build/ray && \
+		$(BIN)/python -c 'import sys, sysconfig; print(sysconfig.get_paths()["purelib"]); print("src".join(["$(CURDIR)/", ""]))' \
+			> "$$(build/ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/palestra.pth"; }
+	@$(RAY_PYTHON) -c 'import ray' 2>/dev/null || $(RAY_PYTHON) -m pip install --quiet -c constraints.txt 'ray[client]>=2.40' || \
+		echo "Ray cannot be installed here: its tests are skipped"
+	$(RAY_PYTHON) -m pytest tests/cluster -s -rs
 
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -1,5 +1,5 @@
 """What every source of groups promises: our agent loop, a user's rollout_func, the trajectory wire, a queue, and a pool
-of rollout actors (in this process; tests/ray has them on a real cluster).
+of rollout actors (in this process; tests/cluster has them on a real cluster).
 
 A new source is one more function in `KINDS`.
 """

@@ -175,6 +175,23 @@ def test_stop_during_start_up_starts_nothing_afterwards(runs):
     assert not processes_of_run(run_id)
 
 
+def test_gpus_are_given_to_runs_and_free_again_when_a_supervisor_is_killed(runs, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PALESTRA_GPUS", "0,1,2")
+    with pytest.raises(PalestraError, match=r"model\.gpus = 4: there are 3 GPUs here; ask for at most 3"):
+        runs.start(SLEEP, settings={"model.gpus": 4})
+    tell = "(folder / 'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n" + SLEEP
+    first = runs.start(tell, settings={"model.gpus": 2})
+    runs.wait(first, "running")
+    second = runs.start(tell, settings={"model.gpus": 2})
+    assert eventually(lambda: runs.manager.get(second).reason == "2 of 3 GPUs are in use")
+    os.kill(runs.index.row(first).supervisor.pid, signal.SIGKILL)
+    runs.wait(second, "running")
+    assert runs.manager.get(first).state == "failed"
+    assert [(runs.manager.get(run).folder / "gpus").read_text() for run in (first, second)] == ["0,1", "0,1"]
+    assert (runs.index.gpus(first), runs.index.gpus(second)) == ([], ["0", "1"])
+
+
 def test_a_run_stopped_while_it_waits_never_starts(runs):
     runs.manager.max_runs = 1
     first, second, third = (runs.start(SLEEP) for _ in range(3))

@@ -7,6 +7,7 @@ trains is the driver; it samples nothing itself.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import socket
@@ -173,6 +174,8 @@ class RayCluster:
     def close(self) -> None:
         if self._is_ours and _takes_connections(self._head, _PROBE_S):
             ray.shutdown()
+        elif self._is_ours:
+            atexit.unregister(ray.shutdown)  # it would wait for the head
 
 
 def connect(address: str, timeout_s: float) -> None:
@@ -182,21 +185,24 @@ def connect(address: str, timeout_s: float) -> None:
     if address not in ("auto", "local") and not _takes_connections(_host_and_port(address), min(timeout_s, HEAD_S)):
         raise PalestraError(f"no Ray cluster answers at {address}; {remedy}")
     os.environ.update({name: os.environ.get(name, value) for name, value in _DRIVER.items()})
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     failures: list[BaseException] = []
 
-    def init() -> None:
+    def init(**options: Any) -> None:
         try:
             ray.init(address, logging_level=logging.ERROR, namespace="palestra", **options)
         except BaseException as error:
             failures.append(error)
 
-    # in a thread: whatever listens there, a connection to it is given up after the time-out
-    thread = threading.Thread(target=init, name="palestra-ray", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise PalestraError(f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {remedy}")
+    if address == "local":
+        init(include_dashboard=False)  # its processes end with the thread that started them, so it is this one
+    else:  # whatever listens there, a connection to it is given up after the time-out
+        thread = threading.Thread(target=init, name="palestra-ray", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise PalestraError(
+                f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {remedy}"
+            )
     if failures:
         raise PalestraError(f"cannot connect to Ray at {address}: {_first_line(failures[0])}; {remedy}")
 

@@ -35,6 +35,12 @@ class ModelSection(Section):
         "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
+    gpus: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="GPUs that a run in the background is given, and waits for; default one, if there is any",
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -51,6 +57,15 @@ class ModelSection(Section):
     kv_memory_gib: float | None = Field(
         None, gt=0, description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4"
     )
+
+    @model_validator(mode="after")
+    def _gpus_of_any_number(self) -> ModelSection:
+        if self.gpus is not None and self.device not in ("auto", "cuda"):
+            raise ValueError(
+                f"model.gpus = {self.gpus} asks for any GPUs that are free, and model.device = {self.device} for "
+                "another device; leave one of them out"
+            )
+        return self
 
 
 class TrainSection(Section):

@@ -210,13 +210,14 @@ class Index:
             _insert(db, values)
         remember(self.path.parent, values)
 
-    def keep(self, row: Row) -> None:
-        """A supervisor's sign of life; its run is listed again if the index was lost meanwhile."""
+    def keep(self, row: Row, devices: Sequence[str] = ()) -> None:
+        """A supervisor's sign of life; its run is listed again, with its GPUs, if the index was lost meanwhile."""
         with self._change() as db:
             found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
             if found is None or found[0] == REBUILT:
                 db.execute("DELETE FROM runs WHERE run_id = ? OR folder = ?", (row.run_id, row.folder))
                 _insert(db, {name: getattr(row, name) for name in _COLUMNS if name != "number"})
+                _hold_gpus(db, row.run_id, devices)
             else:
                 mine = (row.heartbeat, row.run_id, row.launched)
                 db.execute("UPDATE runs SET heartbeat = ? WHERE run_id = ? AND launched = ?", mine)
@@ -314,7 +315,10 @@ class Index:
                 )
             ]
             running = [Running(r.gpus) for r in others if r.state != "pending"]
-            before = [r for r in others if r.state == "pending" and r.number < me.number and r.gpus <= me.gpus]
+            # whoever waits for GPUs is passed by runs that need none, and by nobody else: many small runs would
+            # keep a large one waiting for ever
+            waiting = [r for r in others if r.state == "pending" and r.number < me.number]
+            before = [r for r in waiting if me.gpus or not r.gpus]
             wait = fits(
                 Demand(me.gpus, me.memory_gib), running, me.max_runs or default_runs, machine_gpus, free_memory_gib
             ) or (f"run {before[0].run_id} is before it" if before else None)
@@ -375,8 +379,12 @@ def _assign_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str], co
     db.execute(f"DELETE FROM gpus WHERE run_id NOT IN (SELECT run_id FROM runs WHERE state IN {ACTIVE})")
     db.execute("DELETE FROM gpus WHERE run_id = ?", (run_id,))
     taken = {device for (device,) in db.execute("SELECT device FROM gpus")}
-    free = [device for device in devices if device not in taken][:count]
-    db.executemany("INSERT INTO gpus VALUES (?, ?)", [(device, run_id) for device in free])
+    _hold_gpus(db, run_id, [device for device in devices if device not in taken][:count])
+
+
+def _hold_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str]) -> None:
+    db.execute(_GPU_SCHEMA)
+    db.executemany("INSERT OR REPLACE INTO gpus VALUES (?, ?)", [(device, run_id) for device in devices])
 
 
 def _insert(db: sqlite3.Connection, values: Mapping[str, Any]) -> None:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+
 MAX_RUNS_VARIABLE = "PALESTRA_MAX_RUNS"
+GPUS_VARIABLE = "PALESTRA_GPUS"  # the GPUs that runs may be given, as CUDA_VISIBLE_DEVICES names them
 _PROCESS_GIB = 1.0  # Python with torch and a small model
 _COPIES = 5  # weights, gradients, two moments of the optimizer, activations
 
@@ -49,12 +53,23 @@ def fits(
 
 
 def demand_of(settings: Mapping[str, Any], machine_gpus: int, processes: int) -> Demand:
-    """An estimate, from the settings alone, of what a run needs."""
-    device = str(settings.get("model.device", "auto"))
-    gpus = 1 if device.startswith("cuda") or (device == "auto" and machine_gpus) else 0
-    folder = Path(str(settings.get("model.name", ""))).expanduser()
+    """An estimate, from the settings alone, of what a run needs. More GPUs than the machine has are refused."""
+    model = RunConfig.build(settings).model
+    gpus = model.gpus or (1 if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
+    require_gpus(model.gpus, machine_gpus)
+    folder = Path(model.name).expanduser()
     weights = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 2**30 if folder.is_dir() else 0.0
     return Demand(gpus, processes * _PROCESS_GIB + (0.0 if gpus else _COPIES * weights))
+
+
+def require_gpus(asked: int | None, available: int) -> None:
+    """Refuse a run that could wait for ever."""
+    if asked is not None and asked > available:
+        raise PalestraError(
+            f"model.gpus = {asked}: there are {available} GPUs here; ask for at most {available}, or leave it out"
+            if available
+            else f"model.gpus = {asked}: there is no GPU here that a run may use; leave it out"
+        )
 
 
 def default_max_runs() -> int:
@@ -66,10 +81,16 @@ def default_max_runs() -> int:
 
 def gpu_names() -> list[str]:
     """The NVIDIA GPUs that may be used, as CUDA_VISIBLE_DEVICES names them, without loading torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdecimal()])
-    names = map(str, range(present)) if visible is None else map(str.strip, visible.split(","))
-    return [name for name in names if name][:present]
+    ours, visible = _names(GPUS_VARIABLE), _names("CUDA_VISIBLE_DEVICES")
+    if ours is not None:
+        return ours if visible is None else [name for name in visible if name in ours]
+    return list(map(str, range(present))) if visible is None else visible[:present]
+
+
+def _names(variable: str) -> list[str] | None:
+    value = os.environ.get(variable)
+    return None if value is None else [name for name in map(str.strip, value.split(",")) if name]
 
 
 def count_gpus() -> int:

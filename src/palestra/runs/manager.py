@@ -45,6 +45,7 @@ class RunManager(RunReader):
         than `max_active` runs that are running or queued."""
         request.check()
         needs_wire = request.needs_wire()
+        demand = limits.demand_of(request.run_settings, limits.count_gpus(), 3 if needs_wire else 1)
         reconcile(self._index)
         output_dir = Path(str(request.settings.get("output_dir") or self.home / "runs")).expanduser().absolute()
         name = request.name or request.subject
@@ -52,7 +53,6 @@ class RunManager(RunReader):
         request.save(folder, Path.cwd())
         if needs_wire:
             folder.wire.mkdir()
-        demand = limits.demand_of(request.settings, limits.count_gpus(), 3 if needs_wire else 1)
         now, run_id = time.time(), self._index.new_id()
         row: dict[str, Any] = {
             "run_id": run_id, "name": name, "environment": request.subject, "folder": str(folder.path),
@@ -97,6 +97,8 @@ class RunManager(RunReader):
             raise PalestraError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
         if not folder.request_file.is_file():
             _write_request(folder)
+        if folder.has_begun:
+            limits.require_gpus(folder.config.model.gpus, limits.count_gpus())
         if max_steps is not None:
             if not folder.has_begun:
                 raise PalestraError(f"the run {run_id} had not begun; resume it without --max-steps")

@@ -115,8 +115,11 @@ class Supervisor:
         with contextlib.suppress(PalestraError):
             if (row := patiently(lambda: self._index.row(self._run_id))).reason != REBUILT:
                 return row
-        patiently(lambda: self._index.keep(replace(self._row, heartbeat=time.time())))
+        patiently(self._keep)
         return patiently(lambda: self._index.row(self._run_id))
+
+    def _keep(self) -> None:
+        self._index.keep(replace(self._row, heartbeat=time.time()), self._gpus)
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -168,7 +171,7 @@ class Supervisor:
         """Write the heartbeat, collect ended processes, and raise if the run must end."""
         now = time.time()
         if now - self._last_heartbeat > _HEARTBEAT_S or now < self._last_heartbeat:
-            patiently(lambda: self._index.keep(replace(self._row, heartbeat=now)))
+            patiently(self._keep)
             self._last_heartbeat = now
         row = self._listed()
         self._reap()
@@ -220,7 +223,7 @@ class Supervisor:
             began = time.monotonic()
             send(process, signal.SIGTERM)
             while part not in self._exit_codes:
-                patiently(lambda: self._index.keep(replace(self._row, heartbeat=time.time())))
+                patiently(self._keep)
                 self._reap()
                 waited_s = time.monotonic() - began
                 if waited_s > self._patience_s(part) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):

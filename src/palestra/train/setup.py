@@ -21,6 +21,7 @@ from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.pinned import sampling_copy
 from palestra.policy.remote import RemotePolicy
+from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit
 
 
@@ -40,6 +41,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
         return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
     if config.backend == "ray":
         require_ray()
+    require_gpus(config.model.gpus, count_gpus())
     device = device_named(config.model.device)
     if device.type == "cuda":
         refuse_what_cannot_fit(config, load_config(config.model.name), device)

@@ -177,3 +177,34 @@ def test_each_run_gets_a_gpu_of_its_own(index):
     index.move("a", ["starting"], "completed")
     assert index.admit("c", 8.0, 2, 9, devices) is None
     assert index.gpus("c") == ["0"]
+
+
+def test_a_run_gets_as_many_gpus_as_it_asks_for_and_waits_until_they_are_free(index):
+    devices = ["0", "1", "2", "3"]
+
+    def admit(run: str) -> str | None:
+        return index.admit(run, 100.0, len(devices), 9, devices)
+
+    for name, gpus in {"a": 1, "b": 2, "c": 2, "d": 1}.items():
+        add(index, name, gpus=gpus)
+    assert [admit(name) for name in "ab"] == [None, None]
+    assert admit("c") == "3 of 4 GPUs are in use"
+    assert admit("d") == "run c is before it"  # it would fit: but then c might wait for ever
+    index.move("a", ["starting"], "completed")
+    assert admit("c") is None
+    assert {name: index.gpus(name) for name in "bc"} == {"b": ["1", "2"], "c": ["0", "3"]}
+    assert admit("d") == "4 of 4 GPUs are in use"
+
+
+def test_gpus_are_held_again_by_their_runs_when_the_index_was_lost(index):
+    devices = ["0", "1"]
+    for name in ("a", "b"):
+        add(index, name, gpus=1)
+    assert index.admit("a", 100.0, 2, 9, devices) is None
+    row, held = index.row("a"), index.gpus("a")
+    for path in index.path.parent.glob("runs.db*"):
+        path.unlink()
+    index.keep(row, held)
+    add(index, "c", gpus=1)
+    assert index.admit("c", 100.0, 2, 9, devices) is None
+    assert (index.gpus("a"), index.gpus("c")) == (["0"], ["1"])

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib
+from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib, gpu_names
 from palestra.runs.reader import merge_last_step, progress, sample, tail, why_it_ended
 
 
@@ -79,6 +80,27 @@ def test_demand_knows_gpus_and_the_size_of_local_models(tmp_path):
     assert (on_cpu.gpus, round(on_cpu.memory_gib, 3)) == (0, 1.005)
     assert demand_of({}, machine_gpus=2, processes=3).gpus == 1
     assert demand_of({"model.device": "cpu"}, machine_gpus=2, processes=1).gpus == 0
+    assert demand_of({"model.gpus": 2}, machine_gpus=2, processes=1).gpus == 2
+
+
+@pytest.mark.parametrize(("machine_gpus", "said"), [(2, "there are 2 GPUs here"), (0, "there is no GPU here")])
+def test_more_gpus_than_the_machine_has_are_refused(machine_gpus, said):
+    with pytest.raises(PalestraError, match=rf"model\.gpus = 3: {said}"):
+        demand_of({"model.gpus": 3}, machine_gpus, processes=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_gpus_of_any_number_and_a_device_by_its_name_exclude_each_other(device):
+    with pytest.raises(PalestraError, match=f"model.device = {device} for another device; leave one of them out"):
+        demand_of({"model.gpus": 1, "model.device": device}, machine_gpus=2, processes=1)
+
+
+def test_the_gpus_that_runs_may_be_given_can_be_named(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PALESTRA_GPUS", "0, 1,GPU-7f")
+    assert gpu_names() == ["0", "1", "GPU-7f"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7f,9")  # in the process of a run
+    assert gpu_names() == ["GPU-7f"]
 
 
 def test_the_limit_of_runs_can_be_set(monkeypatch):

@@ -28,7 +28,7 @@ def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
         (RunRequest(environment="a", agent_file="b.py"), "not on both"),
         (RunRequest(settings={"train.max_stepz": 3}), "Did you mean 'train.max_steps'"),
         (RunRequest(settings={"train.max_steps": "many"}), "valid integer"),
-        (RunRequest(backend="cloud"), "backend: Input should be 'local' or 'tinker'"),
+        (RunRequest(backend="cloud"), "backend: Input should be 'local', 'ray' or 'tinker'"),
         (RunRequest(agent_file="a.py", wire=True), "only an environment"),
         (RunRequest(environment="a", env_settings={"api_key": "sk-123"}), "environment variable"),
         (RunRequest(environment="a", server_settings={"note": "my hunter2hunter2"}), "environment variable"),
