@@ -87,7 +87,7 @@ class ProgramTask:
             if not isinstance(parts.policy, LocalPolicy):
                 raise PalestraError(
                     "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
-                    "paged, use a model that it supports, and leave rollout.policy_url out"
+                    "paged, use a model that it supports, and leave rollout.policy_url and backend out"
                 )
             sampling = train_limits(parts.config).sampling
             model, program = completer_of(self.loaded, parts.policy), self.program

@@ -93,8 +93,8 @@ class WireTask:
                 limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
                 return limits, completer_of(self.loaded, policy, policy.context_tokens)
         raise PalestraError(
-            "serving a model while it is trained needs the paged engine; "
-            "set model.engine to auto or paged, and use a model that it supports"
+            "serving a model while it is trained needs the paged engine in this process; "
+            "set model.engine to auto or paged, backend to local, and use a model that it supports"
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
