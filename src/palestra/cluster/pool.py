@@ -37,8 +37,12 @@ class ActorLost(Exception):
 class Actor(Protocol):
     """A rollout actor, as the pool sees it. What it does may raise ActorLost; other errors end the run."""
 
+    async def place(self) -> None:
+        """Until there is room for it, and its process runs."""
+        ...
+
     async def build(self) -> None:
-        """Until there is room for it, and its model is loaded."""
+        """Until its model is loaded."""
         ...
 
     async def update(self, shared: Any) -> None: ...
@@ -94,6 +98,7 @@ class RolloutPool:
         self._shared: Any = None
         self._launched: list[Actor] = []
         self._members: list[Member] = []  # of them, those that sample
+        self._building = 0  # placed, and not yet among them
         self._first_joined: float | None = None
         self._changed = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
@@ -135,7 +140,8 @@ class RolloutPool:
     async def or_failure(self, groups: asyncio.Future[list[Group]], recipe: Recipe) -> list[Group]:
         """The groups, unless the cluster is lost before they are there."""
         failed = self._start(recipe)
-        await asyncio.wait({groups, failed}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {groups, failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if failed.done() and not groups.done():
             failed.result()
         return await groups
@@ -146,7 +152,9 @@ class RolloutPool:
             free = [m for m in self._members if m.groups < at_once]
             if free and self._has_gathered():
                 return min(free, key=lambda member: member.groups)
-            if not self._members and time.monotonic() - began > self._timeout_s:
+            if self._members or self._building:
+                began = time.monotonic()
+            elif time.monotonic() - began > self._timeout_s:
                 raise PalestraError(
                     f"no rollout actor could start for {self._timeout_s:g} s (ray.timeout_s): each needs "
                     f"{self._needs}, and the cluster has {self._cluster.resources()}. Add nodes, or ask for less: "
@@ -190,11 +198,16 @@ class RolloutPool:
                 actor.end()
 
     async def _joined(self, actor: Actor) -> Member:
-        await actor.build()
-        version = None
-        while version != self.version:  # newer weights may come while it takes these
-            version, shared = self.version, self._shared
-            await actor.update(shared)
+        await actor.place()
+        self._building += 1
+        try:
+            await actor.build()
+            version = None
+            while version != self.version:  # newer weights may come while it takes these
+                version, shared = self.version, self._shared
+                await actor.update(shared)
+        finally:
+            self._building -= 1
         member = Member(actor)
         self._members.append(member)
         self._first_joined = self._first_joined or time.monotonic()
@@ -203,8 +216,17 @@ class RolloutPool:
         return member
 
     async def _watch(self) -> None:
+        told = False
         while (failure := await self._cluster.failure()) is None:
             await asyncio.sleep(CHECK_S)
+            if not told and 0 < self.actors < self.size and self._has_gathered():
+                told = True
+                log.warning(
+                    "%d of %d rollout actors have found room; the others join when they do. The cluster has %s",
+                    self.actors,
+                    self.size,
+                    self._cluster.resources(),
+                )
         self._fail(PalestraError(f"{failure}. Start a cluster again, and resume the run"))
 
     def _fail(self, error: Exception) -> None:

@@ -52,6 +52,9 @@ class RolloutActor:
     def __init__(self) -> None:
         self._sampler: GroupSampler | None = None
 
+    async def place(self) -> None:
+        """Answers as soon as the process runs."""
+
     async def build(self, recipe: bytes) -> None:
         self._sampler = cloudpickle.loads(recipe)()
 
@@ -82,6 +85,9 @@ class RayActor:
             )
             .remote()
         )
+
+    async def place(self) -> None:
+        await self._answer(self._handle.place.remote())
 
     async def build(self) -> None:
         await self._answer(self._handle.build.remote(self._recipe))

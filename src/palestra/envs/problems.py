@@ -100,14 +100,19 @@ class Stream:
         return self.dealt[split][:size]
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenProblem(Problem):
+    """One that could not be made: it fails its own attempts, not the run, in whatever process they are."""
+
+    reason: str = ""
+
+
 @dataclass
 class ProblemList(Sequence[Problem]):
-    """Problems by index, made when they are asked for. One that cannot be made is a Problem too, and `broken`
-    has the reason under its id: it fails its own attempts, not the run."""
+    """Problems by index, made when they are asked for. One that cannot be made is a BrokenProblem."""
 
     items: Any
     split: Split
-    broken: dict[str, str] = field(default_factory=dict)
     _made: dict[int, Problem] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -130,8 +135,8 @@ class ProblemList(Sequence[Problem]):
         try:
             return as_problem(self.items[index], problem_id)
         except (Exception, SystemExit) as error:
-            self.broken[problem_id] = f"making problem {problem_id} raised {type(error).__name__}: {error}"
-            return Problem(problem_id, "(this problem could not be made)")
+            reason = f"making problem {problem_id} raised {type(error).__name__}: {error}"
+            return BrokenProblem(problem_id, "(this problem could not be made)", reason=reason)
 
 
 def problem_list(items: Any, split: Split, limit: int) -> ProblemList:

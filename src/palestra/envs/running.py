@@ -17,7 +17,7 @@ from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
-from palestra.envs.problems import ProblemList, problem_list
+from palestra.envs.problems import BrokenProblem, ProblemList, problem_list
 from palestra.evals.measures import Measure, as_score
 from palestra.tools.tool import Tool, as_tool, tools_by_name
 
@@ -128,7 +128,7 @@ class RunningEnv:
     def open(self, problem: Problem) -> EnvEpisode:
         env, prompt = self.env, list(as_messages(problem.input))
         tools: Sequence[Tool] = ()
-        error = next((p.broken[problem.id] for p in self._problems.values() if problem.id in p.broken), None)
+        error = problem.reason if isinstance(problem, BrokenProblem) else None
         try:
             env = copy.copy(self.env)
             env.problem, env.messages, env.tool_results = problem, (), ()

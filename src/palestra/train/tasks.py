@@ -132,6 +132,9 @@ class ActorRecipe:
     task: EnvironmentTask
 
     def __call__(self) -> GroupSampler:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         device = "cuda" if self.config.ray.gpus_per_actor else "cpu"
         changes = {"backend": "local", "model.device": device, "rollout.max_staleness": 0}
         config = RunConfig.build(self.config.model_dump(), changes)

@@ -19,11 +19,15 @@ class FakeActor:
         self.sampler: GroupSampler | None = None
         self.sampled: list[str] = []
         self.died = asyncio.get_running_loop().create_future()
-        self.ended = False
+        self.is_placed = self.ended = False
 
-    async def build(self) -> None:
+    async def place(self) -> None:
         while self.cluster.placed() >= self.cluster.room:
             await asyncio.sleep(0.001)
+        self.is_placed = True
+
+    async def build(self) -> None:
+        await self.cluster.loading.wait()
         self.sampler = self.cluster.build(self.recipe)
 
     async def update(self, shared: PackedWeights) -> None:
@@ -58,9 +62,11 @@ class FakeCluster:
         self.lost: str | None = None
         self.refuses_weights: Callable[[FakeActor], bool] = lambda actor: False
         self.closed = False
+        self.loading = asyncio.Event()
+        self.loading.set()
 
     def placed(self) -> int:
-        return sum(actor.sampler is not None and not actor.ended for actor in self.launched)
+        return sum(actor.is_placed and not actor.ended for actor in self.launched)
 
     def launch(self, recipe: Recipe) -> FakeActor:
         self.launched.append(FakeActor(self, recipe))

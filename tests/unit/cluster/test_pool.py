@@ -185,6 +185,20 @@ def test_a_cluster_without_room_is_an_error_with_what_it_has_within_the_time_out
         runner.run(room.collect())
 
 
+def test_a_model_that_takes_long_to_load_is_no_lack_of_room(runner: asyncio.Runner) -> None:
+    room = Room(runner, timeout_s=0.05)
+    room.pace.set()
+    room.cluster.loading.clear()
+
+    async def scenario() -> list[Group]:
+        work = asyncio.create_task(room.collect())
+        await asyncio.sleep(0.15)
+        room.cluster.loading.set()
+        return await work
+
+    assert tokens(runner.run(scenario())) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_lost_head_ends_what_is_under_way_with_the_reason(runner: asyncio.Runner) -> None:
     room = Room(runner)
 
