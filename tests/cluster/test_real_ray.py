@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,13 +31,8 @@ SETTINGS = {
 # A tool that takes its time, so that something can happen in the middle of a step.
 SLOW_AGENT = """
 import os, time
-from palestra import function_tool
+from dataclasses import replace
 from palestra.demo import agent as demo, held_out, suite
-
-@function_tool
-def nap(seconds: int) -> str:
-    "Does nothing for a while."
-    return "done"
 
 def slowly(fn):
     def slow(**arguments):
@@ -44,7 +40,6 @@ def slowly(fn):
         return fn(**arguments)
     return slow
 
-from dataclasses import replace
 agent = replace(demo, tools=tuple(replace(tool, fn=slowly(tool.fn)) for tool in demo.tools))
 """
 
@@ -58,9 +53,9 @@ class Machines:
         self.env |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         self.started: list[subprocess.Popen[str]] = []
 
-    def cluster(self) -> Cluster:
+    def cluster(self, **head: Any) -> Cluster:
         os.environ |= {name: self.env[name] for name in ("NAP_S", "OMP_NUM_THREADS", "RAY_USAGE_STATS_ENABLED")}
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **head})
         made.add_node(num_cpus=1)
         return made
 
@@ -228,6 +223,20 @@ def test_a_run_in_the_background_stops_and_resumes_and_has_logs(
     report("background", "stopped, resumed and completed, all 64 rollouts equal")
 
 
+def test_ray_client_gives_the_same_rollouts(machines: Machines, reference: dict[int, list[Any]]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    cluster = machines.cluster(ray_client_server_port=port)
+    try:
+        settings = {"backend": "ray", "ray.address": f"ray://127.0.0.1:{port}", "train.max_steps": 2}
+        machines.finish(machines.start(machines.command("client", "slow_agent.py", **settings)))
+    finally:
+        cluster.shutdown()
+    assert machines.rollouts("client") == {step: reference[step] for step in (1, 2)}
+    report("ray://", "2 steps, all 32 rollouts equal")
+
+
 def test_the_demo_is_learned_on_two_nodes(machines: Machines, cluster: Cluster) -> None:
     began = time.monotonic()
     machines.env["NAP_S"] = "0"
@@ -249,14 +258,13 @@ def test_an_address_that_does_not_answer_is_told_with_its_remedy(machines: Machi
     output = machines.finish(
         machines.start(machines.command("nowhere", **{"backend": "ray", "ray.address": address})), code=2
     )
+    assert not (machines.folder / "nowhere").exists()
     assert f"no Ray cluster answers at {address}" in output
     assert "ray start --head" in output
-    report("no answer", f"told after {time.monotonic() - began:.0f} s, of which most is loading the model")
+    report(f"no answer at {address}", f"told after {time.monotonic() - began:.0f} s, no run folder left behind")
 
 
 def test_something_else_that_listens_there_is_given_up_within_the_time_out(machines: Machines) -> None:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

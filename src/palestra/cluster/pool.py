@@ -65,6 +65,10 @@ class Cluster(Protocol):
         """Give the weights to all at once, and wait; returns those that did not take them. No event loop turns."""
         ...
 
+    async def answers(self) -> bool:
+        """Whether it does now: while it does not, nothing else may be asked of it."""
+        ...
+
     async def failure(self) -> str | None:
         """Why the cluster is lost as a whole; None while it answers."""
         ...
@@ -181,6 +185,8 @@ class RolloutPool:
     async def _keep(self, recipe: Recipe) -> None:
         """Keep one place in the pool filled."""
         while True:
+            while not await self._cluster.answers():
+                await asyncio.sleep(CHECK_S)
             actor = self._cluster.launch(recipe)
             self._launched.append(actor)
             try:
@@ -219,7 +225,7 @@ class RolloutPool:
         told = False
         while (failure := await self._cluster.failure()) is None:
             await asyncio.sleep(CHECK_S)
-            if not told and 0 < self.actors < self.size and self._has_gathered():
+            if not told and self.actors and self.actors + self._building < self.size and self._has_gathered():
                 told = True
                 log.warning(
                     "%d of %d rollout actors have found room; the others join when they do. The cluster has %s",

@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from palestra.core.types import Group
 CLIENT = "ray://"
 HEAD_S = 10.0  # a head that takes no connection for so long is gone
 _PROBE_S = 2.0
+_REMEDY = "start a cluster with `ray start --head`, give its address as ray.address, or use --ray.address local"
 _LOST = (
     exceptions.RayActorError,
     exceptions.NodeDiedError,
@@ -70,7 +72,8 @@ class RolloutActor:
 class RayActor:
     """A rollout actor, seen from the driver."""
 
-    def __init__(self, options: RaySection, recipe: Any) -> None:
+    def __init__(self, options: RaySection, recipe: Any, head: tuple[str, int]) -> None:
+        self._head = head
         cpus, gpus = options.cpus_per_actor, options.gpus_per_actor
         self._recipe = recipe
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}])
@@ -99,16 +102,12 @@ class RayActor:
         return self._handle.update.remote(shared)
 
     async def sample(self, job: GroupJob) -> Group:
-        reference = self._handle.sample.remote(dumps(job))
-        try:
-            return read_group(await self._answer(reference))
-        except asyncio.CancelledError:
-            with suppress(Exception):
-                ray.cancel(reference)
-            raise
+        return read_group(await self._answer(self._handle.sample.remote(dumps(job))))
 
     def end(self) -> None:
-        with suppress(Exception):  # it, or the cluster, is gone already
+        if not _takes_connections(self._head, _PROBE_S):  # Ray would wait for it, for minutes
+            return
+        with suppress(Exception):  # it is gone already
             ray.kill(self._handle)
         with suppress(Exception):
             remove_placement_group(self._group)
@@ -130,7 +129,7 @@ class RayCluster:
         self._recipe: Any = None
         self._is_ours = not ray.is_initialized()  # a script may have connected before
         if self._is_ours:
-            connect(options.address, options.timeout_s)
+            connect(options)
         is_client = options.address.startswith(CLIENT)
         self._head = _host_and_port(options.address if is_client else ray.get_runtime_context().gcs_address)
         self._answered = time.monotonic()
@@ -138,7 +137,7 @@ class RayCluster:
     def launch(self, recipe: Recipe) -> RayActor:
         if self._recipe is None:
             self._recipe = ray.put(_pickled(recipe))
-        return RayActor(self._options, self._recipe)
+        return RayActor(self._options, self._recipe, self._head)
 
     def share(self, weights: PackedWeights) -> Any:
         if not _takes_connections(self._head, HEAD_S):  # to put anything there would end this process without a word
@@ -160,15 +159,19 @@ class RayCluster:
                 raise cause_of(error) from None
         return lost
 
-    async def failure(self) -> str | None:
+    async def answers(self) -> bool:
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*self._head), _PROBE_S)
-            writer.close()
-            self._answered = time.monotonic()
         except (OSError, TimeoutError):
-            if time.monotonic() - self._answered > HEAD_S:
-                return self._lost()
-        return None
+            return False
+        writer.close()
+        self._answered = time.monotonic()
+        return True
+
+    async def failure(self) -> str | None:
+        if await self.answers() or time.monotonic() - self._answered < HEAD_S:
+            return None
+        return self._lost()
 
     def _lost(self) -> str:
         return f"the head of the Ray cluster at {self._head[0]}:{self._head[1]} does not answer any more"
@@ -181,15 +184,29 @@ class RayCluster:
         if self._is_ours and _takes_connections(self._head, _PROBE_S):
             ray.shutdown()
         elif self._is_ours:
-            atexit.unregister(ray.shutdown)  # it would wait for the head
+            atexit.register(_leave)
 
 
-def connect(address: str, timeout_s: float) -> None:
+def _leave() -> None:
+    """End this process without Ray's own goodbye, which waits for a head that is gone, or crashes. Its run has failed."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
+
+
+def require_answer(options: RaySection) -> str:
+    """The address that the options name; one that takes no connection is an error."""
+    address = os.environ.get("RAY_ADDRESS", "auto") if options.address == "auto" else options.address
+    limit_s = min(options.timeout_s, HEAD_S)
+    if address not in ("auto", "local") and not _takes_connections(_host_and_port(address), limit_s):
+        raise PalestraError(f"no Ray cluster answers at {address}; {_REMEDY}")
+    return address
+
+
+def connect(options: RaySection) -> None:
     """Connect to a cluster, or start one; an address that does not answer raises within the time-out."""
-    address = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
-    remedy = "start a cluster with `ray start --head`, give its address as ray.address, or use --ray.address local"
-    if address not in ("auto", "local") and not _takes_connections(_host_and_port(address), min(timeout_s, HEAD_S)):
-        raise PalestraError(f"no Ray cluster answers at {address}; {remedy}")
+    address, timeout_s = require_answer(options), options.timeout_s
     os.environ.update({name: os.environ.get(name, value) for name, value in _DRIVER.items()})
     failures: list[BaseException] = []
 
@@ -207,10 +224,10 @@ def connect(address: str, timeout_s: float) -> None:
         thread.join(timeout_s)
         if thread.is_alive():
             raise PalestraError(
-                f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {remedy}"
+                f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {_REMEDY}"
             )
     if failures:
-        raise PalestraError(f"cannot connect to Ray at {address}: {_first_line(failures[0])}; {remedy}")
+        raise PalestraError(f"cannot connect to Ray at {address}: {_first_line(failures[0])}; {_REMEDY}")
 
 
 def cause_of(error: exceptions.RayTaskError) -> PalestraError:

@@ -40,7 +40,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
         require_tinker()
         return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
     if config.backend == "ray":
-        require_ray()
+        require_ray(config)
     require_gpus(config.model.gpus, count_gpus())
     device = device_named(config.model.device)
     if device.type == "cuda":
@@ -59,9 +59,12 @@ def require_tinker() -> None:
         raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
-def require_ray() -> None:
+def require_ray(config: RunConfig) -> None:
     if find_spec("ray") is None:
         raise PalestraError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
+    from palestra.cluster.ray_cluster import require_answer
+
+    require_answer(config.ray)  # before anything is loaded or written
 
 
 def use_threads(threads: int | None, config: RunConfig) -> None:

@@ -81,6 +81,9 @@ class FakeCluster:
                 actor.sampler.update(shared)
         return [actor for actor in actors if self.refuses_weights(actor)]
 
+    async def answers(self) -> bool:
+        return self.lost is None
+
     async def failure(self) -> str | None:
         return self.lost
 
