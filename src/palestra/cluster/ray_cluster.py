@@ -188,7 +188,7 @@ class RayCluster:
 
 
 def _leave() -> None:
-    """End this process without Ray's own goodbye, which waits for a head that is gone, or crashes. Its run has failed."""
+    """End this process, whose run has failed, without Ray's own goodbye: it waits for the lost head, or crashes."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
