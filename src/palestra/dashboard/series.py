@@ -12,6 +12,8 @@ from palestra.runs.reader import merge_last_step, sample
 
 Row = Mapping[str, Any]
 _SPARKLINE_POINTS = 60
+# of a step, in their order; "agent_loop" is what is left: tools, environments and measures that rollouts waited for
+_PHASES = ("prefill", "decode", "planning", "template", "agent_loop", "learner", "packing", "publishing", "records")
 
 # title, unit, and the names or beginnings of names ("score/") of a chart, in the order of display
 _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -27,7 +29,7 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Cut off", "%", ("truncation_rate", "context_full_rate", "looping_rate")),
     ("Entropy", "nats", ("entropy",)),
     ("KL", "nats", ("kl", "kl_reference", "kl_sampler")),
-    ("Sampler gap", "nats", ("sampler_gap_max",)),
+    ("Sampler gap", "nats", ("sampler_gap_mean", "sampler_gap_max")),
     ("Importance ratio", "", ("ratio_mean", "ratio_max")),
     ("Clipped", "%", ("clip_fraction_low", "clip_fraction_high")),
     ("Advantage", "", ("advantage_max", "advantage_mean", "advantage_min")),
@@ -35,12 +37,23 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gradient norm", "", ("grad_norm",)),
     ("Learning rate", "", ("learning_rate",)),
     ("Tokens per second", "tokens/s", ("sample_tokens_per_second", "train_tokens_per_s")),
-    ("Time by phase", "s", ("sample_seconds", "train_seconds")),
+    ("Time of a step", "s", ("sample_seconds", "train_seconds")),
+    ("Time by phase", "s", tuple(f"{phase}_seconds" for phase in _PHASES)),
     ("Memory", "GiB", ("peak_memory_gib",)),
     ("Staleness", "steps", ("staleness_max", "stale_groups_dropped")),
     ("Failures", "", ("rollout_failures", "measure_errors", "hung_calls", "measure_errors/")),
 )
-_NOT_DRAWN = ("step", "elapsed_seconds", "rollouts", "sampled_tokens", "tokens_computed", "tokens_trained")
+_NOT_DRAWN = (
+    "step",
+    "elapsed_seconds",
+    "rollouts",
+    "groups",
+    "sampled_tokens",
+    "tokens_computed",
+    "tokens_trained",
+    "tools_offered",
+    "reward_std",
+)
 
 
 def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:

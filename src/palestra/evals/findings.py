@@ -18,6 +18,10 @@ _CUT_OFF_RATE = 0.3
 _FAILURE_RATE = 0.1
 _WRONG_CALLS = 0.9
 _COLLAPSE = 0.2  # of the first steps' value
+_WAITING = 0.5  # of a step's time, in which the device computed nothing
+_DROPPED = 0.2  # of the groups, for their age
+_OLD = 4.0  # versions; one or two are usual
+_CLIPPED = 0.2  # of the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,13 @@ def run_findings(rows: Sequence[Row], *, ended: bool = False) -> list[Finding]:
         return []
     recent = steps[-WINDOW:]
     when = f"in the last {len(recent)} steps" if len(recent) > 1 else "in the only step"
-    found = [*_without_signal(steps if ended else recent, ended), *_of_rollouts(recent, when), *_collapse(steps)]
+    found = [
+        *_without_signal(steps if ended else recent, ended),
+        *_of_rollouts(recent, when, called_before=any(row.get("tool_calls_mean") for row in steps)),
+        *_collapse(steps),
+        *_stale(recent, when),
+        *_idle(recent, when),
+    ]
     if hung := recent[-1].get("hung_calls"):
         found.append(
             Finding(
@@ -124,9 +134,9 @@ def _without_signal(steps: Sequence[Row], ended: bool) -> Iterator[Finding]:
         )
 
 
-def _of_rollouts(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+def _of_rollouts(rows: Sequence[Row], when: str, *, called_before: bool = False) -> Iterator[Finding]:
     yield from _failures(rows, when)
-    yield from _tools(rows, when)
+    yield from _tools(rows, when, called_before)
     yield from _cut_off(rows, when)
 
 
@@ -147,12 +157,19 @@ def _failures(rows: Sequence[Row], when: str) -> Iterator[Finding]:
         )
 
 
-def _tools(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+def _tools(rows: Sequence[Row], when: str, called_before: bool) -> Iterator[Finding]:
     if not _mean(rows, "tools_offered"):
         return
     calls = sum(row.get("tool_calls_mean", 0.0) for row in rows)
     called = [row for row in rows if row.get("tool_calls_mean")]
-    if not calls:
+    if not calls and called_before:
+        yield Finding(
+            "tools_unlearned",
+            f"no rollout called a tool {when}, though earlier ones did: the reward can be had without. Reward what "
+            "only the tools can give (a measure that looks at their results), or lower train.learning_rate.",
+            ("train.learning_rate",),
+        )
+    elif not calls:
         yield Finding(
             "no_tool_calls",
             f"no rollout called a tool {when}: say in the instructions when to call which, show it in an example, or "
@@ -204,12 +221,21 @@ def _cut_off(rows: Sequence[Row], when: str) -> Iterator[Finding]:
 
 
 def _collapse(steps: Sequence[Row]) -> Iterator[Finding]:
-    """Length or entropy that went away without the pass rate having gained by it."""
+    """Tool use, length or entropy that went away without the pass rate having gained by it."""
     if len(steps) < 2 * MIN_STEPS:
         return
     first, last = steps[:MIN_STEPS], steps[-MIN_STEPS:]
     if _mean(last, "pass_rate") >= _mean(first, "pass_rate") + 0.05 or _mean(last, "pass_rate") > 0.9:
         return
+    calls = [_mean(rows, "tool_calls_mean") for rows in (first, last)]
+    if 0.0 < calls[1] < _COLLAPSE * calls[0]:
+        yield Finding(
+            "tool_collapse",
+            f"tool calls fell from {calls[0]:.2g} to {calls[1]:.2g} a rollout without passing more often: something "
+            "rewards doing without. Look at the measures, lower train.learning_rate, or raise rollout.temperature so "
+            "that calls are tried again.",
+            ("train.learning_rate", "rollout.temperature"),
+        )
     lengths = [_mean(rows, "completion_length_mean") for rows in (first, last)]
     if lengths[1] < _COLLAPSE * lengths[0]:
         yield Finding(
@@ -225,6 +251,42 @@ def _collapse(steps: Sequence[Row]) -> Iterator[Finding]:
             f"the entropy fell from {entropies[0]:.2f} to {entropies[1]:.2f} nats a token, so hardly anything new is "
             "tried: lower train.learning_rate, or raise train.entropy_coefficient or rollout.temperature.",
             ("train.learning_rate", "train.entropy_coefficient", "rollout.temperature"),
+        )
+
+
+def _stale(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    """Groups of older weights: thrown away, or so old that the clipped loss ignores what they say."""
+    dropped, taken = (sum(row.get(name, 0.0) for row in rows) for name in ("stale_groups_dropped", "groups"))
+    if dropped > _DROPPED * (dropped + taken):
+        yield Finding(
+            "stale_groups",
+            f"{dropped:.0f} of {dropped + taken:.0f} groups {when} were older than rollout.max_staleness allows and "
+            "were thrown away: raise it, let fewer environments post at once, or learn from more groups a step "
+            "(train.problems_per_step).",
+            ("rollout.max_staleness", "train.problems_per_step"),
+        )
+    age, clipped = _mean(rows, "staleness_max"), _mean(rows, "clip_fraction_low") + _mean(rows, "clip_fraction_high")
+    if age > _OLD or (age >= 1.0 and clipped > _CLIPPED):
+        yield Finding(
+            "staleness",
+            f"{when} the oldest tokens were sampled {age:.1f} versions before the weights that learned from them, and "
+            f"{clipped:.0%} of the tokens were clipped: lower rollout.max_staleness or train.learning_rate.",
+            ("rollout.max_staleness", "train.learning_rate"),
+        )
+
+
+def _idle(rows: Sequence[Row], when: str) -> Iterator[Finding]:
+    """A device that waits. Only a run that samples by its own engine knows when it computes."""
+    timed = [row for row in rows if "decode_seconds" in row]
+    waited = sum(row.get("agent_loop_seconds", 0.0) for row in timed)
+    total = sum(row["sample_seconds"] + row["train_seconds"] for row in timed)
+    if waited > _WAITING * total:
+        yield Finding(
+            "idle",
+            f"the model stood idle for {waited / total:.0%} of the time {when}, while rollouts waited for tools, "
+            "environments or measures: sample ahead with rollout.max_staleness=1 or 2, attempt more problems at once "
+            "(train.problems_per_step), or make what they wait for faster.",
+            ("rollout.max_staleness", "train.problems_per_step"),
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import TokenSession, TokenSessions
@@ -92,7 +93,8 @@ class VllmColocatePolicy(TokenSessions):
         await asyncio.sleep(0)
         while self._waiters:
             try:
-                outputs = self._engine.step()
+                with phases("decode"):
+                    outputs = self._engine.step()
             except Exception as error:
                 for waiter in self._waiters.values():
                     if not waiter.done():

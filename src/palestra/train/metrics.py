@@ -24,6 +24,7 @@ def rollout_metrics(
     flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
     versions = [int(turn.versions.min()) for r, _ in good for turn in r.all_turns if len(turn.versions)]
     out |= {
+        "groups": float(len(groups)),
         "advantage_mean": statistics.fmean(flat),
         "advantage_max": max(flat),
         "advantage_min": min(flat),

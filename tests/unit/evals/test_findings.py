@@ -19,6 +19,9 @@ GOOD = {
 }  # fmt: skip
 
 
+TIMES = {"sample_seconds": 8.0, "train_seconds": 2.0, "decode_seconds": 1.0}  # of a run that samples by its own engine
+
+
 def steps(count: int, **changes: float) -> list[dict[str, float]]:
     return [GOOD | changes for _ in range(count)]
 
@@ -47,6 +50,10 @@ def test_a_run_that_learns_has_no_findings() -> None:
         ({"rollout_failures": 8.0}, "rollout_failures", "40 of 80 rollouts in the last 5 steps failed with an error"),
         ({"measure_errors/judge": 1.0}, "measure_errors", "the measure judge failed by itself in 5 of 80 rollouts"),
         ({"hung_calls": 7.0}, "hung_calls", "7 calls of tools or measures"),
+        ({"stale_groups_dropped": 3.0, "groups": 4.0}, "stale_groups", "15 of 35 groups in the last 5 steps were"),
+        ({"staleness_max": 6.0}, "staleness", "6.0 versions before the weights that learned from them"),
+        ({"staleness_max": 1.0, "clip_fraction_high": 0.3}, "staleness", "30% of the tokens were clipped"),
+        (TIMES | {"agent_loop_seconds": 7.0}, "idle", "idle for 70% of the time in the last 5 steps"),
     ],
 )
 def test_each_obstacle_is_named_with_settings_that_exist(changes: dict[str, float], kind: str, words: str) -> None:
@@ -54,6 +61,20 @@ def test_each_obstacle_is_named_with_settings_that_exist(changes: dict[str, floa
     assert finding.kind == kind
     assert words in finding.sentence
     assert set(finding.settings) <= set(RunConfig.keys())
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        {"staleness_max": 2.0, "clip_fraction_high": 0.1},
+        {"clip_fraction_high": 0.3},  # of several iterations on fresh tokens
+        {"stale_groups_dropped": 1.0, "groups": 8.0},
+        TIMES | {"agent_loop_seconds": 4.0},
+        {"sample_seconds": 8.0, "train_seconds": 2.0, "agent_loop_seconds": 7.9},  # a server samples, and is busy
+    ],
+)
+def test_what_is_usual_in_asynchronous_runs_is_no_finding(usual: dict[str, float]) -> None:
+    assert kinds(steps(6, **usual)) == []
 
 
 def test_tools_that_nobody_offers_are_not_missed() -> None:
@@ -80,6 +101,9 @@ def test_a_run_that_has_ended_is_judged_as_a_whole() -> None:
     [
         ({"completion_length_mean": 8.0}, ["short_answers"]),
         ({"entropy": 0.05}, ["entropy_collapse"]),
+        ({"tool_calls_mean": 0.1}, ["tool_collapse"]),
+        ({"tool_calls_mean": 0.0}, ["tools_unlearned"]),
+        ({"tool_calls_mean": 0.1, "pass_rate": 0.8}, []),
         ({"completion_length_mean": 8.0, "entropy": 0.05, "pass_rate": 0.8}, []),
     ],
 )

@@ -9,7 +9,7 @@ const RAW_ALPHA = 0.28;
 const SERIES = 6; // colours in the stylesheet; further series begin again with the first
 
 /** Exponential moving average without the bias of its first values; gaps stay gaps. */
-export function smoothed(values, weight) {
+function smoothed(values, weight) {
   if (!weight) return values;
   let sum = 0;
   let norm = 0;

@@ -1,10 +1,8 @@
 /* The fields of the start form: one input for each setting, by its kind; locked ones are shown, and cannot be changed. */
 
 import { h } from "../lib/dom.js";
+import { settingText } from "../lib/format.js";
 import { icon } from "./icons.js";
-
-const shown = (value) =>
-  value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value);
 
 /** {element, name, value() → what to send or undefined if unchanged, error(text)}. */
 export function field(setting, onInput) {
@@ -39,7 +37,7 @@ export function lockedField(setting) {
     "div.field",
     { "data-locked": setting.name },
     h("label", { for: id }, icon("lock", 14), setting.name),
-    h("input", { id, disabled: true, value: shown(setting.value) }),
+    h("input", { id, disabled: true, value: settingText(setting.value) }),
     h("div.hint", "Set by this site. ", setting.description ?? ""),
   );
 }
@@ -54,7 +52,11 @@ function inputOf(setting, id, oninput) {
         "select",
         common,
         setting.choices.map((choice) =>
-          h("option", { value: shown(choice), selected: choice === setting.value }, shown(choice) || "none"),
+          h(
+            "option",
+            { value: settingText(choice), selected: choice === setting.value },
+            settingText(choice) || "none",
+          ),
         ),
       );
     case "number":
@@ -62,10 +64,10 @@ function inputOf(setting, id, oninput) {
       return h("input", {
         ...common,
         inputmode: "decimal",
-        value: shown(setting.value),
-        placeholder: shown(setting.default),
+        value: settingText(setting.value),
+        placeholder: settingText(setting.default),
       });
     default:
-      return h("input", { ...common, value: shown(setting.value), placeholder: shown(setting.default) });
+      return h("input", { ...common, value: settingText(setting.value), placeholder: settingText(setting.default) });
   }
 }

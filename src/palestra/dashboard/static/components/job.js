@@ -16,15 +16,18 @@ export async function runJob(place, begin, done, signal) {
   }
   const cancel = h("button", { type: "button", onclick: () => send(`jobs/${job.id}`, {}, "DELETE") }, "Cancel");
   const ended = new Promise((resolve) => {
-    const events = follow(`jobs/${job.id}/events`, {
-      job: (fresh) => {
-        job = fresh;
-        if (job.state === "running") return drawRunning(place, job, cancel);
-        events.close();
-        resolve();
+    const events = follow(
+      `jobs/${job.id}/events`,
+      {
+        job: (fresh) => {
+          job = fresh;
+          if (job.state === "running") return drawRunning(place, job, cancel);
+          events.close();
+          resolve();
+        },
       },
-    });
-    signal?.addEventListener("abort", () => events.close());
+      signal,
+    );
   });
   await ended;
   if (job.state === "done") replace(place, await done(job.result));

@@ -19,13 +19,17 @@ const STATUS_KIND = {
 
 export const statusPill = (status) => h(`span.pill${dotted(STATUS_KIND[status])}`, status);
 
-/** "passed", "failed", or the reward where a rollout has no verdict. */
+/** "passed", "failed", or neither. */
 export function passedPill(passed) {
   if (passed === null || passed === undefined) return h("span.pill", "no verdict");
   return passed ? h("span.pill.good", "passed") : h("span.pill.bad", "failed");
 }
 
-export const stat = (label, value) => h("div.stat", h("b", value), h("span", label));
+/** A problem that changed sides. */
+export const flipPill = (direction) =>
+  direction === "fixed" ? h("span.pill.good", "now solved") : h("span.pill.bad", "lost again");
+
+const stat = (label, value) => h("div.stat", h("b", value), h("span", label));
 
 export const stats = (pairs) =>
   h(
@@ -73,6 +77,13 @@ export function segmented(label, options, current, choose) {
     choose(value);
   };
   return h("div.segmented", { role: "group", "aria-label": label }, buttons);
+}
+
+/** A field to search in; `changed` is called with its text as one types. */
+export function searchBox(label, changed, { value = "", placeholder = label } = {}) {
+  const input = h("input.grow", { type: "search", placeholder, "aria-label": label, value });
+  input.addEventListener("input", () => changed(input.value));
+  return input;
 }
 
 /** A drop-down list: [[value, label], …]. */

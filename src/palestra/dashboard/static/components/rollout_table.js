@@ -1,7 +1,7 @@
 /* Rollouts as rows: what was asked, what came of it, and the numbers to sort them by. */
 
 import { h } from "../lib/dom.js";
-import { integer, number, signed } from "../lib/format.js";
+import { integer, number, signed, signKind } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
 import { passedPill } from "./parts.js";
@@ -28,8 +28,7 @@ export function rolloutTable(run, rows, { label = "Rollouts", extra = [], brief 
   return table(columns, rows, { label, href: (row) => rolloutLink(run, row) });
 }
 
-const advantage = (row) =>
-  h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "soft"}`, signed(row.advantage));
+const advantage = (row) => h(`span.${signKind(row.advantage)}`, signed(row.advantage));
 
 function what(run, row) {
   const snippet = row.snippet?.map(([text, isMatch]) => (isMatch ? h("mark", text) : text));

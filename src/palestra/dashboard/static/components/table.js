@@ -20,6 +20,10 @@ export function table(columns, rows, { href = null, label } = {}) {
   return h("div.scroll-x", { tabindex: 0, role: "region", "aria-label": label }, element);
 }
 
+/** A card around a table, with its title. */
+export const tableCard = (title, ...content) =>
+  h("section.card.flush", h("div.table-title", typeof title === "string" ? h("h2", title) : title), content);
+
 /** j, k and o for the table in `container`. */
 export function tableKeys(container) {
   let at = -1;

@@ -1,6 +1,6 @@
 /* A conversation as a chat: who spoke, tool calls with their arguments, what came back. */
 
-import { get } from "../lib/api.js";
+import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { duration } from "../lib/format.js";
 import { textBlock } from "../lib/text.js";
@@ -74,9 +74,6 @@ function markedText(text, at) {
 }
 
 async function rest(run, rollout, index, start) {
-  const part = await get(`runs/${encodeURIComponent(run)}/rollouts/${rollout}/messages/${index}`, {
-    start,
-    limit: 200_000,
-  });
-  return part.text;
+  const { text } = await get(runPath(run, "rollouts", rollout, "messages", index), { start, limit: 200_000 });
+  return text;
 }

@@ -3,6 +3,7 @@
 import { h } from "../lib/dom.js";
 import { number } from "../lib/format.js";
 import { textBlock } from "../lib/text.js";
+import { passedPill } from "./parts.js";
 
 export function verdicts(scores, measures = []) {
   const weight = new Map(measures.map((measure) => [measure.name, measure]));
@@ -21,7 +22,5 @@ export function verdicts(scores, measures = []) {
 }
 
 export function verdictPill(score) {
-  if (score.error) return h("span.pill.warn", "measure failed");
-  if (score.passed === null || score.passed === undefined) return h("span.pill", "no verdict");
-  return h(`span.pill.${score.passed ? "good" : "bad"}`, score.passed ? "passed" : "failed");
+  return score.error ? h("span.pill.warn", "measure failed") : passedPill(score.passed);
 }

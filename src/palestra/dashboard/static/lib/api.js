@@ -1,20 +1,13 @@
 /* The server's JSON, and its events. Addresses are relative, so the dashboard works under any prefix. */
 
+import { parametersOf } from "./router.js";
+
 const ROOT = new URL("api/", document.baseURI);
 
-export class ApiError extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
-
-/** The address of a route with its parameters; those without a value are left out. */
-export function address(path, parameters = {}) {
+/** The address of a route with its parameters. */
+export function address(path, parameters) {
   const url = new URL(path, ROOT);
-  for (const [key, value] of Object.entries(parameters)) {
-    if (value !== undefined && value !== null && value !== "") url.searchParams.set(key, value);
-  }
+  url.search = parametersOf(parameters);
   return url;
 }
 
@@ -26,9 +19,10 @@ export const get = (path, parameters, signal) => request(address(path, parameter
 export const send = (path, body = {}, method = "POST") =>
   request(address(path), { method, body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
 
-/** Server-sent events until `close()` of what is returned; the browser connects again by itself. */
-export function follow(path, handlers, parameters) {
+/** Server-sent events until `close()` of what is returned, or the signal; the browser connects again by itself. */
+export function follow(path, handlers, signal, parameters) {
   const source = new EventSource(address(path, parameters));
+  signal?.addEventListener("abort", () => source.close());
   for (const [name, handle] of Object.entries(handlers)) {
     source.addEventListener(name, (event) => handle(event.data ? JSON.parse(event.data) : null));
   }
@@ -62,9 +56,9 @@ async function ask(url, options) {
     response = await fetch(url, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer. Is `palestra dashboard` still running?", 0);
+    throw new Error("The server does not answer. Is `palestra dashboard` still running?");
   }
-  if (!response.ok) throw new ApiError(await reason(response), response.status);
+  if (!response.ok) throw new Error(await reason(response));
   return response;
 }
 

@@ -54,9 +54,20 @@ export const moment = (seconds) => (known(seconds) ? new Date(seconds * 1000).to
 
 /** When a rollout was sampled: in a step of training, or in an evaluation. */
 export function when(kind, step) {
-  const names = { train: `Step ${step}`, before: "Before training", after: "After training" };
-  return names[kind] ?? `Evaluation at step ${kind}`;
+  const name = kind === "train" ? `step ${step}` : kindName(kind);
+  return name[0].toUpperCase() + name.slice(1);
 }
+
+/** Rollouts of one kind: those of training, or of one evaluation. */
+export const kindName = (kind) =>
+  ({ train: "training", before: "before training", after: "after training" })[kind] ?? `evaluation at step ${kind}`;
+
+/** The value of a setting as people type it. */
+export const settingText = (value) =>
+  value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+
+/** The class of a number that is good above 0 and bad below. */
+export const signKind = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "soft");
 
 /** "1 rollout", "2 rollouts". */
 export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;

@@ -6,12 +6,13 @@ export function place() {
   return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-/** The address of a page: link(["runs", id], {step: 5}). Parameters without a value are left out. */
-export function link(parts, parameters = {}) {
-  const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(parameters)) {
-    if (value !== undefined && value !== null && value !== "") query.set(key, value);
-  }
+/** Parameters of an address; those without a value are left out. */
+export const parametersOf = (values = {}) =>
+  new URLSearchParams(Object.entries(values).filter(([, value]) => ![undefined, null, ""].includes(value)));
+
+/** The address of a page: link(["runs", id], {step: 5}). */
+export function link(parts, parameters) {
+  const query = parametersOf(parameters);
   const tail = query.size ? `?${query}` : "";
   return `#/${parts.map((part) => encodeURIComponent(part)).join("/")}${tail}`;
 }

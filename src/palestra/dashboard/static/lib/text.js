@@ -4,7 +4,7 @@ import { append, h } from "./dom.js";
 import { bytes } from "./format.js";
 import { HIDDEN } from "./hidden.js";
 
-export const FOLD_AT = 6000; // characters; more is behind a button
+const FOLD_AT = 6000; // characters; more is behind a button
 const CHUNK = 200_000; // of a 10 MB message, what one press of the button adds: the page stays quick
 
 /** The text in one line without hidden characters, for titles and table cells. */

@@ -2,6 +2,7 @@
 
 import { run as runAction } from "../components/dialog.js";
 import { empty, notice, pageHead } from "../components/parts.js";
+import { getRun } from "../components/run_head.js";
 import { messageCard } from "../components/transcript.js";
 import { get, send, stream } from "../lib/api.js";
 import { append, h, replace } from "../lib/dom.js";
@@ -22,7 +23,7 @@ export async function show({ query, signal }) {
   const checkpoint = h("select", { id: "chat-checkpoint" });
   const fillCheckpoints = async () => {
     checkpoint.disabled = !who.value;
-    const run = who.value ? await get(`runs/${encodeURIComponent(who.value)}`, {}, signal) : { checkpoints: [] };
+    const run = who.value ? await getRun(who.value, signal) : { checkpoints: [] };
     const names = [
       ...(run.has_model ? [["", "trained model"]] : []),
       ...[...run.checkpoints].reverse().map((c) => [c.name, `step ${c.step}${c.best ? ", best" : ""}`]),

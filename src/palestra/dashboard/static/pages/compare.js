@@ -3,10 +3,10 @@
 import { Chart } from "../components/chart.js";
 import { interval, rateText } from "../components/interval.js";
 import { notice, pageHead, segmented, statusPill } from "../components/parts.js";
-import { table } from "../components/table.js";
+import { table, tableCard } from "../components/table.js";
 import { get } from "../lib/api.js";
 import { h } from "../lib/dom.js";
-import { integer, number } from "../lib/format.js";
+import { integer, NONE, number, settingText } from "../lib/format.js";
 import { link } from "../lib/router.js";
 
 const TITLES = { reward_mean: "Reward", pass_rate: "Pass rate in training", "eval/pass_rate": "Pass rate, held out" };
@@ -74,21 +74,16 @@ function joined(runs, curves, name, axis, label) {
 }
 
 function settings(data, label) {
-  const text = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
   const columns = [
     { label: "Setting", cell: (row) => h("code", row.key) },
     ...data.runs.map((run) => ({
       label: label(run.id),
-      cell: (row) => h("span.mono.break", text(row.values[run.id])),
+      cell: (row) => h("span.mono.break", settingText(row.values[run.id]) || NONE),
     })),
   ];
-  return h(
-    "section.card.flush",
-    h("div.flips", h("h2", "Settings that differ")),
-    data.settings.length
-      ? table(columns, data.settings, { label: "Settings that differ" })
-      : h("p.soft.flips", "None."),
-  );
+  const title = "Settings that differ";
+  if (!data.settings.length) return tableCard(title, h("p.soft.table-title", "None."));
+  return tableCard(title, table(columns, data.settings, { label: title }));
 }
 
 function evaluations(data, label) {
@@ -116,9 +111,6 @@ function paired(data, label) {
     { label: "Neither", cell: (row) => integer(row.neither), kind: "num" },
     { label: "McNemar p", cell: (row) => number(row.p_value), kind: "num" },
   ];
-  return h(
-    "section.card.flush",
-    h("div.flips", h("h2", "Held-out problems solved after training, paired")),
-    table(columns, data.flips, { label: "Paired flips" }),
-  );
+  const title = "Held-out problems solved after training, paired";
+  return tableCard(title, table(columns, data.flips, { label: title }));
 }

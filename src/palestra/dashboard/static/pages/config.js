@@ -1,8 +1,9 @@
 /* The settings of a run; those that differ from the defaults first. */
 
 import { getRun, runHead } from "../components/run_head.js";
-import { facts } from "../components/parts.js";
+import { facts, searchBox } from "../components/parts.js";
 import { h, replace } from "../lib/dom.js";
+import { NONE, settingText } from "../lib/format.js";
 import { textBlock } from "../lib/text.js";
 
 export async function show({ names: [id], signal }) {
@@ -12,12 +13,7 @@ export async function show({ names: [id], signal }) {
   const list = h("div");
   const draw = (word) => replace(list, rows(all.filter(([key]) => key.includes(word.toLowerCase()))));
   draw("");
-  const search = h("input.grow", {
-    type: "search",
-    placeholder: "Search settings",
-    "aria-label": "Search settings",
-    oninput: () => draw(search.value),
-  });
+  const search = searchBox("Search settings", draw);
   const tools = run.record?.tools ?? [];
   return [
     runHead(run, "config"),
@@ -44,10 +40,8 @@ export async function show({ names: [id], signal }) {
 
 const rows = (pairs) =>
   pairs.length
-    ? facts(pairs.map(([key, value]) => [h("code", key), h("span.mono", text(value))]))
+    ? facts(pairs.map(([key, value]) => [h("code", key), h("span.mono", settingText(value) || NONE)]))
     : h("p.soft", "None.");
-
-const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 function flatten(config, prefix = "") {
   return Object.entries(config).flatMap(([key, value]) =>

@@ -1,6 +1,6 @@
 /* What can be trained in: the environments that are installed or lie in this folder. */
 
-import { empty, notice, pageHead } from "../components/parts.js";
+import { empty, notice, pageHead, searchBox } from "../components/parts.js";
 import { get } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
 import { plural } from "../lib/format.js";
@@ -30,12 +30,7 @@ export async function show({ signal }) {
         : h("div.card", nothing(environments)),
     );
   };
-  const search = h("input.grow", {
-    type: "search",
-    placeholder: "Search environments",
-    "aria-label": "Search environments",
-    oninput: () => draw(search.value.toLowerCase()),
-  });
+  const search = searchBox("Search environments", (text) => draw(text.toLowerCase()));
   draw("");
   setKeys({ "/": ["Search", () => search.focus()] });
   return [

@@ -1,9 +1,9 @@
 /* Evaluations before, during and after training, with intervals, and which problems changed sides. */
 
 import { interval, rateText } from "../components/interval.js";
-import { empty } from "../components/parts.js";
+import { empty, flipPill } from "../components/parts.js";
 import { getRun, runHead } from "../components/run_head.js";
-import { table } from "../components/table.js";
+import { table, tableCard } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { integer, number } from "../lib/format.js";
@@ -73,7 +73,7 @@ function flips(id, found) {
           oneLine(row.question ?? row.problem_id, 110),
         ),
     },
-    { label: "Change", cell: (row) => h(`span.pill.${row.direction === "fixed" ? "good" : "bad"}`, row.direction) },
+    { label: "Change", cell: (row) => flipPill(row.direction) },
     {
       label: found.from,
       cell: (row) => row.from !== null && h("a", { href: link(["runs", id, "rollouts", row.from]) }, "open"),
@@ -83,25 +83,18 @@ function flips(id, found) {
       cell: (row) => row.to !== null && h("a", { href: link(["runs", id, "rollouts", row.to]) }, "open"),
     },
   ];
-  return h(
-    "section",
+  const title = [
+    h("h2", `From ${found.from} to ${found.to}`),
     h(
-      "div.card.flush",
-      h(
-        "div.flips",
-        h("h2", `From ${found.from} to ${found.to}`),
-        h(
-          "p.soft",
-          h("b.good", integer(found.fixed)),
-          " solved now, ",
-          h("b.bad", integer(found.broken)),
-          " lost, ",
-          integer(found.same),
-          " the same",
-          found.p_value === null ? "" : `; McNemar p = ${number(found.p_value)}`,
-        ),
-      ),
-      found.problems.length ? table(columns, found.problems, { label: "Flips" }) : null,
+      "p.soft",
+      h("b.good", integer(found.fixed)),
+      " solved now, ",
+      h("b.bad", integer(found.broken)),
+      " lost, ",
+      integer(found.same),
+      " the same",
+      found.p_value === null ? "" : `; McNemar p = ${number(found.p_value)}`,
     ),
-  );
+  ];
+  return tableCard(title, found.problems.length ? table(columns, found.problems, { label: "Flips" }) : null);
 }

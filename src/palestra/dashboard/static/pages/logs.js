@@ -23,10 +23,10 @@ export async function show({ names: [id], signal }) {
     source = follow(
       runPath(id, "logs", "events"),
       { lines: (data) => add(log, data.lines), end: () => source.close() },
+      signal,
       { part },
     );
   };
-  signal.addEventListener("abort", () => source?.close());
   open(run.logs[0]);
   return [
     runHead(run, "logs"),

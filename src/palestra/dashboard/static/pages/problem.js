@@ -1,6 +1,6 @@
 /* One problem over training: what was said at each visit, and where the outcome flipped. */
 
-import { facts } from "../components/parts.js";
+import { facts, flipPill } from "../components/parts.js";
 import { rolloutLink } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { get, runPath } from "../lib/api.js";
@@ -30,16 +30,7 @@ function visitCard(id, visit, flip) {
     "section.card",
     h(
       "div.row.between.bar",
-      h(
-        "div.row",
-        h("h2", when(visit.kind, visit.step)),
-        flip
-          ? h(
-              `span.pill.${flip.direction === "fixed" ? "good" : "bad"}`,
-              flip.direction === "fixed" ? "now solved" : "lost again",
-            )
-          : null,
-      ),
+      h("div.row", h("h2", when(visit.kind, visit.step)), flip && flipPill(flip.direction)),
       visit.rollouts.length > 1 ? h("a", { href: link(["runs", id, "groups", visit.group]) }, "Side by side") : null,
     ),
     h(

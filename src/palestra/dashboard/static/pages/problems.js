@@ -5,7 +5,7 @@ import { getRun, runHead } from "../components/run_head.js";
 import { table, tableKeys } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { integer, percent } from "../lib/format.js";
+import { integer, percent, signKind } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { link, remember } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
@@ -34,11 +34,7 @@ export async function show({ names: [id], query, signal }) {
     { label: "First", cell: (row) => percent(row.first_rate), kind: "num" },
     {
       label: "Last",
-      cell: (row) =>
-        h(
-          `span.${row.last_rate > row.first_rate ? "good" : row.last_rate < row.first_rate ? "bad" : "soft"}`,
-          percent(row.last_rate),
-        ),
+      cell: (row) => h(`span.${signKind(row.last_rate - row.first_rate)}`, percent(row.last_rate)),
       kind: "num",
     },
     { label: "Flips", cell: (row) => integer(row.flips), kind: "num" },

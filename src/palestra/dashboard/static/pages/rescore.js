@@ -5,7 +5,7 @@ import { runJob } from "../components/job.js";
 import { notice, select } from "../components/parts.js";
 import { rolloutTable } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
-import { table } from "../components/table.js";
+import { table, tableCard } from "../components/table.js";
 import { verdictPill } from "../components/verdicts.js";
 import { get, runPath, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
@@ -85,15 +85,12 @@ function outcome(id, result, signal) {
     return h("section.card", h("h2", name), chart.element);
   });
   return [
-    h(
-      "section.card.flush",
-      h("div.flips", h("h2", `${plural(result.count, "rollout")} scored again`)),
+    tableCard(
+      `${plural(result.count, "rollout")} scored again`,
       table(columns, result.measures, { label: "Measures, old and new" }),
     ),
     h("div.grid", charts),
-    result.changed.length
-      ? h("section.card.flush", h("div.flips", h("h2", "Changed verdicts")), changedTable(id, result.changed))
-      : null,
+    result.changed.length ? tableCard("Changed verdicts", changedTable(id, result.changed)) : null,
   ];
 }
 

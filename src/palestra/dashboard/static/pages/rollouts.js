@@ -1,12 +1,12 @@
 /* The rollouts of a run: filter, sort, and search their full text. */
 
-import { empty, moreButton, select } from "../components/parts.js";
+import { empty, moreButton, searchBox, select } from "../components/parts.js";
 import { rolloutTable } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { tableKeys } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
-import { integer, percent, plural } from "../lib/format.js";
+import { integer, kindName, percent, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { remember } from "../lib/router.js";
 
@@ -61,13 +61,9 @@ export async function show({ names: [id], query, signal }) {
       remember({ [name]: value });
       load();
     }, delay);
-  const setText = set("q", 250);
-  const search = h("input.grow", {
-    type: "search",
-    placeholder: 'Search all text: words, "a phrase", begin*',
-    "aria-label": "Full-text search",
+  const search = searchBox("Full-text search", set("q", 250), {
     value: filter.q,
-    oninput: () => setText(search.value),
+    placeholder: 'Search all text: words, "a phrase", begin*',
   });
 
   const choices = h("div.filters", filters(facets, filter, set));
@@ -154,6 +150,3 @@ function chip(name, value, set) {
   );
   return element;
 }
-
-const kindName = (kind) =>
-  ({ train: "training", before: "before training", after: "after training" })[kind] ?? `evaluation at step ${kind}`;

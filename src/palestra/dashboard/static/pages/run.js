@@ -26,14 +26,17 @@ export async function show({ names: [id], signal }) {
     replace(summary, summaryOf(run));
     if (isNew) replace(head, runHead(run, ""));
   };
-  const events = follow(runPath(id, "events"), {
-    run: update,
-    metrics: (data) => curves.add(data, () => get(runPath(id, "metrics"), {}, signal)),
-    findings: (data) => replace(advice, adviceOf(data.findings, run)),
-    rollouts: (data) => (rollouts.textContent = count(data.count)),
-    end: () => events.close(),
-  });
-  signal.addEventListener("abort", () => events.close());
+  const events = follow(
+    runPath(id, "events"),
+    {
+      run: update,
+      metrics: (data) => curves.add(data, () => get(runPath(id, "metrics"), {}, signal)),
+      findings: (data) => replace(advice, adviceOf(data.findings, run)),
+      rollouts: (data) => (rollouts.textContent = count(data.count)),
+      end: () => events.close(),
+    },
+    signal,
+  );
 
   const side = h(
     "aside.stack",

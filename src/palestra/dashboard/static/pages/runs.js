@@ -1,7 +1,7 @@
 /* All runs, live: search, start, compare. */
 
 import { icon } from "../components/icons.js";
-import { empty, moreButton, pageHead, progress, select, statusPill } from "../components/parts.js";
+import { empty, moreButton, pageHead, progress, searchBox, select, statusPill } from "../components/parts.js";
 import { sparkline } from "../components/sparkline.js";
 import { table, tableKeys } from "../components/table.js";
 import { follow, get } from "../lib/api.js";
@@ -52,12 +52,9 @@ export async function show({ query, signal }) {
     compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
   };
   const count = h("span.soft.small");
-  const search = h("input.grow", {
-    type: "search",
-    placeholder: "Search by name, environment or model",
-    "aria-label": "Search runs",
+  const search = searchBox("Search runs", (text) => ((filter.q = text), changed()), {
     value: filter.q,
-    oninput: () => ((filter.q = search.value), changed()),
+    placeholder: "Search by name, environment or model",
   });
   const states = select(
     "State",
@@ -76,8 +73,7 @@ export async function show({ query, signal }) {
     ({ runs, total } = data);
     return draw();
   };
-  const events = follow("runs/events", { runs: changedBy });
-  signal.addEventListener("abort", () => events.close());
+  follow("runs/events", { runs: changedBy }, signal);
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
   const start = server.can_start && h("a.button.primary", { href: link(["start"]) }, icon("plus"), "New run");
   return [

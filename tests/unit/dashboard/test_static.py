@@ -1,0 +1,48 @@
+"""The front end's modules: whoever imports a name finds it and uses it, and nothing is exported for nobody."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import palestra.dashboard
+
+STATIC = Path(palestra.dashboard.__file__).parent / "static"
+MODULES = {path: path.read_text(encoding="utf-8") for path in STATIC.rglob("*.js") if "vendor" not in path.parts}
+IMPORT = re.compile(r'import \{([^}]+)\} from "([^"]+)";')
+EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.MULTILINE)
+
+
+def imports(path: Path) -> list[tuple[str, str, Path]]:
+    """(its name there, its name here, the module) of each imported name."""
+    found = []
+    for names, module in IMPORT.findall(MODULES[path]):
+        for name in filter(None, (name.strip() for name in names.split(","))):
+            there, _, here = name.partition(" as ")
+            found.append((there, here or there, (path.parent / module).resolve()))
+    return found
+
+
+def test_every_imported_name_is_exported_and_used() -> None:
+    assert len(MODULES) > 30
+    for path, text in MODULES.items():
+        body = IMPORT.sub("", text)
+        for there, here, module in imports(path):
+            assert there in EXPORT.findall(MODULES[module]), f"{path.name}: {module.name} exports no {there}"
+            assert re.search(rf"\b{re.escape(here)}\b", body), f"{path.name} imports {here}, and does not use it"
+
+
+def test_every_exported_name_is_imported_somewhere() -> None:
+    used = {(there, module) for path in MODULES for there, _, module in imports(path)}
+    for path, text in MODULES.items():
+        pages = {"show"} if path.parent.name == "pages" else set()  # app.js imports them by their address
+        unused = [name for name in EXPORT.findall(text) if name not in pages and (name, path.resolve()) not in used]
+        assert unused == [], f"{path.name} exports {unused} for nobody"
+
+
+def test_a_layer_imports_only_those_below_it() -> None:
+    order = {"lib": 0, "components": 1, "pages": 2, "static": 3}
+    for path in MODULES:
+        for _, _, module in imports(path):
+            assert order[module.parent.name] <= order[path.parent.name], f"{path.name} imports {module.name}"
+            assert path.parent.name != "pages" or module.parent.name != "pages", "pages know nothing of each other"
