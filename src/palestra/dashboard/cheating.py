@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex
@@ -29,12 +29,13 @@ _NO_WITNESS = (
 def suspicion(index: RolloutIndex) -> dict[str, Any]:
     """What `GET …/suspicion` answers."""
     found = measure_series(index.folder)
-    with index.open() as db:
-        newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
-    weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
-    shapes = _shapes(str(index.folder.path), newest, weights) if newest else {"clusters": [], "suspects": []}
     notes = [] if found["witnesses"] else [_NO_WITNESS]
-    return {**found, **shapes, "notes": notes}
+    return {**found, **_shapes(index).answer, "notes": notes}
+
+
+def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
+    """The rollouts of a cluster, by its name."""
+    return _shapes(index).members.get(shape, [])
 
 
 def measure_series(folder: RunFolder) -> dict[str, Any]:
@@ -81,9 +82,23 @@ def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> Attempt:
     )
 
 
+class _Shapes(NamedTuple):
+    answer: dict[str, Any]  # clusters and suspects
+    members: dict[str, list[int]]  # of each cluster
+
+
+def _shapes(index: RolloutIndex) -> _Shapes:
+    with index.open() as db:
+        newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
+    if newest is None:
+        return _Shapes({"clusters": [], "suspects": []}, {})
+    weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
+    return _find_shapes(str(index.folder.path), newest, weights)
+
+
 @lru_cache(maxsize=8)
-def _shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> dict[str, Any]:
-    """Clusters and suspects; looked for again when there are new rollouts."""
+def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> _Shapes:
+    """Looked for again when there are new rollouts."""
     index = RolloutIndex(RunFolder(Path(folder)))
     with index.open() as db:
         (count,) = db.execute("SELECT count(*) FROM rollouts WHERE kind = 'train'").fetchone()
@@ -92,13 +107,14 @@ def _shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> 
     steps, clusters = find_clusters(attempts_of(rows, dict(weights)))
     by_id = {row["id"]: row for row in rows}
     found = suspects(clusters, _MAX_SHOWN)
-    return {
+    answer = {
         "cluster_steps": steps,
         "clusters": [_cluster(cluster, by_id) for cluster in clusters],
         "suspects": [
             {"score": each.score, "why": list(each.why), "rollout": shown(by_id[each.attempt.id])} for each in found
         ],
     }
+    return _Shapes(answer, {str(each.shape): [member.id for member in each.members] for each in clusters})
 
 
 def _cluster(cluster: Cluster, rows: Mapping[int, Any]) -> dict[str, Any]:

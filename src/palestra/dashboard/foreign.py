@@ -6,33 +6,43 @@ Each is converted into a run folder of ours in the cache, so that everything tha
 from __future__ import annotations
 
 import hashlib
-import json
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import append_jsonl, cache_folder, read_jsonl, write_json
 from palestra.core.group_codec import rollout_from_dict
-from palestra.core.messages import from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Imported
+from palestra.dashboard.cookbook_log import cookbook_rows
+from palestra.dashboard.foreign_rows import Row, atif_rows, trl_rows, verifiers_rows
 from palestra.evals.rollout_stats import rollout_stats
 
-Row = dict[str, Any]  # a line of rollouts.jsonl
-_PROMPT_COLUMNS = {"step", "prompt", "completion", "advantage", "mode", "image", "images"}
+# that a rollout without turns and tool results would have as 0
+_OF_TOKENS = (
+    "completion_length_mean",
+    "completion_length_max",
+    "sampled_tokens",
+    "turns_mean",
+    "context_full_rate",
+    "looping_rate",
+    "tools_offered",
+    "tool_error_rate",
+    "unknown_tool_rate",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
     source: str
     patterns: tuple[str, ...]  # of its files, below the path
-    read: Callable[[Path, int], Iterator[Row]]  # a file, and its place among them
+    read: Callable[[Path, int], Iterator[Row]]  # a file, and its place among them; `evaluation` is no rollout's own
 
 
 def open_foreign(path: Path) -> Imported | None:
@@ -62,12 +72,17 @@ def _convert(known: _Format, path: Path, folder: RunFolder) -> None:
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.rollouts_file.unlink(missing_ok=True)
     folder.metrics_file.unlink(missing_ok=True)
+    shutil.rmtree(folder.evals, ignore_errors=True)
     rows = (row for number, file in enumerate(files) for row in known.read(file, number))
-    for step, members in groupby(rows, lambda row: row["step"]):
+    metrics = _own_metrics(path)
+    for (step, evaluation), members in groupby(rows, lambda row: (row["step"], row.pop("evaluation", None))):
         found = list(members)
-        append_jsonl(folder.rollouts_file, found)
-        stats = rollout_stats([rollout_from_dict(row) for row in found])
-        append_jsonl(folder.metrics_file, [{"step": step, **_own_metrics(path, step), **stats}])
+        if evaluation is None:
+            append_jsonl(folder.rollouts_file, found)
+            append_jsonl(folder.metrics_file, [{"step": step, **metrics.get(step, {}), **_stats(found)}])
+        else:
+            folder.evals.mkdir(exist_ok=True)
+            append_jsonl(folder.eval_file(evaluation), found)
     if not folder.rollouts_file.is_file():
         raise PalestraError(f"{path} looks like a run of {known.source}, and holds no rollout that can be read")
     newest = max(file.stat().st_mtime for file in files)
@@ -76,158 +91,25 @@ def _convert(known: _Format, path: Path, folder: RunFolder) -> None:
     write_json(folder.record_file, about)
 
 
-def _own_metrics(path: Path, step: int) -> Mapping[str, Any]:
-    """The cookbook writes metrics of its own."""
-    rows = read_jsonl(path / "metrics.jsonl") if path.is_dir() else iter(())
-    found = next((row for row in rows if row.get("step") == step), {})
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+def _stats(rows: list[Row]) -> dict[str, float]:
+    """What can be told without tokens."""
+    stats = rollout_stats([rollout_from_dict(row) for row in rows])
+    calls = sum(len(message["tool_calls"]) for row in rows for message in row["messages"])
+    return {name: stats[name] for name in stats if name not in _OF_TOKENS} | {"tool_calls_mean": calls / len(rows)}
 
 
-def _row(step: int, group: int, problem: str, messages: list[Row], reward: float, scores: Mapping[str, float]) -> Row:
-    verdicts = {name: {"value": value, "passed": None, "reason": "", "error": False} for name, value in scores.items()}
-    return {
-        "step": step,
-        "group": group,
-        "problem_id": problem,
-        "reward": reward,
-        "passed": reward >= 1.0,
-        "stop": "answered",
-        "error": None,
-        "scores": verdicts or {"reward": {"value": reward, "passed": reward >= 1.0, "reason": "", "error": False}},
-        "messages": messages,
-        "turns": [],
-        "tool_names": [],
-        "tool_results": [],
-        "seconds": 0.0,
-        "tool_seconds": 0.0,
-    }
-
-
-def _messages(conversation: Any, role: str) -> list[Row]:
-    """A text, or messages in OpenAI's form, as our messages."""
-    if isinstance(conversation, str) or conversation is None:
-        return [_message(role, str(conversation or ""))]
-    found = []
-    for entry in conversation:
-        try:
-            message = from_dict(entry)
-        except (PalestraError, TypeError, AttributeError, KeyError):
-            found.append(_message(role, _text(entry)))
-            continue
-        calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in message.tool_calls]
-        found.append(_message(message.role, message.text, calls, message.tool_call_id, message.name))
+def _own_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """The cookbook writes metrics of its own: those of each step."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read_jsonl(path / "metrics.jsonl") if path.is_dir() else ():
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        found.setdefault(int(numbers.pop("step", 0)), {}).update(numbers)
     return found
 
 
-def _message(
-    role: str, text: str, calls: list[Row] | None = None, call_id: str | None = None, name: str | None = None
-) -> Row:
-    return {"role": role, "text": text, "tool_calls": calls or [], "tool_call_id": call_id, "name": name}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _trl(file: Path, number: int) -> Iterator[Row]:
-    """completions_00010.parquet: step, prompt, completion, a column for each reward function, advantage."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise PalestraError("TRL's completions are Parquet files; pip install 'palestra[data]'") from None
-    group, last = -1, None
-    for record in parquet.read_table(file).to_pylist():
-        prompt = _text(record.get("prompt"))
-        group, last = (group, last) if prompt == last else (group + 1, prompt)
-        names = [n for n, v in record.items() if n not in _PROMPT_COLUMNS and isinstance(v, int | float)]
-        scores = {name: float(record[name]) for name in names}
-        problem = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=4).hexdigest()
-        messages = [*_messages(record.get("prompt"), "user"), *_messages(record.get("completion"), "assistant")]
-        row = _row(int(record.get("step") or number), group, problem, messages, sum(scores.values()), scores)
-        yield row | ({"advantage": record["advantage"]} if record.get("advantage") is not None else {})
-
-
-def _verifiers(file: Path, number: int) -> Iterator[Row]:
-    """results.jsonl: a rollout a line, with prompt, completion, reward and metrics."""
-    for record in sorted(read_jsonl(file), key=lambda row: str(row.get("example_id"))):
-        if "completion" not in record:
-            continue
-        messages = [*_messages(record.get("prompt"), "user"), *_messages(record.get("completion"), "assistant")]
-        metrics = record.get("metrics") if isinstance(record.get("metrics"), Mapping) else {}
-        scores = {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
-        example, reward = str(record.get("example_id")), _number(record.get("reward"))
-        row = _row(number, 0, example, messages, reward, scores)
-        error = record.get("error")
-        stop = "failed" if error else "truncated" if record.get("is_truncated") else "answered"
-        yield row | {"group": None, "stop": stop, "error": None if not error else _text(error)}
-
-
-def _atif(file: Path, number: int) -> Iterator[Row]:
-    """A trajectory of Harbor: steps of system, user and agent, with tool calls and what was observed."""
-    try:
-        record = json.loads(file.read_bytes().decode("utf-8", "replace"))
-    except ValueError:
-        return
-    if not isinstance(record, Mapping) or not str(record.get("schema_version", "")).startswith("ATIF"):
-        return
-    messages: list[Row] = []
-    for step in record.get("steps") or ():
-        role = {"agent": "assistant", "system": "system"}.get(str(step.get("source")), "user")
-        calls = [
-            {
-                "id": c.get("tool_call_id"),
-                "name": c.get("function_name"),
-                "arguments": c.get("arguments"),
-                "error": None,
-            }
-            for c in step.get("tool_calls") or ()
-        ]
-        thought = step.get("reasoning_content")
-        text = _text(step.get("message") or "")
-        messages.append(_message(role, f"<think>{thought}</think>\n{text}" if thought else text, calls))
-        for result in (step.get("observation") or {}).get("results") or ():
-            messages.append(_message("tool", _text(result.get("content") or ""), call_id=result.get("source_call_id")))
-    reward, problem = _harbor_result(file)
-    yield _row(0, number, problem or str(record.get("session_id") or file.parent.name), messages, reward, {})
-
-
-def _harbor_result(file: Path) -> tuple[float, str | None]:
-    """The reward and the task of a trial, which lie beside its trajectory."""
-    for folder in (file.parent, file.parent.parent):
-        with suppress(OSError, ValueError, AttributeError):
-            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            rewards = (result.get("verifier_result") or {}).get("rewards") or {}
-            return _number(rewards.get("reward")), result.get("task_name")
-        with suppress(OSError, ValueError):
-            return float((folder / "verifier" / "reward.txt").read_text()), None
-    return 0.0, None
-
-
-def _cookbook(file: Path, number: int) -> Iterator[Row]:
-    """…_rollout_summaries.jsonl of one iteration: rewards, lengths and logs of each step, no tokens."""
-    for record in read_jsonl(file):
-        steps = [step for step in record.get("steps") or () if isinstance(step, Mapping)]
-        messages = [
-            _message("user", f"group {record.get('group_idx')}, {', '.join(map(str, record.get('tags') or []))}")
-        ]
-        for step in steps:
-            logs = step.get("logs") or {}
-            lines = [f"{name}: {_text(value)}" for name, value in logs.items()]
-            lines = lines or [f"{step.get('ac_len')} tokens (the log has no text)"]
-            messages.append(_message("assistant", "\n".join(lines)))
-        metrics = record.get("trajectory_metrics") or {}
-        scores = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        group, iteration = int(record.get("group_idx") or 0), int(record.get("iteration") or 0)
-        yield _row(iteration, group, f"{iteration}/{group}", messages, _number(record.get("total_reward")), scores)
-
-
 _FORMATS = (
-    _Format("trl", ("completions_*.parquet",), _trl),
-    _Format("cookbook", ("*rollout_summaries.jsonl",), _cookbook),
-    _Format("verifiers", ("results.jsonl",), _verifiers),
-    _Format("atif", ("*trajectory*.json",), _atif),
+    _Format("trl", ("completions_*.parquet",), trl_rows),
+    _Format("cookbook", ("*rollout_summaries.jsonl",), cookbook_rows),
+    _Format("verifiers", ("results.jsonl",), verifiers_rows),
+    _Format("atif", ("*trajectory*.json",), atif_rows),
 )

@@ -24,7 +24,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
         for problem, found in groupby(visits, lambda visit: visit["problem_id"]):
             own = list(found)
             rates = [visit["rate"] for visit in own]
-            flips = sum((a > 0.5) != (b > 0.5) for a, b in pairwise(rates))
+            flips = sum(_flip(a, b) is not None for a, b in pairwise(rates))
             rows.append(
                 {
                     "problem_id": problem,
@@ -66,12 +66,16 @@ def problem(index: RolloutIndex, problem_id: str) -> dict[str, Any]:
             }
         )
     visits.sort(key=_when)
-    flips = [
-        {"from": a["step"], "to": b["step"], "direction": "fixed" if b["pass_rate"] > 0.5 else "broken"}
-        for a, b in pairwise(visits)
-        if (a["pass_rate"] > 0.5) != (b["pass_rate"] > 0.5)
-    ]
-    return {"problem_id": problem_id, "question": rows[0]["question"], "visits": visits, "flips": flips}
+    for before, visit in zip([None, *visits], visits, strict=False):
+        visit["flip"] = None if before is None else _flip(before["pass_rate"], visit["pass_rate"])
+    return {"problem_id": problem_id, "question": rows[0]["question"], "visits": visits}
+
+
+def _flip(before: float, after: float) -> str | None:
+    """Whether most attempts changed from failed to passed, or back."""
+    if (before > 0.5) == (after > 0.5):
+        return None
+    return "fixed" if after > 0.5 else "broken"
 
 
 def _when(visit: dict[str, Any]) -> tuple[int, float]:

@@ -42,6 +42,7 @@ class RolloutQuery:
     reward_max: float | None = None
     measure: str | None = None
     measure_passed: bool | None = None
+    ids: list[int] | None = None
     q: str = ""
     sort: str = "newest"
     limit: int = 50
@@ -61,6 +62,7 @@ class RolloutQuery:
             ("(error IS NOT NULL) = ?", self.error),
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
+            ("id IN (SELECT value FROM json_each(?))", None if self.ids is None else json.dumps(self.ids)),
             ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
         ]
         if self.measure is not None and self.measure_passed is not None:

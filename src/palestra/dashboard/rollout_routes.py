@@ -13,7 +13,7 @@ from starlette.routing import Route
 from palestra.dashboard import problems, token_view, transcripts
 from palestra.dashboard.answers import answer, flag, number, whole
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.cheating import suspicion
+from palestra.dashboard.cheating import ids_of_shape, suspicion
 from palestra.dashboard.export_page import group_page, rollout_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
@@ -23,6 +23,10 @@ _WITHIN_S = 0.4  # of a request, for bringing the index up to date; a thread goe
 _PAGE = 50
 _MAX_PAGE = 200
 _MAX_TEXT = 1_000_000
+_FILTERS = {
+    *("kind", "step", "step_from", "step_to", "problem", "stop", "tool", "passed", "error", "reward_min", "reward_max"),
+    *("measure", "measure_passed", "shape", "q", "sort", "limit", "cursor"),
+}
 
 
 class RolloutRoutes:
@@ -51,6 +55,9 @@ class RolloutRoutes:
     def rollouts(self, request: Request) -> Response:
         index, share = self.index(request)
         asked = request.query_params
+        if unknown := sorted(set(asked) - _FILTERS):
+            raise refuse(400, f"unknown parameter {unknown[0][:40]!r}; known are {', '.join(sorted(_FILTERS))}")
+        shape = asked.get("shape") or None
         step = {name: _int(request, name) for name in ("step", "step_from", "step_to")}
         query = RolloutQuery(
             kind=asked.get("kind") or "train",
@@ -58,6 +65,7 @@ class RolloutRoutes:
             stop=asked.get("stop") or None,
             tool=asked.get("tool") or None,
             measure=asked.get("measure") or None,
+            ids=None if shape is None else ids_of_shape(index, shape),
             q=asked.get("q", "")[:500],
             sort=asked.get("sort") or "newest",
             limit=whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE,
@@ -97,9 +105,10 @@ class RolloutRoutes:
         return answer(transcripts.group(index, _id(request)))
 
     def problems(self, request: Request) -> Response:
-        index, _ = self.index(request)
+        index, share = self.index(request)
         sort, start = request.query_params.get("sort") or "flips", whole(request, "cursor", 0, 10**9)
-        return answer(problems.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start))
+        found = problems.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
+        return answer({**found, "indexed": share})
 
     def problem(self, request: Request) -> Response:
         index, _ = self.index(request)

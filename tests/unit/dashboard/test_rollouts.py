@@ -132,10 +132,13 @@ def test_problems_show_their_visits_and_flips(client, tmp_path) -> None:
     assert [(row["problem_id"], row["flips"], row["groups"]) for row in listed] == [("suite-7", 2, 4)]
     one = get(client, f"{api}/problem", id="suite-7")
     assert [visit["step"] for visit in one["visits"]] == [1, 2, 3, 4]
-    assert one["flips"] == [
-        {"from": 1, "to": 2, "direction": "fixed"},
-        {"from": 3, "to": 4, "direction": "broken"},
-    ]
+    assert [visit["flip"] for visit in one["visits"]] == [None, "fixed", None, "broken"]
+
+
+def test_a_parameter_that_nobody_knows_is_refused_by_name(client, api) -> None:
+    answer = client.get(f"{api}/rollouts", params={"rewards_min": 1})
+    assert answer.status_code == 400
+    assert "rewards_min" in answer.json()["error"]["message"]
 
 
 def test_new_lines_are_indexed_and_half_a_line_waits(client, api, run) -> None:

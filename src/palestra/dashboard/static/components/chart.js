@@ -112,7 +112,7 @@ export class Chart {
   #range(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.percent) return [Math.min(0, low), Math.max(1, high)];
-    const least = 1e-6 * Math.max(Math.abs(low), Math.abs(high), 1e-3); // uPlot fails at ticks below a float's precision
+    const least = 0.01 * Math.max(Math.abs(low), Math.abs(high)); // a finer scale would have the same label at each tick
     const pad = Math.max((high - low) * 0.08, least) || 1;
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }

@@ -50,7 +50,8 @@ export function ago(seconds) {
   return new Date(seconds * 1000).toLocaleDateString("en", { year: "numeric", month: "short", day: "numeric" });
 }
 
-export const moment = (seconds) => (known(seconds) ? new Date(seconds * 1000).toLocaleString() : NONE);
+export const moment = (seconds) =>
+  known(seconds) ? new Date(seconds * 1000).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" }) : NONE;
 
 /** When a rollout was sampled: in a step of training, or in an evaluation. */
 export function when(kind, step) {

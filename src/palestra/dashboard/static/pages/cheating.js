@@ -2,30 +2,32 @@
 
 import { Chart } from "../components/chart.js";
 import { notice, stats } from "../components/parts.js";
+import { reading } from "../components/reading.js";
 import { rolloutLink, rolloutTable } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { sparkline } from "../components/sparkline.js";
 import { get, runPath } from "../lib/api.js";
-import { h } from "../lib/dom.js";
+import { h, replace } from "../lib/dom.js";
 import { integer, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
 
 export async function show({ names: [id], signal }) {
-  const [run, data] = await Promise.all([getRun(id, signal), get(runPath(id, "suspicion"), {}, signal)]);
-  return [
-    runHead(run, "cheating"),
-    h(
-      "div.stack",
-      data.alarms.map(alarm),
-      data.alarms.length ? null : noAlarm(data),
-      (data.notes ?? []).map((note) => notice("", note)),
-      curves(data, signal),
-      clusters(id, data),
-      suspects(id, data),
-    ),
-  ];
+  const load = () => get(runPath(id, "suspicion"), {}, signal);
+  const [run, data] = await Promise.all([getRun(id, signal), load()]);
+  const body = h("div.stack", parts(id, data, signal));
+  const redraw = async () => replace(body, parts(id, await load(), signal));
+  return [runHead(run, "cheating"), reading(id, data.indexed, redraw, signal), body];
 }
+
+const parts = (id, data, signal) => [
+  data.alarms.map(alarm),
+  data.alarms.length ? null : noAlarm(data),
+  (data.notes ?? []).map((note) => notice("", note)),
+  curves(data, signal),
+  clusters(id, data),
+  suspects(id, data),
+];
 
 const alarm = ({ sentence }) =>
   h(

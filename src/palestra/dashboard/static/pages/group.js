@@ -44,7 +44,7 @@ export async function show({ names: [id, number_], signal }) {
           plural(group.rollouts.length, "attempt"),
           " at ",
           h("a", { href: link(["runs", id, "problems", group.problem_id]) }, group.problem_id),
-          ", best advantage first; the first difference is marked",
+          group.rollouts.length > 1 ? ", best advantage first; the first difference is marked" : "",
         ),
       ),
       h(
@@ -65,7 +65,7 @@ export async function show({ names: [id, number_], signal }) {
     ),
     h(
       "div.stack",
-      group.equal
+      group.equal && group.kind === "train"
         ? notice("warn", "All rewards are alike: every advantage is 0, and this group taught nothing.")
         : null,
       question ? h("section.card", h("h2", "The problem"), textBlock(question.text, { foldAt: 1500 })) : null,

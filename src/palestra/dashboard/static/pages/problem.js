@@ -11,26 +11,23 @@ import { textBlock } from "../lib/text.js";
 
 export async function show({ names: [id, problem], signal }) {
   const [run, data] = await Promise.all([getRun(id, signal), get(runPath(id, "problem"), { id: problem }, signal)]);
-  const flipAt = new Map(data.flips.map((flip) => [String(flip.to), flip]));
   return [
     runHead(run, "problems"),
     h(
       "div.stack",
       h("section.card", h("h2.break", data.problem_id), textBlock(data.question ?? "", { foldAt: 2000 })),
-      data.visits.map((visit) =>
-        visitCard(id, visit, flipAt.get(String(visit.kind === "train" ? visit.step : visit.kind))),
-      ),
+      data.visits.map((visit) => visitCard(id, visit)),
     ),
   ];
 }
 
-function visitCard(id, visit, flip) {
+function visitCard(id, visit) {
   const best = visit.rollouts[0];
   return h(
     "section.card",
     h(
       "div.row.between.bar",
-      h("div.row", h("h2", when(visit.kind, visit.step)), flip && flipPill(flip.direction)),
+      h("div.row", h("h2", when(visit.kind, visit.step)), visit.flip && flipPill(visit.flip)),
       visit.rollouts.length > 1 ? h("a", { href: link(["runs", id, "groups", visit.group]) }, "Side by side") : null,
     ),
     h(

@@ -1,6 +1,7 @@
 /* All problems of a run: which became solvable, which were lost again, which stay hard. */
 
 import { empty, moreButton, select } from "../components/parts.js";
+import { reading } from "../components/reading.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { table, tableKeys } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
@@ -49,8 +50,9 @@ export async function show({ names: [id], query, signal }) {
         ? [table(columns, rows, { label: "Problems", href }), more]
         : empty("No problems yet", "They appear with the first step."),
     );
+    return answer;
   };
-  await load();
+  const { indexed } = await load();
   setKeys(tableKeys(list));
   const order = select("Order", SORTS, sort, (value) => {
     sort = value;
@@ -67,6 +69,7 @@ export async function show({ names: [id], query, signal }) {
       ),
       order,
     ),
+    reading(id, indexed, () => load(), signal),
     list,
   ];
 }

@@ -1,12 +1,13 @@
 /* The rollouts of a run: filter, sort, and search their full text. */
 
 import { empty, moreButton, searchBox, select } from "../components/parts.js";
+import { reading } from "../components/reading.js";
 import { rolloutTable } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { tableKeys } from "../components/table.js";
 import { get, runPath } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
-import { integer, kindName, percent, plural } from "../lib/format.js";
+import { integer, kindName, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { remember } from "../lib/router.js";
 
@@ -67,23 +68,21 @@ export async function show({ names: [id], query, signal }) {
   });
 
   const choices = h("div.filters", filters(facets, filter, set));
-  const reading = h("p.soft.small.bar", { role: "status" });
-  // Of a run that was never opened, each request reads a little more into the index.
-  const readOn = async ({ indexed = 1 }) => {
-    reading.hidden = indexed >= 1;
-    reading.textContent = `Reading the rollouts for the first time: ${percent(indexed)}`;
-    if (indexed >= 1) return;
-    await new Promise((resolve) => setTimeout(resolve, 500));
-    const more = await get(runPath(id, "facets"), {}, signal);
+  const onMore = async (more) => {
     if (rows.length <= PAGE) await load();
     replace(choices, filters(more, filter, set));
-    readOn(more).catch(() => {}); // the user has left
   };
+  const order = select("Order", SORTS, filter.sort || "newest", set("sort"));
 
   await load();
-  readOn(facets).catch(() => {});
   setKeys({ "/": ["Search", () => search.focus()], ...tableKeys(list) });
-  return [runHead(run, "rollouts"), h("div.filters", search, count), choices, reading, list];
+  return [
+    runHead(run, "rollouts"),
+    h("div.filters", search, order, count),
+    choices,
+    reading(id, facets.indexed, onMore, signal),
+    list,
+  ];
 }
 
 function filters(facets, filter, set) {
@@ -134,11 +133,9 @@ function filters(facets, filter, set) {
           ["0", "measure failed"],
         ])
       : null,
-    box("reward_min", "Reward from", "126px"),
-    box("reward_max", "to", "76px"),
+    h("span.row.nowrap", box("reward_min", "Reward from", "122px"), box("reward_max", "to", "70px")),
     filter.problem && chip("problem", filter.problem, set),
     filter.shape && chip("shape", filter.shape, set),
-    select("Order", SORTS, filter.sort || "newest", set("sort")),
   ];
 }
 

@@ -17,7 +17,7 @@ export async function show({ names: [id], signal }) {
   const summary = h("div.card", summaryOf(run));
   const advice = h("section.card", adviceOf(run.findings, run));
   const curves = new Curves(metrics, signal);
-  const count = (known) => (known === null || known === undefined ? "see them" : integer(known)); // null: not indexed yet
+  const count = (known) => (known === null || known === undefined ? "open the list" : integer(known)); // null: not indexed yet
   const rollouts = h("a", { href: link(["runs", id, "rollouts"]) }, count(run.rollouts));
 
   const update = (fresh) => {

@@ -1,0 +1,146 @@
+"""Rollouts of other trainers as lines of rollouts.jsonl: TRL's completions, verifiers' results, ATIF trajectories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import read_jsonl
+from palestra.core.messages import from_dict
+
+Row = dict[str, Any]  # a line of rollouts.jsonl
+_PROMPT_COLUMNS = {"step", "prompt", "completion", "advantage", "mode", "image", "images"}
+
+
+def foreign_row(
+    step: int, group: int | None, problem: str, messages: list[Row], reward: float, scores: Mapping[str, float]
+) -> Row:
+    """A rollout without tokens; whoever wrote it says by its reward alone whether it passed."""
+    verdicts = {name: {"value": value, "passed": None, "reason": "", "error": False} for name, value in scores.items()}
+    return {
+        "step": step,
+        "group": group,
+        "problem_id": problem,
+        "reward": reward,
+        "passed": reward >= 1.0,
+        "stop": "answered",
+        "error": None,
+        "scores": verdicts or {"reward": {"value": reward, "passed": reward >= 1.0, "reason": "", "error": False}},
+        "messages": messages,
+        "turns": [],
+        "tool_names": [],
+        "tool_results": [],
+        "seconds": 0.0,
+        "tool_seconds": 0.0,
+    }
+
+
+def to_messages(conversation: Any, role: str) -> list[Row]:
+    """A text, or messages in OpenAI's form, as our messages."""
+    if isinstance(conversation, str) or conversation is None:
+        return [message_row(role, str(conversation or ""))]
+    found = []
+    for entry in conversation:
+        try:
+            message = from_dict(entry)
+        except (PalestraError, TypeError, AttributeError, KeyError):
+            found.append(message_row(role, as_text(entry)))
+            continue
+        calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in message.tool_calls]
+        found.append(message_row(message.role, message.text, calls, message.tool_call_id, message.name))
+    return found
+
+
+def message_row(
+    role: str, text: str, calls: list[Row] | None = None, call_id: str | None = None, name: str | None = None
+) -> Row:
+    return {"role": role, "text": text, "tool_calls": calls or [], "tool_call_id": call_id, "name": name}
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def as_number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def trl_rows(file: Path, number: int) -> Iterator[Row]:
+    """completions_00010.parquet: step, prompt, completion, a column for each reward function, advantage."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise PalestraError("TRL's completions are Parquet files; pip install 'palestra[data]'") from None
+    group, last = -1, None
+    for record in parquet.read_table(file).to_pylist():
+        prompt = as_text(record.get("prompt"))
+        group, last = (group, last) if prompt == last else (group + 1, prompt)
+        names = [n for n, v in record.items() if n not in _PROMPT_COLUMNS and isinstance(v, int | float)]
+        scores = {name: float(record[name]) for name in names}
+        problem = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=4).hexdigest()
+        messages = [*to_messages(record.get("prompt"), "user"), *to_messages(record.get("completion"), "assistant")]
+        row = foreign_row(int(record.get("step") or number), group, problem, messages, sum(scores.values()), scores)
+        yield row | ({"advantage": record["advantage"]} if record.get("advantage") is not None else {})
+
+
+def verifiers_rows(file: Path, number: int) -> Iterator[Row]:
+    """results.jsonl: a rollout a line, with prompt, completion, reward and metrics."""
+    for record in sorted(read_jsonl(file), key=lambda row: str(row.get("example_id"))):
+        if "completion" not in record:
+            continue
+        messages = [*to_messages(record.get("prompt"), "user"), *to_messages(record.get("completion"), "assistant")]
+        metrics = record.get("metrics") if isinstance(record.get("metrics"), Mapping) else {}
+        scores = {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        example, reward = str(record.get("example_id")), as_number(record.get("reward"))
+        row = foreign_row(number, 0, example, messages, reward, scores)
+        error = record.get("error")
+        stop = "failed" if error else "truncated" if record.get("is_truncated") else "answered"
+        yield row | {"group": None, "stop": stop, "error": None if not error else as_text(error)}
+
+
+def atif_rows(file: Path, number: int) -> Iterator[Row]:
+    """A trajectory of Harbor: steps of system, user and agent, with tool calls and what was observed."""
+    try:
+        record = json.loads(file.read_bytes().decode("utf-8", "replace"))
+    except ValueError:
+        return
+    if not isinstance(record, Mapping) or not str(record.get("schema_version", "")).startswith("ATIF"):
+        return
+    messages: list[Row] = []
+    for step in record.get("steps") or ():
+        role = {"agent": "assistant", "system": "system"}.get(str(step.get("source")), "user")
+        calls = [
+            {
+                "id": c.get("tool_call_id"),
+                "name": c.get("function_name"),
+                "arguments": c.get("arguments"),
+                "error": None,
+            }
+            for c in step.get("tool_calls") or ()
+        ]
+        thought = step.get("reasoning_content")
+        text = as_text(step.get("message") or "")
+        messages.append(message_row(role, f"<think>{thought}</think>\n{text}" if thought else text, calls))
+        for result in (step.get("observation") or {}).get("results") or ():
+            messages.append(
+                message_row("tool", as_text(result.get("content") or ""), call_id=result.get("source_call_id"))
+            )
+    reward, problem = _harbor_result(file)
+    yield foreign_row(0, number, problem or str(record.get("session_id") or file.parent.name), messages, reward, {})
+
+
+def _harbor_result(file: Path) -> tuple[float, str | None]:
+    """The reward and the task of a trial, which lie beside its trajectory."""
+    for folder in (file.parent, file.parent.parent):
+        with suppress(OSError, ValueError, AttributeError):
+            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            rewards = (result.get("verifier_result") or {}).get("rewards") or {}
+            return as_number(rewards.get("reward")), result.get("task_name")
+        with suppress(OSError, ValueError):
+            return float((folder / "verifier" / "reward.txt").read_text()), None
+    return 0.0, None
