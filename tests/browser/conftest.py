@@ -37,6 +37,16 @@ def page(browser):
         assert page.errors == []
 
 
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory) -> Path:
+    """The folder of a training of the demo, from a terminal."""
+    from palestra.faces.cli.main import run
+
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    assert run(["train", "--folder", str(folder)]) == 0
+    return folder
+
+
 @pytest.fixture
 def visit(page):
     """visit(url, "#/runs"): goes there and waits until the page is shown."""

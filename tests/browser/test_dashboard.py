@@ -199,6 +199,15 @@ def test_a_hacked_run_raises_the_alarm_and_names_what_to_look_at(page, visit, ur
     page.wait_for(".transcript", "certified")
 
 
+def test_a_cluster_leads_to_all_of_its_rollouts(page, visit, url, ids) -> None:
+    visit(url, f"#/runs/{ids['hacked']}/cheating")
+    count = page.text("article.card .stat b")
+    page.click("article.card a", "all of them")
+    page.wait_for("main", f"{count} rollouts")
+    page.click("button.pill", "shape")
+    page.wait(f"!document.querySelector('main').innerText.includes('{count} rollouts')")
+
+
 def test_hostile_text_does_nothing_and_is_seen(page, visit, url, ids) -> None:
     for number in range(1, 11):
         visit(url, f"#/runs/{ids['hostile']}/rollouts/{number}")

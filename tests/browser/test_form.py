@@ -105,8 +105,21 @@ def test_an_environment_is_tested_with_one_click(page, visit, url) -> None:
     page.wait_for("table", "2 of 4")
 
 
-def test_axe_finds_nothing_wrong_with_the_form(page, visit, url, violations) -> None:
-    for place in ("#/start?environment=calculator", "#/environments", "#/environments/calculator", "#/chat"):
+PLACES = ("#/start?environment=calculator", "#/environments", "#/environments/calculator", "#/chat")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing_wrong_with_the_form(page, visit, url, violations, dark) -> None:
+    page.dark(dark)
+    for place in PLACES:
         visit(url, place)
         page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
         assert violations() == [], place
+
+
+def test_the_form_does_not_scroll_sideways_on_a_phone(page, visit, url) -> None:
+    page.size(390, 844, phone=True)
+    for place in PLACES:
+        visit(url, place)
+        page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place

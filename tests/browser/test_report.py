@@ -8,23 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from palestra.faces.cli.main import run
-
 pytestmark = pytest.mark.slow("make test-browser trains the demo")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.webp"
 SCREENSHOTS = os.environ.get("PALESTRA_SCREENSHOTS")
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "run"
-    assert run(["train", "--folder", str(folder)]) == 0
-    return folder / "report.html"
-
-
-def test_the_demo_reports_that_the_agent_got_better(page, report: Path, tmp_path: Path) -> None:
+def test_the_demo_reports_that_the_agent_got_better(page, demo_run: Path, tmp_path: Path) -> None:
     page.size(1240, 1120)
-    page.open(report.as_uri())
+    page.open((demo_run / "report.html").as_uri())
     page.wait_for("h1", "shop-assistant")
     assert "held-out attempts pass, before and after training" in page.evaluate("document.body.textContent")
     page.screenshot(tmp_path / PICTURE.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import make_runs
 import pytest
@@ -16,9 +17,20 @@ from palestra.runs.manager import RunManager
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
 
 
+MEASURES = """
+from palestra import measure
+
+@measure
+def looked_up_first(ctx):
+    return bool(ctx.tool_calls) and ctx.tool_calls[0].name == "price"
+"""
+
+
 @pytest.fixture
-def url(serve, tmp_path, monkeypatch):
+def url(serve, tmp_path, demo_run, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "measures.py").write_text(MEASURES)
+    shutil.copytree(demo_run, tmp_path / "runs" / "demo")
     weights = {"contains_word": 1.0, "true_answer": 0.0}
     make_runs.write_run(tmp_path / "runs" / "hacked", make_runs.hacked_groups(24), reward_weights=weights)
     manager = RunManager(tmp_path / "home")
@@ -30,6 +42,9 @@ def url(serve, tmp_path, monkeypatch):
 def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     visit(url, "#/start?agent_file=demo")
     picture("start")
+    page.click("summary", "All settings")
+    page.type('[id="field-seed"]', "1")
+    page.wait("!document.querySelector('button[type=submit]').disabled")
     page.click("button", "Start training")
     page.wait("Number(document.querySelector('.stat b')?.textContent.split('/')[0]) >= 12", timeout_s=500)
     picture("live")
@@ -39,6 +54,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     page.wait_for("tr.open")
     page.wait("!document.body.innerText.includes('Reading the rollouts')", timeout_s=120)
     picture("rollouts")
+    other = page.evaluate("fetch('api/runs?q=demo').then((r) => r.json()).then((d) => d.runs.at(-1).id)")
     api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
     best = page.evaluate(f"{api}.then((found) => found.rollouts[0])")
     pages = {
@@ -46,7 +62,10 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
         "run": run,
         "rollout": f"{run}/rollouts/{best['id']}",
         "group": f"{run}/groups/{best['group']}",
+        "problems": f"{run}/problems",
         "problem": f"{run}/problems/{best['problem_id']}",
+        "compare": f"#/compare?runs={run.split('/')[-1]}%2C{other}",
+        "config": f"{run}/config",
         "evaluations": f"{run}/evaluations",
         "checkpoints": f"{run}/checkpoints",
         "environments": "#/environments",
@@ -54,6 +73,15 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     for name, place in pages.items():
         visit(url, place)
         picture(name)
+
+    visit(url, f"{run}/logs")
+    page.wait_for(".log", "step 24 of 24")
+    picture("logs")
+    visit(url, f"{run}/rescore")
+    page.type("#measures", "measures.py")
+    page.click("button", "Re-score")
+    page.wait_for("h2", "scored again", timeout_s=120)
+    picture("rescore")
 
     page.size(1280, 1060)
     visit(url, f"{run}/rollouts/{best['id']}?view=tokens&column=entropy")

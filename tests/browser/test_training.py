@@ -44,7 +44,7 @@ def fill(page, settings):
 
 
 @SLOW
-def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, visit, url) -> None:
+def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, visit, url, violations) -> None:
     visit(url)
     page.click("a.button", "New run")
     page.wait_for("h1", "New run")
@@ -63,6 +63,14 @@ def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, v
     page.wait(f"{STEPS} > {seen + 1}", timeout_s=60)  # without a reload
     assert page.evaluate("document.querySelector('.chart').getAttribute('aria-label')") != drawn
 
+    page.click(".tabs a", "Logs")
+    page.wait_for(".log", "step")
+    lines = page.count(".log > div")
+    page.wait(f"document.querySelectorAll('.log > div').length > {lines}", timeout_s=60)  # followed, without a reload
+    assert violations() == []
+    page.click(".tabs a", "Overview")
+    page.wait_for(".pill", "running")
+
     page.click("button", "Stop")
     page.wait_for(".pill", "stopped", timeout_s=60)
     steps = page.evaluate(STEPS)
@@ -72,16 +80,16 @@ def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, v
     page.click("button", "Stop")
     page.wait_for(".pill", "stopped", timeout_s=60)
 
-    page.click(".tabs a", "Logs")
-    page.wait_for(".log", "step")
     page.click(".tabs a", "Re-score")
     page.type("#measures", "measures.py")
     page.click("button", "Re-score")
     page.wait_for("h2", "scored again", timeout_s=120)
     assert "short_answer" in page.text()
+    assert violations() == []
     page.click(".tabs a", "Checkpoints")
     page.click("button", "Export")
     page.wait_for("h2", "Exported", timeout_s=60)
+    assert violations() == []
     page.click("td a.button", "Chat")
     page.wait_for("button", "Start the chat")
     page.click("button", "Start the chat")
@@ -90,6 +98,7 @@ def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, v
     page.press("Enter")
     page.wait_for(".message.assistant", timeout_s=60)
     page.wait_for("button", "Send", timeout_s=60)  # it has ended
+    assert violations() == []
 
     page.click(".top a", "Runs")
     page.click("tr.open a")

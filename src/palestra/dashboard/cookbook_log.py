@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.files import read_jsonl
-from palestra.dashboard.foreign_rows import Row, as_number, as_text, foreign_row, message_row, to_messages
+from palestra.dashboard.foreign_rows import Row, as_number, as_text, foreign_row, message_row, numbers_of, to_messages
 
 Node = Mapping[str, Any]  # an element of the page: tag, children, sometimes data
 _SUMMARIES = "_rollout_summaries.jsonl"
@@ -52,7 +52,7 @@ def _row(record: Row, conversation: list[Row] | None) -> Row:
     metrics: dict[str, Any] = {}
     for found in (*(step.get("metrics") or {} for step in steps), record.get("trajectory_metrics") or {}):
         metrics |= found
-    scores = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    scores = numbers_of(metrics)
     messages = conversation or _without_text(record, steps)
     problem = next((m["text"] for m in reversed(conversation or ()) if m["role"] == "user"), f"{iteration}/{group}")
     row = foreign_row(iteration, group, problem[:80], messages, as_number(record.get("total_reward")), scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -47,13 +48,19 @@ def to_messages(conversation: Any, role: str) -> list[Row]:
     found = []
     for entry in conversation:
         try:
-            message = from_dict(entry)
-        except (PalestraError, TypeError, AttributeError, KeyError):
+            message = from_dict({**entry, "tool_calls": [_openai_call(call) for call in entry.get("tool_calls") or ()]})
+        except (PalestraError, TypeError, AttributeError, KeyError, ValueError):
             found.append(message_row(role, as_text(entry)))
             continue
         calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in message.tool_calls]
         found.append(message_row(message.role, message.text, calls, message.tool_call_id, message.name))
     return found
+
+
+def _openai_call(call: Any) -> Any:
+    """Verifiers writes calls as JSON in a text, and without OpenAI's `function` around name and arguments."""
+    call = json.loads(call) if isinstance(call, str) else call
+    return call if "function" in call else {"id": call.get("id"), "type": "function", "function": call}
 
 
 def message_row(
@@ -67,11 +74,20 @@ def as_text(value: Any) -> str:
 
 
 def as_number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return next(iter(numbers_of({"": value}).values()), 0.0)
+
+
+def numbers_of(record: Any) -> dict[str, float]:
+    """The values of a mapping that are numbers; NaN is what a reward function writes that has no opinion."""
+    found = record.items() if isinstance(record, Mapping) else ()
+    return {name: float(value) for name, value in found if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def trl_rows(file: Path, number: int) -> Iterator[Row]:
-    """completions_00010.parquet: step, prompt, completion, a column for each reward function, advantage."""
+    """completions_00010.parquet: step, prompt, completion, a column for each reward function, advantage.
+
+    The reward is their sum: with which weights it was trained is not in the file.
+    """
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -80,8 +96,7 @@ def trl_rows(file: Path, number: int) -> Iterator[Row]:
     for record in parquet.read_table(file).to_pylist():
         prompt = as_text(record.get("prompt"))
         group, last = (group, last) if prompt == last else (group + 1, prompt)
-        names = [n for n, v in record.items() if n not in _PROMPT_COLUMNS and isinstance(v, int | float)]
-        scores = {name: float(record[name]) for name in names}
+        scores = {name: value for name, value in numbers_of(record).items() if name not in _PROMPT_COLUMNS}
         problem = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=4).hexdigest()
         messages = [*to_messages(record.get("prompt"), "user"), *to_messages(record.get("completion"), "assistant")]
         row = foreign_row(int(record.get("step") or number), group, problem, messages, sum(scores.values()), scores)
@@ -90,17 +105,21 @@ def trl_rows(file: Path, number: int) -> Iterator[Row]:
 
 def verifiers_rows(file: Path, number: int) -> Iterator[Row]:
     """results.jsonl: a rollout a line, with prompt, completion, reward and metrics."""
-    for record in sorted(read_jsonl(file), key=lambda row: str(row.get("example_id"))):
+    for record in sorted(read_jsonl(file), key=lambda row: _order(row.get("example_id"))):
         if "completion" not in record:
             continue
         messages = [*to_messages(record.get("prompt"), "user"), *to_messages(record.get("completion"), "assistant")]
-        metrics = record.get("metrics") if isinstance(record.get("metrics"), Mapping) else {}
-        scores = {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
         example, reward = str(record.get("example_id")), as_number(record.get("reward"))
-        row = foreign_row(number, 0, example, messages, reward, scores)
-        error = record.get("error")
+        row = foreign_row(number, None, example, messages, reward, numbers_of(record.get("metrics")))
+        error, timing = record.get("error"), record.get("timing") or {}
         stop = "failed" if error else "truncated" if record.get("is_truncated") else "answered"
-        yield row | {"group": None, "stop": stop, "error": None if not error else as_text(error)}
+        seconds = as_number(timing.get("total")) if isinstance(timing, Mapping) else 0.0
+        yield row | {"stop": stop, "error": None if not error else as_text(error), "seconds": seconds}
+
+
+def _order(example: Any) -> tuple[bool, int, str]:
+    """Numbers by their size, all else by its text."""
+    return not isinstance(example, int), example if isinstance(example, int) else 0, str(example)
 
 
 def atif_rows(file: Path, number: int) -> Iterator[Row]:
