@@ -42,8 +42,7 @@ def url(serve, tmp_path, demo_run, monkeypatch):
 def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     visit(url, "#/start?agent_file=demo")
     picture("start")
-    page.click("summary", "All settings")
-    page.type('[id="field-seed"]', "1")
+    page.type('[id="field-run.seed"]', "1")
     page.wait("!document.querySelector('button[type=submit]').disabled")
     page.click("button", "Start training")
     page.wait("Number(document.querySelector('.stat b')?.textContent.split('/')[0]) >= 12", timeout_s=500)

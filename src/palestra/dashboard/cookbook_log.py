@@ -54,8 +54,11 @@ def _row(record: Row, conversation: list[Row] | None) -> Row:
         metrics |= found
     scores = numbers_of(metrics)
     messages = conversation or _without_text(record, steps)
-    problem = next((m["text"] for m in reversed(conversation or ()) if m["role"] == "user"), f"{iteration}/{group}")
-    row = foreign_row(iteration, group, problem[:80], messages, as_number(record.get("total_reward")), scores)
+    asked = [m["text"] for m in messages if m["role"] == "user"]
+    question = asked[-1] if asked else ""  # those before it are examples
+    problem = question[:80] if conversation and question else f"{iteration}/{group}"
+    row = foreign_row(iteration, group, problem, messages, as_number(record.get("total_reward")), scores)
+    row["question"] = question
     if "correct" in scores:  # as its recipes call the verdict; the reward has a penalty for the format in it
         row["passed"] = scores["correct"] >= 1.0
     return row if record.get("split", "train") == "train" else row | {"evaluation": iteration}

@@ -21,7 +21,7 @@ from palestra.core.group_codec import rollout_from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Imported
 from palestra.dashboard.cookbook_log import cookbook_rows
-from palestra.dashboard.foreign_rows import Row, atif_rows, trl_rows, verifiers_rows
+from palestra.dashboard.foreign_rows import Row, atif_rows, trace_rows, trl_rows, verifiers_rows
 from palestra.evals.rollout_stats import rollout_stats
 
 # that a rollout without turns and tool results would have as 0
@@ -111,5 +111,6 @@ _FORMATS = (
     _Format("trl", ("completions_*.parquet",), trl_rows),
     _Format("cookbook", ("*rollout_summaries.jsonl",), cookbook_rows),
     _Format("verifiers", ("results.jsonl",), verifiers_rows),
+    _Format("verifiers", ("traces.jsonl",), trace_rows),
     _Format("atif", ("*trajectory*.json",), atif_rows),
 )

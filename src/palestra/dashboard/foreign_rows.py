@@ -122,6 +122,45 @@ def _order(example: Any) -> tuple[bool, int, str]:
     return not isinstance(example, int), example if isinstance(example, int) else 0, str(example)
 
 
+def trace_rows(file: Path, number: int) -> Iterator[Row]:
+    """traces.jsonl of verifiers 1: an episode a line, in it the trace of each agent as a tree of messages."""
+    for episode in sorted(read_jsonl(file), key=lambda row: _order(_task(row))):
+        problem = str(_task(episode))
+        work = (episode.get("run") or {}).get("work") or {}
+        for trace in episode.get("traces") or ():
+            rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward}
+            total = sum(as_number(r.get("score")) * as_number(r.get("weight", 1.0)) for r in rewards.values())
+            scores = {name: as_number(r.get("score")) for name, r in rewards.items()} | numbers_of(trace.get("metrics"))
+            row = foreign_row(int(work.get("step") or number), None, problem, _last_path(trace), total, scores)
+            errors = [as_text(error.get("message")) for error in (*trace.get("errors", ()), *episode.get("errors", ()))]
+            agent = (trace.get("timing") or {}).get("agent") or {}
+            yield row | {
+                "stop": "failed" if errors else "answered",
+                "error": errors[0] if errors else None,
+                "seconds": max(0.0, as_number(agent.get("end")) - as_number(agent.get("start"))),
+            }
+
+
+def _task(episode: Row) -> Any:
+    task = episode.get("task") or {}
+    return (task.get("data") or {}).get("idx", task.get("key"))
+
+
+def _last_path(trace: Row) -> list[Row]:
+    """The messages from the root to what was said last; other branches are histories that were rewritten."""
+    nodes, path = trace.get("nodes") or [], list[Any]()
+    at = next((i for i in reversed(range(len(nodes))) if nodes[i].get("sampled")), len(nodes) - 1)
+    while at is not None and at >= 0:
+        path.append(nodes[at].get("message") or {})
+        at = nodes[at].get("parent")
+    return to_messages([_with_thinking(message) for message in reversed(path)], "assistant")
+
+
+def _with_thinking(message: Row) -> Row:
+    thought = message.get("reasoning_content")
+    return {**message, "content": f"<think>{thought}</think>\n{message.get('content') or ''}"} if thought else message
+
+
 def atif_rows(file: Path, number: int) -> Iterator[Row]:
     """A trajectory of Harbor: steps of system, user and agent, with tool calls and what was observed."""
     try:

@@ -47,9 +47,16 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "tool_calls": len(calls),
         "tools": clean(json.dumps(calls[:_TOOLS], ensure_ascii=False)),
         "scores": clean(json.dumps({name: _short(score) for name, score in scores_of(record).items()})),
-        "question": teaser(next((m["text"] for m in messages_of(record) if m["role"] == "user"), ""), _TEASER),
+        "question": teaser(_question(record), _TEASER),
         "answer": teaser(next((m["text"] for m in reversed(messages_of(record)) if m["role"] == "assistant"), "")),
     }
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    """What the user asked first; a foreign run may say that it was something else."""
+    given = record.get("question")
+    asked = (message["text"] for message in messages_of(record) if message["role"] == "user")
+    return given if isinstance(given, str) else next(asked, "")
 
 
 def shown(row: Any) -> dict[str, Any]:

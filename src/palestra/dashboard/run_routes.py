@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class RunRoutes:
         return answer({**self.summary(found), **details(found), "alarms": alarms})
 
     def metrics(self, request: Request) -> Response:
-        after = number(request, "after", 0) or 0
+        after = number(request, "after", -math.inf)
         rows = [row for row in by_step(read_rows(self._found(request).folder.metrics_file)[0]) if row["step"] > after]
         made = columns(rows)
         return answer({**made, "charts": charts(list(made["series"]))})

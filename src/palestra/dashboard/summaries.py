@@ -99,7 +99,7 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "record": {name: record.get(name) for name in ("instructions", "tools", "source", "environment", "agent")},
         "findings": findings(found),
         "checkpoints": _checkpoints(folder),
-        "has_model": folder.model.is_dir(),
+        "model_files": _files(folder.model) if folder.model.is_dir() else None,
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
         "measures": measures(folder),
@@ -168,13 +168,10 @@ def _model_name(folder: RunFolder) -> str:
 def _checkpoints(folder: RunFolder) -> list[dict[str, Any]]:
     best = folder.best_checkpoint()
     return [
-        {
-            "name": str(step_of(path)),
-            "step": step_of(path),
-            "best": path == best,
-            "path": str(path),
-            "bytes": folder_size(path),
-            "created": path.stat().st_mtime,
-        }
+        {"name": str(step_of(path)), "step": step_of(path), "best": path == best, **_files(path)}
         for path in folder.step_checkpoints()
     ]
+
+
+def _files(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "bytes": folder_size(path), "created": path.stat().st_mtime}

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from dashboard_client import ADDRESS
+from dashboard_client import foreign_client
 from starlette.testclient import TestClient
 
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.foreign import open_foreign
-from palestra.runs.manager import RunManager
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +17,9 @@ def cache(tmp_path, monkeypatch) -> None:
 
 
 def shown(path, tmp_path) -> tuple[dict, list[dict], TestClient, str]:
-    imported = open_foreign(path)
-    assert imported is not None
-    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), [], [imported])), base_url=ADDRESS)
-    run = client.get("/api/runs").json()["runs"][0]
-    api = f"/api/runs/{run['id']}"
+    client, api = foreign_client(path, tmp_path / "home")
     rows = client.get(f"{api}/rollouts", params={"sort": "oldest"}).json()["rollouts"]
-    return run, rows, client, api
+    return client.get(api).json(), rows, client, api
 
 
 def test_completions_of_trl_open_with_rewards_groups_and_advantages(tmp_path) -> None:

@@ -38,7 +38,7 @@ export function lockedField(setting) {
     { "data-locked": setting.name },
     h("label", { for: id }, icon("lock", 14), setting.name),
     h("input", { id, disabled: true, value: settingText(setting.value) }),
-    h("div.hint", "Set by this site. ", setting.description ?? ""),
+    h("div.hint", setting.description ? `Set by this site: ${setting.description}` : "Set by this site."),
   );
 }
 
@@ -65,7 +65,7 @@ function inputOf(setting, id, oninput) {
         ...common,
         inputmode: "decimal",
         value: settingText(setting.value),
-        placeholder: settingText(setting.default),
+        placeholder: settingText(setting.default) || "none",
       });
     default:
       return h("input", { ...common, value: settingText(setting.value), placeholder: settingText(setting.default) });

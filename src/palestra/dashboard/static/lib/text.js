@@ -17,6 +17,9 @@ export function oneLine(text, most = 160) {
   return line.length > most ? line.slice(0, most - 1) + "…" : line;
 }
 
+/** A name or a path that may be broken behind its parts: reasoning_gym/<wbr>base_<wbr>conversion. */
+export const breakable = (name) => name.split(/(?<=[/_.-])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
 /** A block of text of any length. `load(start)` gets what the server left out, `whole` characters in all. */
 export function textBlock(text, { tag = "div", whole = 0, load = null, foldAt = FOLD_AT } = {}) {
   const block = h(`${tag}.text`);

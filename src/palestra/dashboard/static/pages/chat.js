@@ -25,7 +25,7 @@ export async function show({ query, signal }) {
     checkpoint.disabled = !who.value;
     const run = who.value ? await getRun(who.value, signal) : { checkpoints: [] };
     const names = [
-      ...(run.has_model ? [["", "trained model"]] : []),
+      ...(run.model_files ? [["", "trained model"]] : []),
       ...[...run.checkpoints].reverse().map((c) => [c.name, `step ${c.step}${c.best ? ", best" : ""}`]),
     ];
     replace(

@@ -34,7 +34,7 @@ export async function show({ names: [id], signal }) {
         ),
       signal,
     );
-  const rows = [...(run.has_model ? [{ name: null, step: null, best: false }] : []), ...[...run.checkpoints].reverse()];
+  const rows = [...(run.model_files ? [{ ...run.model_files, name: null }] : []), ...[...run.checkpoints].reverse()];
   const columns = [
     {
       label: "Checkpoint",

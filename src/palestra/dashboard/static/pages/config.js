@@ -19,10 +19,13 @@ export async function show({ names: [id], signal }) {
     runHead(run, "config"),
     h(
       "div.columns",
-      h("section.card", h("h2", "All settings"), h("div.filters", search), list),
       h(
         "div.stack",
         h("section.card", h("h2", "Changed from the defaults"), rows(all.filter(([key]) => changed.has(key)))),
+        h("section.card", h("h2", "All settings"), h("div.filters", search), list),
+      ),
+      h(
+        "div.stack",
         run.record?.instructions
           ? h("section.card", h("h2", "Instructions"), textBlock(run.record.instructions))
           : null,

@@ -8,7 +8,7 @@ import { h } from "../lib/dom.js";
 import { duration, integer, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { status } from "../lib/status.js";
-import { textBlock } from "../lib/text.js";
+import { breakable, textBlock } from "../lib/text.js";
 
 export async function show({ names: [name], signal }) {
   const [environment, server] = await Promise.all([get("environment", { name }, signal), status()]);
@@ -52,7 +52,7 @@ export async function show({ names: [name], signal }) {
           facts([
             ["Origin", environment.origin],
             ["Dialect", environment.dialect],
-            ["File", h("span.mono.small", environment.file ?? "–")],
+            ["File", h("span.mono.small", breakable(environment.file ?? "–"))],
           ]),
         ),
       ),

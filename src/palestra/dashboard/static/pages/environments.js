@@ -6,7 +6,7 @@ import { h, replace } from "../lib/dom.js";
 import { plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { link } from "../lib/router.js";
-import { oneLine } from "../lib/text.js";
+import { breakable, oneLine } from "../lib/text.js";
 
 const FIRST = 24; // reasoning-gym alone has a hundred
 
@@ -49,7 +49,7 @@ function card(environment) {
     "article.card",
     h(
       "div.card-head",
-      h("h2.break", h("a", { href: link(["environments", environment.name]) }, environment.name)),
+      h("h2.break", h("a", { href: link(["environments", environment.name]) }, breakable(environment.name))),
       h("span.pill", environment.origin),
     ),
     h("p.soft", oneLine(environment.description ?? "", 200)),

@@ -15,7 +15,15 @@ export async function show({ names: [id, problem], signal }) {
     runHead(run, "problems"),
     h(
       "div.stack",
-      h("section.card", h("h2.break", data.problem_id), textBlock(data.question ?? "", { foldAt: 2000 })),
+      h(
+        "section.card",
+        h(
+          "div.card-head",
+          h("h2.break", data.problem_id),
+          h("a", { href: link(["runs", id, "rollouts"], { problem: data.problem_id }) }, "All its rollouts"),
+        ),
+        textBlock(data.question ?? "", { foldAt: 2000 }),
+      ),
       data.visits.map((visit) => visitCard(id, visit)),
     ),
   ];

@@ -12,6 +12,12 @@ import { h } from "../lib/dom.js";
 import { integer, number, percent, plural } from "../lib/format.js";
 import { oneLine } from "../lib/text.js";
 
+const EXAMPLE = `from palestra import measure
+
+@measure
+def short_answer(ctx):
+    return len(ctx.final_assistant_message.text) < 40`;
+
 export async function show({ names: [id], signal }) {
   const [run, facets] = await Promise.all([getRun(id, signal), get(runPath(id, "facets"), {}, signal)]);
   if (!run.actions.includes("rescore"))
@@ -63,6 +69,18 @@ export async function show({ names: [id], signal }) {
         h("div", h("button.primary", { type: "submit" }, "Re-score")),
       ),
       place,
+      h(
+        "section.card",
+        h("h2", "What the file looks like"),
+        h("pre.code", EXAMPLE),
+        run.measures.length
+          ? h(
+              "p.soft.small.below",
+              "Named like one of the run's own, a measure is shown beside what that one scored: ",
+              run.measures.map(({ name }, i) => [i ? ", " : "", h("code", name)]),
+            )
+          : null,
+      ),
     ),
   ];
 }

@@ -7,6 +7,7 @@ import { follow, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
 import { duration, integer, moment, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
+import { breakable } from "../lib/text.js";
 
 const SMOOTHING = "palestra-smoothing";
 const IS_RATE = /pass_rate|_rate$|^tool_use|truncat|fraction|share/;
@@ -47,7 +48,7 @@ export async function show({ names: [id], signal }) {
       facts([
         ["Rollouts", rollouts],
         ["Started", moment(run.started ?? run.created)],
-        ["Folder", h("span.mono.small", run.folder)],
+        ["Folder", h("span.mono.small", breakable(run.folder))],
         ...(run.measures ?? []).map((m) => [m.name, m.rewarded ? `weight ${number(m.weight)}` : "witness"]),
       ]),
     ),
