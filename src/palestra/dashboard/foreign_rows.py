@@ -135,10 +135,15 @@ def trace_rows(file: Path, number: int) -> Iterator[Row]:
             errors = [as_text(error.get("message")) for error in (*trace.get("errors", ()), *episode.get("errors", ()))]
             agent = (trace.get("timing") or {}).get("agent") or {}
             yield row | {
-                "stop": "failed" if errors else "answered",
+                "stop": "failed" if errors else "truncated" if _cut_off(trace) else "answered",
                 "error": errors[0] if errors else None,
                 "seconds": max(0.0, as_number(agent.get("end")) - as_number(agent.get("start"))),
             }
+
+
+def _cut_off(trace: Row) -> bool:
+    calls = trace.get("calls") or ()
+    return bool(calls) and calls[-1].get("finish_reason") == "length"
 
 
 def _task(episode: Row) -> Any:

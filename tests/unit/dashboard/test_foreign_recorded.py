@@ -50,6 +50,16 @@ def test_calls_that_verifiers_writes_as_text_are_calls(tmp_path) -> None:
     assert "tool_call_reward_func" in whole["scores"]
 
 
+def test_traces_of_verifiers_1_open_with_tool_calls_and_what_came_back(tmp_path) -> None:
+    run, rows, client, api = opened(RECORDED / "verifiers1", tmp_path)
+    assert (run["source"], [row["problem_id"] for row in rows]) == ("verifiers", ["0", "0", "1", "1"])
+    assert rows[0]["group"] == rows[1]["group"] != rows[2]["group"]
+    called = next(row for row in rows if row["tool_calls"])
+    messages = client.get(f"{api}/rollouts/{called['id']}").json()["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
+
+
 def test_the_cookbooks_tree_gives_its_summaries_their_conversations(tmp_path) -> None:
     run, rows, client, api = opened(RECORDED / "cookbook", tmp_path)
     assert (run["source"], len(rows)) == ("cookbook", 16)
