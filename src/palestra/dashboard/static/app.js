@@ -36,6 +36,7 @@ const SECTIONS = [
   ["environments", "Environments"],
   ["chat", "Chat"],
 ];
+const SECTION_OF = { undefined: "runs", start: "runs", compare: "runs" };
 const KEYS = {
   "?": ["Show these keys", () => openDialog("Keys", keyHelp(KEYS), [["Close", ""]])],
   g: ["Go to the runs", () => go(["runs"])],
@@ -55,7 +56,7 @@ async function open() {
   setKeys();
   const wait = setTimeout(() => replace(main, loading()), 150); // a quick page does not flash
   try {
-    drawTop(parts[0] ?? "runs", await status());
+    drawTop(SECTION_OF[parts[0]] ?? parts[0], await status());
     const [load, names] = find(parts);
     const page = await load();
     const nodes = await page.show({ names, query, signal });
