@@ -34,5 +34,9 @@ export function interval(rate, label = "") {
 
 export const rateText = (rate) =>
   rate
-    ? h("span", h("b", percent(rate.rate, 1)), h("span.soft.small", ` ${percent(rate.low)} – ${percent(rate.high)}`))
+    ? h(
+        "span",
+        h("b", percent(rate.rate, 1)),
+        h("span.soft.small.wide-only", ` ${percent(rate.low)} – ${percent(rate.high)}`),
+      )
     : "–";

@@ -43,5 +43,13 @@ export function runHead(run, tab, { onChange = refresh } = {}) {
       name === "cheating" && run.alarms?.length ? [" ", h("span.pill.bad", run.alarms.length)] : null,
     ),
   );
-  return [head, h("nav.tabs", { "aria-label": "Pages of this run" }, tabs)];
+  const nav = h("nav.tabs", { "aria-label": "Pages of this run" }, tabs);
+  requestAnimationFrame(() => showCurrent(nav)); // when it is on the page
+  return [head, nav];
+}
+
+/** On a phone the tabs are wider than the screen. */
+function showCurrent(nav) {
+  const current = nav.querySelector("[aria-current]");
+  if (current) nav.scrollLeft = current.offsetLeft - (nav.clientWidth - current.offsetWidth) / 2;
 }
