@@ -74,7 +74,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
         picture(name)
 
     visit(url, f"{run}/logs")
-    page.wait_for(".log", "step 24 of 24")
+    page.wait_for(".log", "step 24/24")
     picture("logs")
     visit(url, f"{run}/rescore")
     page.type("#measures", "measures.py")

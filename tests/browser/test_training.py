@@ -34,7 +34,7 @@ def url(serve, tmp_path, monkeypatch):
     manager = RunManager(tmp_path / "home")
     yield serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
     for run in manager.list():
-        if run.active:
+        if run.is_active:
             manager.stop(run.run_id)
 
 
@@ -69,7 +69,7 @@ def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, v
     page.wait(f"document.querySelectorAll('.log > div').length > {lines}", timeout_s=60)  # followed, without a reload
     assert violations() == []
     page.click(".tabs a", "Overview")
-    page.wait_for(".pill", "running")
+    page.wait_for(".chart canvas")
 
     page.click("button", "Stop")
     page.wait_for(".pill", "stopped", timeout_s=60)
