@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
-from palestra.core.secrets import redact
 from palestra.dashboard.answers import Event, answer, events, number, whole
 from palestra.dashboard.catalog import Catalog, CatalogRun
 from palestra.dashboard.cheating import measure_series
 from palestra.dashboard.comparison import compare
 from palestra.dashboard.evaluations import evaluations
+from palestra.dashboard.log_tail import new_lines, recent_lines
 from palestra.dashboard.series import by_step, charts, columns, read_rows
 from palestra.dashboard.summaries import Sparklines, details, findings, summary
 from palestra.runs.reader import tail
@@ -126,18 +126,18 @@ class RunRoutes:
 
     async def log_events(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._found, request)
-        part, path = _log(found, request.query_params.get("part"))
-        return events(self._log_events(found.id, part, path))
+        _, path = _log(found, request.query_params.get("part"))
+        return events(self._log_events(found.id, path))
 
-    async def _log_events(self, run_id: str, part: str | None, path: Path | None) -> AsyncIterator[Event]:
+    async def _log_events(self, run_id: str, path: Path | None) -> AsyncIterator[Event]:
         if path is None:
             yield "end", {}
             return
-        position = path.stat().st_size if path.is_file() else 0
-        yield "lines", {"lines": await asyncio.to_thread(tail, path, _LOG_LINES)}
+        lines, position = await asyncio.to_thread(recent_lines, path, _LOG_LINES)
+        yield "lines", {"lines": lines}
         while True:
             active = (await asyncio.to_thread(self._catalog.get, run_id)).run.is_active
-            lines, position = await asyncio.to_thread(_new_lines, path, position)
+            lines, position = await asyncio.to_thread(new_lines, path, position, ended=not active)
             if lines:
                 yield "lines", {"lines": lines}
             if not active:
@@ -180,16 +180,3 @@ def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
         raise PalestraError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
     name = part or next((name for name, path in logs.items() if path.is_file()), None)
     return name, logs[name] if name else None
-
-
-def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
-    """The whole lines after a position, with secrets redacted."""
-    try:
-        with path.open("rb") as file:
-            file.seek(position)
-            whole_lines = file.read(1 << 20).rpartition(b"\n")[0]
-    except OSError:
-        return [], position
-    if not whole_lines:
-        return [], position
-    return redact(whole_lines.decode("utf-8", "replace")).split("\n"), position + len(whole_lines) + 1

@@ -13,6 +13,7 @@ from dashboard_client import client_of
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
+from palestra.dashboard.log_tail import new_lines, recent_lines
 from palestra.dashboard.run_routes import RunRoutes
 from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
 from palestra.evals.paired import Paired, pair
@@ -146,6 +147,39 @@ def test_a_step_that_is_written_comes_as_an_event(run, tmp_path, monkeypatch) ->
         return found
 
     assert asyncio.run(follow()) == [[1, 2, 3], [4]]
+
+
+def test_lines_that_are_written_to_a_log_come_as_events_each_once(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
+    active = [True]
+    monkeypatch.setattr("palestra.runs.reader.Run.is_active", property(lambda self: active[0]))
+    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
+    log = tmp_path / "trainer.log"
+    log.write_text("step 1\nstep 2\nste")  # the third is being written
+    writes = iter(["p 3\n", "step 4\nTraceback"])
+
+    async def follow() -> list:
+        found = []
+        async for name, data in routes._log_events(routes._catalog.all()[0].id, log):
+            found.append(data.get("lines", name))
+            if text := next(writes, ""):
+                with log.open("a") as file:
+                    file.write(text)
+            else:
+                active[0] = False
+        return found
+
+    assert asyncio.run(follow()) == [["step 1", "step 2"], ["step 3"], ["step 4"], ["Traceback"], "end"]
+
+
+def test_a_log_is_shown_from_its_last_lines_and_anew_when_it_was_begun_anew(tmp_path) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_text("".join(f"line {i}\n" for i in range(300_000)))
+    lines, position = recent_lines(log, 3)
+    assert (lines, position) == (["line 299997", "line 299998", "line 299999"], log.stat().st_size)
+    log.write_text("again\n")
+    assert new_lines(log, position) == (["again"], 6)
+    assert recent_lines(tmp_path / "none.log", 3) == ([], 0)
 
 
 def test_the_list_without_a_path_has_the_folders_of_runs_too(run, tmp_path, monkeypatch) -> None:
