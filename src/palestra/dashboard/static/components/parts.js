@@ -7,14 +7,10 @@ const STATUS_KIND = {
   running: "good.live",
   starting: "warn.live",
   pending: "warn",
-  queued: "warn",
   stopping: "warn.live",
   completed: "",
-  finished: "",
   failed: "bad",
   stopped: "warn",
-  interrupted: "warn",
-  imported: "",
 };
 
 export const statusPill = (status) => h(`span.pill${dotted(STATUS_KIND[status])}`, status);

@@ -57,7 +57,7 @@ export async function show({ query, signal }) {
   return [
     pageHead("Chat", { lead: "Talk to any checkpoint, with the tools that it was trained with." }),
     h(
-      "div.columns.chat-columns",
+      "div.columns",
       place,
       h(
         "form.card.stack",
