@@ -17,6 +17,7 @@ from palestra.runs.manager import RunManager
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
 
 
+IS_READ = "!document.body.innerText.includes('Reading the rollouts')"
 MEASURES = """
 from palestra import measure
 
@@ -51,7 +52,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     run = page.evaluate("location.hash")
     page.click(".tabs a", "Rollouts")
     page.wait_for("tr.open")
-    page.wait("!document.body.innerText.includes('Reading the rollouts')", timeout_s=120)
+    page.wait(IS_READ, timeout_s=120)
     picture("rollouts")
     other = page.evaluate("fetch('api/runs?q=demo').then((r) => r.json()).then((d) => d.runs.at(-1).id)")
     api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
@@ -110,4 +111,5 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     page.click("tr.open a", "hacked")
     page.click(".tabs a", "Is it cheating?")
     page.wait_for("[role=alert]")
+    page.wait(IS_READ)
     picture("cheating")

@@ -142,8 +142,8 @@ def trace_rows(file: Path, number: int) -> Iterator[Row]:
 
 
 def _cut_off(trace: Row) -> bool:
-    calls = trace.get("calls") or ()
-    return bool(calls) and calls[-1].get("finish_reason") == "length"
+    calls = trace.get("calls") or [{}]
+    return bool(calls[-1].get("finish_reason") == "length")
 
 
 def _task(episode: Row) -> Any:
