@@ -133,7 +133,7 @@ function filters(facets, filter, set) {
           ["0", "measure failed"],
         ])
       : null,
-    h("span.row.nowrap", box("reward_min", "Reward from", "122px"), box("reward_max", "to", "70px")),
+    h("span.row.nowrap", box("reward_min", "Reward from", "134px"), box("reward_max", "to", "70px")),
     filter.problem && chip("problem", filter.problem, set),
     filter.shape && chip("shape", filter.shape, set),
   ];
