@@ -190,9 +190,21 @@ class GRPOTrainer:
         else:
             config = self._resolve(len(environment.problems("train")))
             self._load(config)  # a model that cannot be loaded leaves no run folder behind
-            record = self._record() | dict(record or {})
-            run = RunFolder.create(Path(config.output_dir), self._name, config, record, at=self._folder)
+            run = self._new_folder(config, self._record() | dict(record or {}))
         return outside_event_loop(lambda: self._run(environment, config, run, going_on))
+
+    def _new_folder(self, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
+        """Made by the first rank, where there are several, and used by all."""
+        from palestra.train.ranks import join
+
+        output_dir = Path(config.output_dir)
+        run = join(config).from_first(lambda: RunFolder.create(output_dir, self._name, config, record, at=self._folder))
+        if not run.has_begun:
+            raise PalestraError(
+                f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
+                "all machines share"
+            )
+        return run
 
     def _record(self) -> dict[str, Any]:
         return {

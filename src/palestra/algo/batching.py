@@ -138,6 +138,24 @@ def pack(
     return batches
 
 
+def nothing_scored() -> MicroBatch:
+    """A pass over two tokens of which none is scored: its gradient is 0 for every weight."""
+    none, ids = torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    return MicroBatch(
+        token_ids=ids,
+        position_ids=torch.arange(2),
+        trees=(Tree(0, 0, (2,)),),
+        source=none,
+        target=none,
+        row=none,
+        place=none,
+        policy_mask=none.bool(),
+        echo_mask=none.bool(),
+        sampler_logprobs=none.float(),
+        advantages=none.float(),
+    )
+
+
 def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
     """The samples in `parts` runs of nearly equal size, in order; fewer where there are fewer samples."""
     parts = min(parts, len(samples))

@@ -94,6 +94,11 @@ class TokenStats:
         both = {k: torch.maximum(self.maxima[k], other.maxima[k]) for k in self.maxima if k in other.maxima}
         return TokenStats(self.tokens + other.tokens, sums, {**maxima, **both})  # type: ignore[arg-type]
 
+    def cpu(self) -> TokenStats:
+        """The same, ready to be sent to another process."""
+        sums, maxima = ({name: value.cpu() for name, value in found.items()} for found in (self.sums, self.maxima))
+        return TokenStats(self.tokens, sums, maxima)
+
     def finish(self) -> dict[str, float]:
         """Means and maxima by name; nothing at all where no token was trained."""
         if self.tokens == 0:

@@ -260,6 +260,16 @@ class RaySection(Section):
     )
 
 
+class RanksSection(Section):
+    """Several processes that train together: `--nproc` or torchrun (docs/scaling.md)."""
+
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="how long a rank waits for the others, for their rollouts above all, until the run ends",
+    )
+
+
 class EchoSection(Section):
     """ECHO: also learn to predict what the tools answer."""
 
@@ -342,6 +352,7 @@ class RunConfig(Section):
     vllm: VllmSection = Field(default_factory=VllmSection)
     tinker: TinkerSection = Field(default_factory=TinkerSection)
     ray: RaySection = Field(default_factory=RaySection)
+    ranks: RanksSection = Field(default_factory=RanksSection)
     echo: EchoSection = Field(default_factory=EchoSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

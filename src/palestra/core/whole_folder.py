@@ -18,7 +18,7 @@ from palestra.core.run_folder import MANIFEST
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> Path:
     """Make the folder of what `write` puts into the path that it is given; an older one is replaced."""
-    aside = folder.with_name(f".{folder.name}.partial")
+    aside = folder_aside(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -32,6 +32,11 @@ def write_whole(folder: Path, write: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def folder_aside(folder: Path) -> Path:
+    """Where the folder is written before it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def check_whole(folder: Path) -> None:

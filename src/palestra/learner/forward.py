@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from palestra.algo.batching import MicroBatch
 from palestra.learner.head import ScoringHead
 from palestra.learner.last_layer import last_mlp_at
+from palestra.learner.layers import decoder_layers
 from palestra.learner.logit_rule import logit_rule
 from palestra.learner.norms import FastNorms
 from palestra.learner.packed import PackedMicroBatch
@@ -58,7 +59,7 @@ class Scorer(nn.Module):
         """Forward and backward passes happen inside; the model is as it was afterwards."""
         norms = nullcontext() if self._norms is None else self._norms.use()
         with norms, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
-            layers = _layers(self.model) if self.compiled else []
+            layers = decoder_layers(self.model) if self.compiled else []
             n = self.compiled_at_once
             for run in (layers[i : i + n] for i in range(0, len(layers), n)):
                 run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
@@ -94,7 +95,7 @@ class Scorer(nn.Module):
         batch = micro.batch
         # A compiled or recomputed layer must be the same each time.
         again = self.compiled or self.model.is_gradient_checkpointing
-        layers = [] if again or self.model.device.type != "cpu" else _layers(self.model)
+        layers = [] if again or self.model.device.type != "cpu" else decoder_layers(self.model)
         with last_mlp_at(layers, batch.source, len(batch.token_ids)):
             out = self.model.base_model(
                 input_ids=batch.token_ids[None],
@@ -110,7 +111,7 @@ class Scorer(nn.Module):
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
         temperature = torch.where(batch.echo_mask, 1.0, self.head.rule.temperature)[:, None]
         logp = torch.log_softmax(logits.index_select(0, batch.source).float() / temperature, dim=-1)
-        return logp.gather(-1, batch.target[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+        return -nn.functional.nll_loss(logp, batch.target, reduction="none"), -(logp.exp() * logp).sum(-1)
 
     def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[B, L] ids padded on the right and [B, L] bool where they are real; every tree is one row."""
@@ -120,15 +121,9 @@ class Scorer(nn.Module):
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    """The decoder's layers: all of one make, so that one compiled program serves them all."""
-    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
-    return max((list(stack) for stack in stacks), key=len, default=[])
-
-
 def _alike(model: Any) -> int:
     """How many layers, called alike, are compiled as one program: two are launched faster; more compile longer."""
-    layers = len(_layers(model))
+    layers = len(decoder_layers(model))
     kinds = set(getattr(model.config, "layer_types", None) or ())
     return next(n for n in (2, 3, 1) if n == 1 or (len(kinds) <= 1 and layers % n == 0))
 

@@ -98,10 +98,8 @@ class _Score(torch.autograd.Function):
             room -= logits.nbytes
             if room >= 0:
                 kept.append(logits)
-        empty = hidden.new_empty(0, dtype=torch.float32)
-        logprobs, logsumexp, entropy = (
-            (torch.cat(x) for x in zip(*parts, strict=True)) if parts else (empty, empty, empty)
-        )
+        columns = zip(*parts, strict=True) if parts else [(hidden.new_empty(0, dtype=torch.float32),)] * 3
+        logprobs, logsumexp, entropy = (torch.cat(column) for column in columns)
         ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
         ctx.rule, ctx.entropy_gradient, ctx.kept = rule, entropy_gradient, kept
         if not entropy_gradient:

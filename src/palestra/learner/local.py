@@ -22,6 +22,7 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.phases import phases
+from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
@@ -30,6 +31,8 @@ from palestra.learner.forward import Scorer, causal_lm
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
+from palestra.learner.shard import shard
+from palestra.learner.sharded_state import is_sharded, load_sharded
 
 
 @dataclass(slots=True)
@@ -55,14 +58,14 @@ class LocalOutputs:
         return tokens_to_rows(self.token_entropies, self.batch.samples)
 
     def metrics(self) -> dict[str, float]:
-        policy, echo, bonus = self.parts.tolist()
-        metrics = {"loss": policy + self.loss.echo_coefficient * echo + bonus, "policy_loss": policy}
-        if self.loss.echo_tokens:
-            metrics["echo_loss"] = echo
-        metrics["tokens_computed"] = float(sum(len(micro.batch.token_ids) for micro, _ in self.token_logprobs))
+        return loss_metrics(self.loss, self.parts, self.stats) | self.costs()
+
+    def costs(self) -> dict[str, float]:
+        """What it took on this machine."""
+        costs = {"tokens_computed": float(sum(len(micro.batch.token_ids) for micro, _ in self.token_logprobs))}
         if self.parts.is_cuda:
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
-        return metrics | self.stats.finish()
+            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
+        return costs
 
     def add(self, micro: PackedMicroBatch, out: MicroOutputs) -> None:
         self.parts += out.parts.detach()
@@ -91,11 +94,20 @@ class MicroOutputs:
     entropies: Tensor
 
 
-def explain_not_finite(pending: Sequence[LocalOutputs], losses: Sequence[float], grad_norm: float) -> str:
+def loss_metrics(loss: StepLoss, parts: Tensor, stats: TokenStats) -> dict[str, float]:
+    policy, echo, bonus = parts.tolist()
+    metrics = {"loss": policy + loss.echo_coefficient * echo + bonus, "policy_loss": policy}
+    if loss.echo_tokens:
+        metrics["echo_loss"] = echo
+    return metrics | stats.finish()
+
+
+def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:
     """Which groups brought a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
-    groups = {group for found in pending for group in found.groups_not_finite()}
-    groups = groups or {sample.group for found in pending for sample in found.batch.samples}
-    loss = sum(losses)
+    guilty = {group for found in pending for group in found.groups_not_finite()}
+    everyone = {sample.group for found in pending for sample in found.batch.samples}
+    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
+    groups = guilty or everyone
     what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
     return (
         f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
@@ -106,7 +118,8 @@ def explain_not_finite(pending: Sequence[LocalOutputs], losses: Sequence[float],
 class LocalLearner:
     """Trains one model in place. A sampler that drives the same module sees every step at once.
 
-    The model's weights at construction are the KL reference, if `train.beta` asks for one.
+    The model's weights at construction are the KL reference, if `train.beta` asks for one. One of several `ranks` holds
+    its shard of the model and computes its own rows; all of them call the same methods (`FsdpLearner` sees to it).
 
     >>> learner = LocalLearner(model, config=config)                        # doctest: +SKIP
     >>> outputs = learner.forward_backward(Batch(samples), StepLoss.of(samples, objective, max_completion_length=256))
@@ -115,10 +128,17 @@ class LocalLearner:
     """
 
     def __init__(
-        self, model: Any, *, config: RunConfig, pad_token_id: int = 0, optimizer: Optimizer | None = None
+        self,
+        model: Any,
+        *,
+        config: RunConfig,
+        pad_token_id: int = 0,
+        optimizer: Optimizer | None = None,
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.model = model
         self._limit = MicroBatchLimit(config.train.tokens_per_micro_batch)
+        self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
         if config.lora.r > 0 and not self._has_adapter:
             raise PalestraError(
@@ -127,14 +147,20 @@ class LocalLearner:
         if config.model.gradient_checkpointing:
             hf = causal_lm(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._scorer = Scorer(model, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
+        # hooks that gather a layer's shards cannot be compiled with it
+        options: dict[str, Any] = {"compile_layers": False} if ranks.size > 1 else {}
+        options |= {"temperature": config.rollout.temperature, "pad_token_id": pad_token_id}
+        self._scorer = Scorer(model, **options)
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
         if config.train.beta > 0 and self._has_adapter:
             self._reference = self._scorer  # the same weights, with the adapter switched off
         elif config.train.beta > 0:
             frozen = copy.deepcopy(model).requires_grad_(False).eval()
-            self._reference = Scorer(frozen, temperature=config.rollout.temperature, pad_token_id=pad_token_id)
+            self._reference = Scorer(frozen, **options)
+        if ranks.size > 1:
+            for scorer in {self._scorer, self._reference} - {None}:
+                shard(scorer, master_weights=config.model.master_weights)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
 
@@ -213,14 +239,15 @@ class LocalLearner:
         if not any(found.token_logprobs for found in pending):
             return 0.0
         norm = self.optimizer.clip(max_grad_norm)
-        checks = torch.stack([*(found.parts.sum() for found in pending), norm.double()])
+        checks = torch.stack([sum(found.parts.sum() for found in pending), norm.double()])
         ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
-        *losses, grad_norm = checks.tolist()
-        if not all(math.isfinite(x) for x in (*losses, grad_norm)):
+        own_loss, grad_norm = checks.tolist()
+        loss = sum(self._ranks.gather(own_loss))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._forget_gradients()
-            raise PalestraError(explain_not_finite(pending, losses, grad_norm))
+            raise PalestraError(explain_not_finite(pending, loss, grad_norm, self._ranks))
         if not ahead:
             self.optimizer.step(learning_rate)
         return grad_norm
@@ -236,7 +263,10 @@ class LocalLearner:
 
     def load(self, folder: Path) -> None:
         state = learner_state.load(folder, self.model)
-        self.optimizer.load_state_dict(state["optimizer"])
+        if is_sharded(folder):  # several ranks wrote it
+            load_sharded(folder, self.optimizer)
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
 
     def export(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +279,9 @@ class LocalLearner:
 
     def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
         if batch.packed is None or batch.packed[0] != echo:
-            batch.packed = (echo, self._packed(batch, echo=echo))
+            packed = self._packed(batch, echo=echo)
+            packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches))), self.device)
+            batch.packed = (echo, packed)
         found: PackedBatch = batch.packed[1]
         return found
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from palestra.core.config import TrainSection
 from palestra.core.errors import PalestraError
@@ -20,7 +21,8 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
-        self.weights = [p for p in model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.weights = list(trained), list(trained.values())
         if not self.weights:
             raise PalestraError("the model has no trainable weight; unfreeze it or add LoRA adapters")
         self.masters: list[Tensor] = []
@@ -46,11 +48,12 @@ class Optimizer:
     @property
     def can_skip(self) -> bool:
         """Whether a step can be launched before it is known to be sound: the GPU then leaves the weights alone."""
-        return self.weights[0].is_cuda
+        return self.weights[0].is_cuda and not isinstance(self.weights[0], DTensor)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to `max_norm`; gives their norm before that."""
-        return nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
+        norm = nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def configure(self, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         """Other constants from the next step on; vectors (norms, biases) are never decayed."""
@@ -65,10 +68,14 @@ class Optimizer:
         if finite is not None:  # what the fused kernels look at to skip a step, without the host
             self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.adamw.step()
-        with torch.no_grad():
-            if self._pairs:
-                torch._foreach_copy_([w for w, _ in self._pairs], [m for _, m in self._pairs])
+        self.round_masters()
         self.clear()
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Give the model the master weights, rounded."""
+        if self._pairs:
+            torch._foreach_copy_([w for w, _ in self._pairs], [m for _, m in self._pairs])
 
     def clear(self) -> None:
         for master in self.masters:
@@ -88,6 +95,25 @@ class Optimizer:
         with torch.no_grad():
             for weight, master in self._pairs:
                 master.copy_(weight)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it keeps, by names that do not depend on the number of ranks; the tensors themselves."""
+        kept = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            moments = self.adamw.state.get(master, {})
+            kept |= {f"{kind}/{name}": value for kind, value in ({"weight": master.detach()} | moments).items()}
+        return kept
+
+    def make_room(self) -> None:
+        """Moments of 0 for every weight, to be overwritten."""
+        for master in self.masters:
+            moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+
+    def names_by_index(self) -> list[str]:
+        """The weights as the state of AdamW numbers them."""
+        names = {id(master): name for name, master in zip(self.names, self.masters, strict=True)}
+        return [names[id(weight)] for group in self.adamw.param_groups for weight in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"adamw": self.adamw.state_dict(), "masters": [master for _, master in self._pairs]}

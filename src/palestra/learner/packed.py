@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import MicroBatch, pack
+from palestra.algo.batching import MicroBatch, nothing_scored, pack
 from palestra.core.types import Array, Sample
 from palestra.learner.tree_attention import Layout
 
@@ -32,6 +32,11 @@ class PackedBatch:
     micro_batches: list[PackedMicroBatch]
     policy_lengths: Tensor  # [R] policy tokens of each row
     echo_lengths: Tensor  # [R]
+
+    def pad_passes(self, count: int, device: torch.device) -> None:
+        """Add passes that score nothing: every rank takes as many, since each pass gathers the shards of all."""
+        while len(self.micro_batches) < count:
+            self.micro_batches.append(_to_device(nothing_scored(), echo=False, device=device))
 
 
 def pack_batch(

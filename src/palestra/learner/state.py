@@ -20,7 +20,7 @@ ADAPTER = "adapter_model.safetensors"
 def save(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:
     """Write the model (only the adapter where it has one) and the state, with torch's random states."""
     save_model(folder, model)
-    torch.save({**state, "random": _random_states()}, folder / STATE)
+    torch.save({**state, "random": random_states()}, folder / STATE)
 
 
 def save_model(folder: Path, model: nn.Module) -> None:
@@ -32,16 +32,20 @@ def save_model(folder: Path, model: nn.Module) -> None:
 
 def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     """Read what `save` wrote into the model; gives the state back."""
+    state = read(folder)
+    load_model(folder, model)
+    set_random_states(state["random"])
+    return state
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The state alone."""
     try:
         state: dict[str, Any] = torch.load(_file(folder, STATE), map_location="cpu", weights_only=True)
     except Exception as error:
         if isinstance(error, PalestraError):
             raise
         raise PalestraError(f"{folder / STATE} is corrupt ({error}); use another checkpoint") from error
-    load_model(folder, model)
-    torch.set_rng_state(state["random"]["cpu"])
-    if torch.cuda.is_available() and state["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(state["random"]["cuda"])
     return state
 
 
@@ -53,9 +57,15 @@ def load_model(folder: Path, model: nn.Module) -> None:
         _load_weights(folder, model)
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def _load_adapter(folder: Path, model: nn.Module) -> None:

@@ -58,6 +58,12 @@ def has_supervisor() -> bool:
     return RUN_VARIABLE in os.environ or sys.platform == "win32"
 
 
+def mark_failed(folder: Path, reason: str) -> None:
+    """For a process that ends at once, without leaving `listed`."""
+    if not has_supervisor():
+        ForegroundRun().mark_failed(folder, reason)
+
+
 class ForegroundRun:
     """The row of a training that runs in this process. An index that cannot be written does not stop it."""
 
@@ -107,6 +113,13 @@ class ForegroundRun:
         is_mine = row.supervisor == me  # read from our folder, when the index was lost
         if not index.move(row.run_id, (*ENDED, *ACTIVE) if is_mine else ENDED, "running", **changes):
             raise _busy(row)
+
+    def mark_failed(self, folder: Path, reason: str) -> None:
+        with contextlib.suppress(PalestraError, sqlite3.Error, OSError):
+            self._index = Index(self._home)
+            row = self._index.row_of(str(folder.resolve()))
+            self._run_id = "" if row is None else row.run_id
+            self.end("failed", reason)
 
     def end(self, state: State, reason: str | None = None) -> None:
         if self._index is not None:

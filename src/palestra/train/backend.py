@@ -10,8 +10,10 @@ from typing import Any
 from palestra.cluster.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.export.hf import save_downloaded, save_hf, write_beside
 from palestra.learner.base import Learner
+from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
@@ -35,7 +37,11 @@ class Backend:
 
 
 def backend_of(
-    config: RunConfig, loaded: LoadedModel, learner: Learner | None = None, policy: Policy[Any] | None = None
+    config: RunConfig,
+    loaded: LoadedModel,
+    learner: Learner | None = None,
+    policy: Policy[Any] | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Backend:
     """The backend that the config names. Learner and policy share one module, unless others are given."""
     if config.backend == "tinker":
@@ -55,7 +61,7 @@ def backend_of(
         config,
         model,
         tokenizer,
-        learner or LocalLearner(model, config=config, pad_token_id=tokenizer.pad_token_id or 0),
+        learner or learner_of(model, config, tokenizer.pad_token_id or 0, ranks),
         policy or policy_for(model, tokenizer, config),
         lambda folder, record: write_beside(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
@@ -83,6 +89,12 @@ def ray_pool(config: RunConfig) -> RolloutPool:
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
     return RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
+
+
+def learner_of(model: Any, config: RunConfig, pad_token_id: int, ranks: Ranks) -> Learner:
+    if ranks.size == 1:
+        return LocalLearner(model, config=config, pad_token_id=pad_token_id)
+    return FsdpLearner(model, config=config, pad_token_id=pad_token_id, ranks=ranks)
 
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:

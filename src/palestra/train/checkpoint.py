@@ -24,7 +24,7 @@ from palestra.core.run_folder import (  # noqa: F401
     step_folder,
     step_of,
 )
-from palestra.core.whole_folder import check_whole, write_whole
+from palestra.core.whole_folder import check_whole, folder_aside, write_whole
 
 FORMAT = 2
 
@@ -56,6 +56,12 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
             f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
             "checkpoints are whole. Free some space or choose another output_dir, then resume"
         ) from error
+
+
+def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A rank's part in a checkpoint that the first one saves."""
+    write(folder_aside(folder))
+    return folder
 
 
 def read_checkpoint(folder: Path) -> TrainState:

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended, then raise KeyboardInterrupt."""
+    """Hold Ctrl-C back until the block has ended, then let it do what it did before: raise KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -27,24 +28,25 @@ def deferred_interrupts() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
+        on_ctrl_c(before, None)
+
+
+def on_ctrl_c(handler: Any, frame: FrameType | None) -> None:
+    """What Ctrl-C does by this handler of SIGINT, also where it is ignored, as in the background jobs of a script."""
+    if not callable(handler):
         raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)
 
 
 @contextmanager
 def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
-    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling.
-
-    Also where SIGINT is ignored, as in the background jobs of a script.
-    """
+    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        on_ctrl_c = signal.getsignal(signal.SIGINT)
-        if not callable(on_ctrl_c):
-            raise KeyboardInterrupt
-        on_ctrl_c(signal.SIGINT, frame)
+        on_ctrl_c(signal.getsignal(signal.SIGINT), frame)
 
     numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
     before = {number: signal.signal(number, stop) for number in numbers}

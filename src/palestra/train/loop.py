@@ -19,12 +19,20 @@ from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.phases import phases
+from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner
 from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
 from palestra.tracking.base import Tracker
-from palestra.train.checkpoint import TrainState, last_checkpoint, prune, save_checkpoint, step_folder
+from palestra.train.checkpoint import (
+    TrainState,
+    join_checkpoint,
+    last_checkpoint,
+    prune,
+    save_checkpoint,
+    step_folder,
+)
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import rollout_metrics
@@ -63,6 +71,7 @@ class Training:
     state: TrainState = field(default_factory=TrainState)
     write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
     learner_thread: Executor | None = None  # the learner works there while the event loop samples; None: nobody samples
+    ranks: Ranks = ONE_PROCESS  # all of which go through this loop together
     earlier_s: float = 0.0  # how long the run took before it was resumed
     began: float = field(default_factory=time.perf_counter)
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
@@ -246,10 +255,14 @@ class Training:
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
         path = step_folder(self.checkpoints, self.state.step)
-        save_checkpoint(path, self.state, self._write_checkpoint)
+        if self.ranks.is_first:
+            save_checkpoint(path, self.state, self._write_checkpoint)
+            best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
+            prune(self.checkpoints, keep.keep_last, best)
+        else:
+            join_checkpoint(path, self.learner.save)
+        self.ranks.gather(None)  # it is whole for all
         self.source.commit()
-        best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
-        prune(self.checkpoints, keep.keep_last, best)
         return path
 
     def _write_checkpoint(self, folder: Path) -> None:

@@ -30,7 +30,7 @@ from palestra.learner.base import Learner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
-from palestra.runs.foreground import listed, refuse_busy
+from palestra.runs.foreground import listed, mark_failed, refuse_busy
 from palestra.tracking.base import Trackers
 from palestra.tracking.open import open_trackers
 from palestra.train.backend import Backend, backend_of
@@ -40,9 +40,10 @@ from palestra.train.group_queue import GroupQueue
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
+from palestra.train.ranks import join
 from palestra.train.setup import load_for_run, use_threads
-from palestra.train.tasks import Parts, Task
-from palestra.train.watcher import Watcher
+from palestra.train.tasks import EnvironmentTask, Parts, Task
+from palestra.train.watcher import SilentWatcher, Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +97,23 @@ class Run:
         `state` says where learner and policy stand already. Nothing is written here: a resume that fails leaves the
         run as it was.
         """
-        watcher = watcher or Watcher()
+        ranks = join(config)
+        if ranks.size > 1:
+            require_ranks_support(config, task, learner or policy)
+        watcher = (watcher or Watcher()) if ranks.is_first else SilentWatcher()
         resume_from = None
         if resume is not None:
-            refuse_busy(folder.path)  # before its records are cut back to the checkpoint
-            resume_from = choose_checkpoint(folder, resume.checkpoint, watcher.note)
+            resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
             config = resume.config(config, resume_from[1].step if resume_from else 0)
         steps = total_steps(config, task.problem_count) if steps is None else steps
         loaded = loaded or load_for_run(config)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)
-        backend = backend_of(config, loaded, learner, policy)
+        backend = backend_of(config, loaded, learner, policy, ranks)
         config, policy = backend.config, backend.policy
         state = state or TrainState()
         done = resume_from[1].step if resume_from else state.step
-        parts = Parts(config, policy, backend.tokenizer, runner, watcher, done)
+        parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks)
         source, evaluator = task.source(parts), task.evaluator(parts)
         queue = None
         if config.rollout.max_staleness and source.concurrent:
@@ -135,24 +138,27 @@ class Run:
             state,
             lambda path: backend.complete_checkpoint(path, folder.record),
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
+            ranks,
         )
         resume_after = done if resume or done else None
         return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
-        training = self.training
+        training, ranks = self.training, self.training.ranks
         overview = self._overview()
         training.watcher.note(overview.text(self.folder.path))
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
             stack.push(lambda kind, error, trace: self.backend.close(error is None))
             training.watcher.started(self.folder.path)
-            stack.enter_context(listed(self.folder.path))
+            if ranks.is_first:
+                stack.enter_context(listed(self.folder.path))
+            stack.enter_context(ranks.guarded(self._ended_by_another))
             if training.learner_thread is not None:
                 stack.callback(training.learner_thread.shutdown)
             stack.callback(training.source.close)
-            self._open_records()
+            ranks.from_first(self._open_records)
             stack.callback(training.tracker.close)
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
@@ -163,17 +169,20 @@ class Run:
             if self.resume_from is not None:
                 training.watcher.note(f"going on from step {self.resume_from[1].step}")
                 training.resume(*self.resume_from)
-                drop_after(self.folder, training.state.step)
-            training.run(self._evaluate_between if self.evaluator else None, self._lacks_evaluation())
+                ranks.from_first(lambda: drop_after(self.folder, training.state.step))
+            lacks_evaluation = ranks.from_first(self._lacks_evaluation)
+            training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
             after = self._evaluate("after", again=True)
             try:
-                path = self.backend.save_model(self.folder.model, self.folder.record)
+                path = ranks.from_first(lambda: self.backend.save_model(self.folder.model, self.folder.record))
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             findings = outcome_findings(metrics, after.rollouts if after else (), training.ended_early)
             device = gpu_name(self.backend.model)
-            page = write_report(self.folder, before, after, metrics, seconds, findings, device=device)
+            page = ranks.from_first(
+                lambda: write_report(self.folder, before, after, metrics, seconds, findings, device=device)
+            )
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
 
@@ -184,7 +193,9 @@ class Run:
             raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
         weights = dict(training.source.reward_weights)
-        folder.add_to_record(steps=training.total_steps, threads=torch.get_num_threads(), reward_weights=weights)
+        several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
+        threads = torch.get_num_threads()
+        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
@@ -203,7 +214,8 @@ class Run:
             return known
         try:
             report = self._score(f"scoring {name}")
-            write_evaluation(path, report)
+            if self.training.ranks.is_first:
+                write_evaluation(path, report)
         except Exception as error:
             raise self.training.failure(f"scoring {name}", error) from error
         return report
@@ -228,6 +240,11 @@ class Run:
             if finding.kind in NO_MATTER_OF_LEARNING:
                 self.training.watcher.warn(finding.sentence)
 
+    def _ended_by_another(self, reason: str) -> None:
+        """Another rank is gone, and this one waits for it in vain."""
+        if self.training.ranks.is_first:
+            mark_failed(self.folder.path, reason)
+
     def _lacks_evaluation(self) -> bool:
         """Whether the run was killed during the evaluation that was due after its checkpoint."""
         step = self.training.state.step
@@ -236,9 +253,35 @@ class Run:
 
     def _evaluate_between(self, step: int) -> float:
         report = self._score(f"evaluating at step {step}")
-        write_evaluation(self.folder.eval_file(step), report)
+        if self.training.ranks.is_first:
+            write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
         return report.mean_reward
+
+
+def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[Path, TrainState] | None:
+    """Where the run goes on, unless another process is at it."""
+    refuse_busy(folder.path)  # before its records are cut back to the checkpoint
+    return choose_checkpoint(folder, resume.checkpoint, watcher.note)
+
+
+def require_ranks_support(config: RunConfig, task: Task, given: Any) -> None:
+    """PalestraError for what cannot be divided among ranks."""
+    remedy = "start it without --nproc and torchrun"
+    if given is not None:
+        raise PalestraError(
+            f"a learner or a policy of your own is one of this process, and there are several; {remedy}"
+        )
+    if not isinstance(task, EnvironmentTask) or task.rollout_func is not None:
+        what = "a rollout_func" if isinstance(task, EnvironmentTask) else f"a {type(task).__name__}"
+        raise PalestraError(
+            f"{what} gives its groups to one process, and there are several; ranks share the problems of agent files "
+            f"and environments. Otherwise {remedy}"
+        )
+    config.refuse(["backend", "tinker"], f"a Tinker server has the model, and no GPU of ours; {remedy}")
+    config.refuse(["vllm", "rollout.policy_url"], "each rank samples with an engine of its own")
+    config.refuse(["rollout.max_staleness"], "ranks sample and learn in turns")
+    config.refuse(["lora.load_in_4bit"], "weights of 4 bits are not divided among ranks")
 
 
 def gpu_name(model: Any) -> str:

@@ -23,6 +23,7 @@ from palestra.policy.pinned import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit
+from palestra.train.ranks import join
 
 
 def seed_everything(seed: int) -> None:
@@ -36,6 +37,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
     model is on a Tinker server."""
     seed_everything(config.seed)
+    ranks = join(config)
     if config.backend == "tinker":
         require_tinker()
         return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
@@ -48,7 +50,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     return load_model(
         config.model.name,
         dtype=config.model.dtype,
-        device=config.model.device,
+        device=config.model.device if ranks.size == 1 else str(ranks.device),
         quantization=quantization_config(config.lora),
         threads=config.model.threads,
     )

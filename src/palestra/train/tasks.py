@@ -15,6 +15,7 @@ from palestra.cluster.actor import GroupSampler
 from palestra.cluster.pool import PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.models.loading import load_tokenizer
@@ -23,6 +24,7 @@ from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
+from palestra.rollout.shared import SharedCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import eval_limits, train_limits
@@ -41,6 +43,7 @@ class Parts:
     runner: asyncio.Runner
     watcher: Watcher
     step: int = 0  # of the checkpoint that it goes on from
+    ranks: Ranks = ONE_PROCESS
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -117,7 +120,8 @@ class EnvironmentTask:
         if isinstance(parts.policy, PoolPolicy):
             recipe = ActorRecipe(parts.config, replace(self, trainer=None))
             return PoolCollector(parts.policy.pool, recipe, training, collector.groups_at_once)
-        return replace(collector, rewards=rewards)
+        collector = replace(collector, rewards=rewards)
+        return collector if parts.ranks.size == 1 else SharedCollector(collector, parts.ranks)
 
     def sampler(self, parts: Parts) -> GroupSampler:
         """What a rollout actor samples with."""

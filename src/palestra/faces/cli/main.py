@@ -11,6 +11,7 @@ from importlib import import_module
 import click
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.ranks import RankFailed, is_first_rank
 
 # name -> (module beside this one, or module:attribute where it is not `command`; its line in `palestra --help`)
 COMMANDS = {
@@ -89,14 +90,16 @@ def run(arguments: Sequence[str]) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.secho("Stopped.", fg="yellow", err=True)
+        if is_first_rank():
+            click.secho("Stopped.", fg="yellow", err=True)
         return 130
     except (PalestraError, OSError) as error:
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):
             raise
         remedy = "; free some space, or choose another output_dir" if is_full else ""
-        click.secho(f"Error: {error}{remedy}", fg="red", err=True)
+        if is_first_rank() or not isinstance(error, RankFailed):
+            click.secho(f"Error: {error}{remedy}", fg="red", err=True)
         return 2
 
 

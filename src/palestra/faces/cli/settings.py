@@ -19,6 +19,7 @@ from palestra.core.yaml_config import flatten, load_yaml, translate
 
 PREFIXES = ("env", "openai")
 _META = "palestra.prefixed"
+_WORDS = "palestra.words"
 _HELP = {
     "seed": "The same seed and settings give the same run.",
     "backend": "Where the model is trained: local, ray (actors of a Ray cluster sample), or tinker.",
@@ -123,8 +124,15 @@ class EnvCommand(click.Command):
     """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
         ctx.meta[_META], rest = split_prefixed(args)
         return super().parse_args(ctx, rest)
+
+
+def typed_words() -> list[str]:
+    """What was typed after the command, to start it again."""
+    words: list[str] = click.get_current_context().meta[_WORDS]
+    return words
 
 
 def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from palestra.agents.agent import Agent
 from palestra.api import train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.launch import launch_ranks
+from palestra.core.ranks import Place, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.env_api import train_env
 from palestra.envs.load import find_env, load_env
@@ -35,6 +38,7 @@ from palestra.faces.cli.train_wire import new_run_for, present, run_on_wire, wai
 from palestra.result import GRPOTrainingResult
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
+from palestra.runs.request import PALESTRA
 
 
 @click.command(
@@ -50,6 +54,9 @@ from palestra.runs.manager import RunManager, RunRequest
 @click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes on this machine, one for each GPU."
+)
 @click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @wait_limit_option
@@ -65,6 +72,7 @@ def command(
     folder: Path | None,
     detach: bool,
     wire: bool,
+    nproc: int | None,
     dry_run: bool,
     serve_port: int,
     wait_limit_s: float,
@@ -89,6 +97,7 @@ def command(
       palestra train --env calculator --env.operations 1
       palestra train --agent-cmd "python my_agent.py" --cases cases.jsonl --measure score.py:score
       palestra train --mcp "python server.py" --cases cases.jsonl --measure score.py:score
+      palestra train my_agent.py --nproc 4
       palestra train my_agent.py --detach
       palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
       palestra train --resume runs/my-agent-20260131-101500
@@ -102,7 +111,11 @@ def command(
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
-    console = Console(stderr=as_json)
+    if nproc is not None and starts_ranks(
+        nproc, refused={"--dry-run": dry_run, "--detach": detach, "--env-url": env_url}
+    ):
+        raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *settings.typed_words()], nproc))
+    console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     if own.given and (env or env_url or resume):
         raise PalestraError(
@@ -145,8 +158,21 @@ def command(
         file, agent, config = own.open(agent_file, config_file, options)
         result = _train_agent(file, agent, config, console, folder=folder, own=own)
     print_training(console, result, result.outcome.report_path)
-    if as_json:
+    if as_json and is_first_rank():
         click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
+
+
+def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
+    """Whether this process only starts the ranks; False in a rank itself, and for one."""
+    for option, value in refused.items():
+        if value and nproc > 1:
+            raise PalestraError(f"--nproc {nproc} trains in this terminal; it does not go with {option}")
+    place = Place.of_environment()
+    if place is not None and place.local_size != nproc:
+        raise PalestraError(
+            f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"
+        )
+    return place is None and nproc > 1
 
 
 def _dry_run(
@@ -233,7 +259,8 @@ def _train_environment(
 def _resume_of(name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None) -> Resume:
     max_steps = settings.max_steps_of_resumed(options, config_file)
     run = require_run(name)
-    refuse_busy(run.path)
+    if is_first_rank():  # by then the first one may train in it
+        refuse_busy(run.path)
     return Resume(run.path, checkpoint, max_steps)
 
 

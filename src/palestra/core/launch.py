@@ -1,0 +1,80 @@
+"""Starts the ranks of a training on this machine, as torchrun would, and ends them together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from palestra.core.ranks import LAUNCHER
+from palestra.core.secrets import own_environment
+
+_POLL_S = 0.1
+_END_S = (
+    30.0  # after one rank has ended the others end within 10 s by themselves, with the reason; what is left is killed
+)
+
+
+def launch_ranks(command: Sequence[str], count: int) -> int:
+    """Run the command in `count` processes that are ranks of each other; gives the exit status of the first that
+    failed, or 0.
+
+    Ctrl-C and SIGTERM become a SIGTERM for each of them: they save a checkpoint together.
+    """
+    ranks = [subprocess.Popen(command, env=env, start_new_session=True) for env in _environments(count)]
+    try:
+        with _forwarded(ranks):
+            return _wait(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    first: tuple[int, int] | None = None  # that failed: its rank and status
+    until = float("inf")
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        if first is None and (failed := [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]):
+            first, until = failed[0], time.monotonic() + _END_S
+            if first[1] < 0:
+                name = signal.Signals(-first[1]).name
+                print(
+                    f"rank {first[0]} (process {ranks[first[0]].pid}) was ended by {name}", file=sys.stderr, flush=True
+                )
+        time.sleep(_POLL_S)
+    statuses = [first[1] if first else 0, *(process.returncode or 0 for process in ranks)]
+    status = next((status for status in statuses if status), 0)
+    return 128 - status if status < 0 else status
+
+
+def _environments(count: int) -> list[dict[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = {"OMP_NUM_THREADS": str(max(1, processors // count))} | own_environment()
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+@contextmanager
+def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,150 @@
+"""The learner over several ranks: each computes its rows on its shard of the model (FSDP2), with the normalisers of the
+whole step, so that loss, gradient and update are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.ranks import Ranks
+from palestra.core.types import Array, Sample
+from palestra.core.weights import Weights
+from palestra.learner import state as learner_state
+from palestra.learner.base import Batch
+from palestra.learner.local import LocalLearner, LocalOutputs, loss_metrics
+from palestra.learner.sharded_state import is_sharded, load_sharded, load_whole, save_sharded
+
+
+def share_of_rows(samples: Sequence[Sample], ranks: Ranks) -> slice:
+    """The rows of this rank: a run of them, so that siblings stay together, with about as many tokens as the others."""
+    lengths = np.array([len(sample.token_ids) for sample in samples])
+    middles = lengths.cumsum() - lengths / 2
+    bounds = [int(np.searchsorted(middles, lengths.sum() * r / ranks.size)) for r in range(ranks.size)]
+    return slice(bounds[ranks.rank], [*bounds, len(samples)][ranks.rank + 1])
+
+
+@dataclass(slots=True)
+class GatheredOutputs:
+    """What all ranks found for their rows. Every rank asks for it."""
+
+    own: LocalOutputs
+    ranks: Ranks
+    _all: list[Any] = field(default_factory=list)
+
+    def logprobs(self) -> list[Array]:
+        return [row for found in self._gathered() for row in found["logprobs"]]
+
+    def entropies(self) -> list[Array]:
+        return [row for found in self._gathered() for row in found["entropies"]]
+
+    def metrics(self) -> dict[str, float]:
+        found = self._gathered()
+        parts, stats = (reduce(add, (f[name] for f in found)) for name in ("parts", "stats"))
+        metrics = loss_metrics(self.own.loss, parts, stats)
+        metrics["tokens_computed"] = sum(f["tokens_computed"] for f in found)
+        if peaks := [f["peak_memory_gib"] for f in found if "peak_memory_gib" in f]:
+            metrics["peak_memory_gib"] = max(peaks)
+        return metrics
+
+    def _gathered(self) -> list[Any]:
+        if not self._all:
+            own = self.own
+            found = {"parts": own.parts.cpu(), "stats": own.stats.cpu(), **own.costs()}
+            self._all = self.ranks.gather(found | {"logprobs": own.logprobs(), "entropies": own.entropies()})
+        return self._all
+
+
+class FsdpLearner:
+    """Trains one model on all ranks. `model` stays whole, for samplers and files, and gets the weights after each step.
+
+    Each rank holds the model once and its shard of what is trained, with the optimizer's state, in float32.
+    """
+
+    def __init__(self, model: Any, *, config: RunConfig, ranks: Ranks, pad_token_id: int = 0) -> None:
+        self.model = model
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        trained = copy.deepcopy(model, dict(frozen))
+        self._ranks = ranks
+        sums = ranks.gather(sum(float(p.detach().double().sum()) for p in trained.parameters() if p.requires_grad))
+        if len(set(sums)) > 1:
+            raise PalestraError(
+                f"the ranks have loaded different weights (their sums are {', '.join(map(str, sums))}); give all "
+                "machines the same model folder, and the same versions of torch and transformers"
+            )
+        self._local = LocalLearner(trained, config=config, pad_token_id=pad_token_id, ranks=ranks)
+
+    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+        rows = self._local.forward(self._own_rows(batch), reference=reference)
+        return [row for found in self._ranks.gather(rows) for row in found]
+
+    def forward_backward(self, batch: Batch, loss: Any) -> GatheredOutputs:
+        return GatheredOutputs(self._local.forward_backward(self._own_rows(batch), loss), self._ranks)
+
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+        return self._local.optim_step(learning_rate, max_grad_norm=max_grad_norm)
+
+    @torch.no_grad()
+    def weights(self, version: int) -> Weights:
+        """The shards of all ranks, gathered into `model`: a sampler that drives it has them at once."""
+        own = dict(self.model.named_parameters())
+        names, shards = self._local.optimizer.names, self._local.optimizer.weights
+        for name, weight in zip(names, shards, strict=True):
+            own[name].copy_(weight.full_tensor())  # type: ignore[attr-defined]
+
+        def trained() -> dict[str, Tensor]:
+            return {name: own[name].detach() for name in names}
+
+        return Weights(version, trained, self.model)
+
+    def save(self, folder: Path) -> None:
+        """Each rank writes its shards; the first also the model, so that the checkpoint can be loaded as one."""
+        states = self._ranks.gather(learner_state.random_states())  # and the folder is there for all
+        save_sharded(folder, self._local.optimizer)
+        self.weights(0)
+        if self._ranks.is_first:
+            learner_state.save(folder, self.model, {"random_of_ranks": states})
+        self._ranks.gather(None)
+
+    def load(self, folder: Path) -> None:
+        """Read what any number of ranks saved, or one process."""
+        state = learner_state.read(folder)
+        if is_sharded(folder):
+            load_sharded(folder, self._local.optimizer)
+        else:
+            learner_state.load_model(folder, self.model)
+            whole = dict(self.model.named_parameters())
+            names = self._local.optimizer.names
+            load_whole(self._local.optimizer, state["optimizer"], {name: whole[name].detach() for name in names})
+        states = state.get("random_of_ranks", [])
+        same = len(states) == self._ranks.size
+        learner_state.set_random_states(states[self._ranks.rank] if same else state["random"])
+        self.weights(0)
+
+    def export(self, folder: Path) -> Path:
+        self.weights(0)
+        if self._ranks.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            learner_state.save_model(folder, self.model)
+        self._ranks.gather(None)
+        return folder
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        """This rank's part, kept with the batch between passes."""
+        mine = share_of_rows(batch.samples, self._ranks)
+        if batch.packed is None:
+            batch.packed = Batch(batch.samples[mine])
+        own: Batch = batch.packed
+        own.old_logprobs = None if batch.old_logprobs is None else batch.old_logprobs[mine]
+        own.ref_logprobs = None if batch.ref_logprobs is None else batch.ref_logprobs[mine]
+        return own

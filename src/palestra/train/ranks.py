@@ -1,0 +1,228 @@
+"""The ranks of torchrun, or of `palestra train --nproc`: how they meet, agree, stop together and end together."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.ranks import LAUNCHER, ONE_PROCESS, Place, RankFailed, Ranks
+from palestra.train.liveness import Liveness
+
+log = logging.getLogger("palestra")
+T = TypeVar("T")
+
+GRACE_S = 10.0  # in which a rank ends by itself when another one is gone; then it is ended
+_JOIN_S = 600.0  # all must have started by then
+_POLL_S = 1.0
+
+_joined: TorchRanks | None = None  # torch.distributed is one for a process, too
+
+
+def join(config: RunConfig) -> Ranks:
+    """The ranks that this process is one of; `ONE_PROCESS` where it was started alone."""
+    global _joined
+    place = Place.of_environment()
+    if place is None:
+        return ONE_PROCESS
+    if _joined is None:
+        _joined = TorchRanks(place, rank_device(place, config), config.ranks.timeout_s)
+    _joined.agree(config)
+    return _joined
+
+
+def rank_device(place: Place, config: RunConfig) -> torch.device:
+    """The GPU of this rank, or the CPU."""
+    device = config.model.device
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if device not in ("auto", "cuda"):
+        raise PalestraError(
+            f"model.device = {device!r} is one GPU, and there are {place.size} ranks; leave it at 'auto'"
+        )
+    if place.local_size > (count := torch.cuda.device_count()):
+        raise PalestraError(
+            f"{place.local_size} ranks on this machine need as many GPUs, and there are {count}; use --nproc {count}, "
+            "or --model.device cpu"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+class TorchRanks:
+    """Ranks that talk by torch.distributed (gloo; gradients on GPUs by NCCL)."""
+
+    def __init__(self, place: Place, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.size, self.device = place.rank, place.size, device
+        self.stop_requested = False
+        self.lost: str | None = None  # why another rank is gone
+        self._timeout_s = timeout_s
+        self._is_guarding = True  # a rank that ends now has failed
+        self._cancel: Callable[[], None] = lambda: None
+        self._on_end: Callable[[str], None] = lambda reason: None
+        self._was_lost = threading.Event()
+        if not self.is_first:
+            log.setLevel(logging.ERROR)  # the first one tells it
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise PalestraError(
+                f"rank {place.rank} of {place.size} could not meet the others at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}); start all of them, with one address"
+            ) from error
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for all that is not a gradient
+        self._liveness = Liveness(self.rank, self._lose, self._stop)
+        self._meet(place)
+        if launcher := os.environ.get(LAUNCHER):
+            threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self._group)
+        except RuntimeError as error:
+            self._was_lost.wait(2.0)  # a closed connection is often noticed here first
+            reason = self.lost or (
+                f"the other ranks do not answer ({str(error).splitlines()[0]}); if one is only slow, raise "
+                f"ranks.timeout_s (now {self._timeout_s:g})"
+            )
+            raise PalestraError(reason) from error
+        return found
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        value: T | None = None
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                value = work()
+            except Exception as error:
+                failure = error
+        found, reason = self.gather((value, None if failure is None else str(failure)))[0]
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise PalestraError(reason)
+        return found  # type: ignore[return-value]
+
+    def agree(self, config: RunConfig) -> None:
+        """PalestraError unless all ranks were started with the same settings."""
+        settings = {key: _value(config, key) for key in config.keys()}  # noqa: SIM118
+        for rank, others in enumerate(self.gather(settings)):
+            for key, value in others.items():
+                if value != settings[key]:
+                    raise PalestraError(
+                        f"rank {rank} has {key} = {value!r}, and rank {self.rank} {settings[key]!r}; start all ranks "
+                        "with the same command"
+                    )
+
+    @contextmanager
+    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
+        self._cancel = cancel
+        try:
+            if self.stop_requested or self.lost:
+                cancel()
+            yield
+        finally:
+            self._cancel = lambda: None
+
+    @contextmanager
+    def guarded(self, on_end: Callable[[str], None]) -> Iterator[None]:
+        self._is_guarding, self._on_end = True, on_end
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, lambda number, frame: self.request_stop()) if is_main else None
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._leave()
+            raise
+        except Exception as error:
+            reason = self._reason_of(error)
+            self._liveness.tell(failed=f"rank {self.rank}: {reason}")
+            self._is_guarding = False
+            raise RankFailed(reason) from error
+        else:
+            self._leave()
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
+
+    def request_stop(self) -> None:
+        """Stop, with all ranks, where they next agree."""
+        if not self.stop_requested:
+            self.stop_requested = True
+            self._liveness.tell(stop=True)
+            self._cancel()
+
+    def _meet(self, place: Place) -> None:
+        """Connect the first rank with the others."""
+        address: dict[str, Any] = {}
+        accept: Callable[[], None] = lambda: None  # noqa: E731
+        if self.is_first:
+            is_one_machine = place.local_size == place.size
+            host = "127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"]
+            address, accept = self._liveness.listen(host, self.size, is_one_machine, _JOIN_S)
+        address = self.gather(address)[0]
+        if not self.is_first:
+            self._liveness.connect(address, _JOIN_S)
+        accept()
+        self.gather(None)
+
+    def _leave(self) -> None:
+        """From here on a rank may end; none does before all are here."""
+        self._is_guarding = False
+        with suppress(PalestraError):
+            self.gather(None)
+
+    def _stop(self) -> None:
+        self.request_stop()  # the first one hands it on
+
+    def _lose(self, reason: str) -> None:
+        if not self._is_guarding or self.lost is not None:
+            return
+        self.lost = reason
+        self._was_lost.set()
+        self._liveness.tell(failed=reason)  # the others see only the first rank
+        self._cancel()
+        threading.Timer(GRACE_S, self._end).start()
+
+    def _end(self) -> None:
+        """This rank is stuck in a collective that will never end."""
+        if self._is_guarding and self.lost is not None:
+            self._on_end(self.lost)
+            if self.is_first:
+                print(f"Error: {self.lost}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _reason_of(self, error: Exception) -> str:
+        self._was_lost.wait(0.0 if isinstance(error, PalestraError) else 2.0)
+        own = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+        lost = (self.lost or "").partition(": ")[2] or self.lost or ""
+        return own if lost in own else f"{self.lost}. {own}"
+
+    def _watch_launcher(self, pid: int) -> None:
+        while os.getppid() == pid:
+            time.sleep(_POLL_S)
+        self.request_stop()
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
