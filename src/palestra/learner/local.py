@@ -239,7 +239,7 @@ class LocalLearner:
         if not any(found.token_logprobs for found in pending):
             return 0.0
         norm = self.optimizer.clip(max_grad_norm)
-        checks = torch.stack([sum(found.parts.sum() for found in pending), norm.double()])
+        checks = torch.stack([torch.stack([found.parts.sum() for found in pending]).sum(), norm.double()])
         ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())

@@ -98,7 +98,7 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that it keeps, by names that do not depend on the number of ranks; the tensors themselves."""
-        kept = {}
+        kept: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
             moments = self.adamw.state.get(master, {})
             kept |= {f"{kind}/{name}": value for kind, value in ({"weight": master.detach()} | moments).items()}

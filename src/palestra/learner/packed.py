@@ -56,7 +56,8 @@ def pack_batch(
 
 def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
     """[N] the values of one array a row at the micro-batch's scored tokens."""
-    values = np.concatenate([rows[i][micro.place[micro.row == i]] for i in dict.fromkeys(micro.row.tolist())])
+    parts = [rows[i][micro.place[micro.row == i]] for i in dict.fromkeys(micro.row.tolist())]
+    values = np.concatenate(parts or [np.zeros(0)])
     return torch.from_numpy(values.astype(np.float32)).to(device)
 
 

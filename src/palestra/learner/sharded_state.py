@@ -3,6 +3,7 @@ number of ranks, one included, reads what it needs of them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ def load_sharded(folder: Path, optimizer: Optimizer) -> None:
                 f"{folder / SHARDS} and this run differ in their weights, such as {wrong[0].partition('/')[2]}; "
                 "resume with the model and the lora settings of the checkpoint"
             )
-        load(tensors, checkpoint_id=folder / SHARDS, no_dist=not torch.distributed.is_initialized())
+        alone = not torch.distributed.is_initialized()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            load(tensors, checkpoint_id=folder / SHARDS, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         reason = _first_failure(error)
         raise PalestraError(f"{folder / SHARDS} cannot be read ({reason}); use another checkpoint") from error

@@ -62,7 +62,11 @@ class SharedCollector:
             return Collected(stopped=self.ranks.stop_requested)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self.inner.collect(problems, group_size, seed_keys, on_rollout))
-        with self.ranks.interruptible(lambda: loop.call_soon_threadsafe(task.cancel)):
+
+        def cancel() -> None:
+            loop.call_soon_threadsafe(task.cancel)
+
+        with self.ranks.interruptible(cancel):
             await asyncio.wait([task])
         if task.cancelled():
             return Collected(stopped=True)

@@ -124,13 +124,13 @@ class TorchRanks:
 
     def agree(self, config: RunConfig) -> None:
         """PalestraError unless all ranks were started with the same settings."""
-        settings = {key: _value(config, key) for key in config.keys()}  # noqa: SIM118
-        for rank, others in enumerate(self.gather(settings)):
-            for key, value in others.items():
-                if value != settings[key]:
+        first, *others = self.gather({key: _value(config, key) for key in config.keys()})  # noqa: SIM118
+        for rank, settings in enumerate(others, 1):
+            for key, value in settings.items():
+                if value != first[key]:
                     raise PalestraError(
-                        f"rank {rank} has {key} = {value!r}, and rank {self.rank} {settings[key]!r}; start all ranks "
-                        "with the same command"
+                        f"rank {rank} has {key} = {value!r}, and rank 0 {first[key]!r}; start all ranks with the same "
+                        "command"
                     )
 
     @contextmanager

@@ -1,0 +1,258 @@
+"""What tests of several ranks run in them: one process imports everything once and forks the ranks.
+
+    python ranks_program.py COUNT FOLDER SCENARIO …
+
+Each scenario runs in COUNT fresh ranks; what it gives in each is written to FOLDER/SCENARIO.json, by rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_learners import LEARNERS, RATE, loss_of, rows
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.ranks import Ranks
+from palestra.core.types import Group, Problem, Rollout
+from palestra.learner.base import Batch, Learner
+from palestra.learner.fsdp import FsdpLearner, share_of_rows
+from palestra.learner.local import LocalLearner
+from palestra.rollout.shared import SharedCollector
+from palestra.train.ranks import TorchRanks, join
+
+STEPS = 5
+Weights = dict[str, torch.Tensor]
+
+
+def batch_of(step: int) -> Batch:
+    """Rows of an older policy, so that ratios count and some are clipped; in the first step fewer rows than ranks."""
+    samples = rows(6 if step else 1, step)
+    return Batch(samples, old_logprobs=[sample.logprobs for sample in samples])
+
+
+def take_step(learner: Learner, step: int) -> tuple[dict[str, float], float]:
+    batch = batch_of(step)
+    options = {"echo_coefficient": 0.3, "entropy_coefficient": 0.01}
+    outputs = learner.forward_backward(batch, loss_of(batch.samples, **options))
+    norm = learner.optim_step(RATE / 10, max_grad_norm=1.0)
+    return outputs.metrics(), norm
+
+
+def gradients(learner: LocalLearner | FsdpLearner) -> Weights:
+    local = learner._local if isinstance(learner, FsdpLearner) else learner
+    found = {name: p.grad for name, p in local.model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in found.items()}
+
+
+def weights_of(learner: Learner) -> Weights:
+    return {name: tensor.clone() for name, tensor in learner.weights(0).tensors().items()}
+
+
+def apart(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def sections(kind: str) -> dict[str, Any]:
+    return {"model": {"gradient_checkpointing": True}} if kind == "full" else {"train": {"beta": 0.1}}
+
+
+def local(kind: str) -> LocalLearner:
+    case = LEARNERS[kind]
+    return LocalLearner(case.model(), config=case.config(**sections(kind)))
+
+
+def sharded(kind: str, ranks: Ranks) -> FsdpLearner:
+    case = LEARNERS[kind]
+    return FsdpLearner(case.model(), config=case.config(**sections(kind)), ranks=ranks)
+
+
+def parity(kind: str, ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """Five steps beside a learner of one process; then a checkpoint, and the weights after one more step; then the same
+    from the checkpoint of one process."""
+    one, many = local(kind), sharded(kind, ranks)
+    batch, loss = batch_of(1), loss_of(batch_of(1).samples)
+    found: dict[str, Any] = {"rows": len(batch_of(1).samples[share_of_rows(batch.samples, ranks)])}
+    forward = zip(one.forward(batch_of(1)), many.forward(batch_of(1)), strict=True)
+    found["logprobs"] = max(float(abs(torch.tensor(a - b).nan_to_num()).max()) for a, b in forward)
+    losses = [learner.forward_backward(batch_of(1), loss).metrics() for learner in (one, many)]
+    found["loss"] = abs(losses[0]["loss"] - losses[1]["loss"])
+    found["gradient"] = apart(gradients(one), gradients(many))
+    for learner in (one, many):
+        learner.optim_step(0.0, max_grad_norm=1.0)
+    metrics: dict[str, float] = {}
+    for step in range(STEPS):
+        (a, norm_a), (b, norm_b) = take_step(one, step), take_step(many, step)
+        for name in a.keys() - {"tokens_computed"}:
+            metrics[name] = max(metrics.get(name, 0.0), abs(a[name] - b[name]))
+        metrics["norm"] = max(metrics.get("norm", 0.0), abs(norm_a - norm_b))
+    found |= {"metrics": metrics, "weights": apart(weights_of(one), weights_of(many))}
+    path = folder / f"{kind}-{ranks.size}"
+    if ranks.is_first:
+        path.mkdir()
+    many.save(path)
+    take_step(many, STEPS)
+    after = weights_of(many)
+    if ranks.is_first:
+        torch.save(after, folder / f"{kind}-{ranks.size}.pt")
+    many.load(folder / f"{kind}-1")
+    take_step(many, STEPS)
+    found["from one process"] = apart(torch.load(folder / f"{kind}-1.pt"), weights_of(many))
+    return found
+
+
+def full(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    return parity("full", ranks, folder)
+
+
+def lora(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    return parity("lora", ranks, folder)
+
+
+def load(ranks: TorchRanks, folder: Path) -> dict[str, float]:
+    """One more step after each checkpoint in the folder, against what its own ranks found."""
+    found = {}
+    for path in sorted(folder.glob("*.pt")):
+        learner = sharded(path.stem.partition("-")[0], ranks)
+        learner.load(path.with_suffix(""))
+        take_step(learner, STEPS)
+        found[path.stem] = apart(torch.load(path), weights_of(learner))
+    return found
+
+
+class Collecting:
+    """A collector that calls `play` with the number of each problem."""
+
+    def __init__(self, play: Callable[[str], Any]) -> None:
+        self.play = play
+
+    async def collect(
+        self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: Any = None
+    ) -> list[Group]:
+        groups = []
+        for problem, key in zip(problems, seed_keys, strict=True):
+            if wait := self.play(problem.id):
+                await asyncio.sleep(wait)
+            rollout = Rollout(key, (), (), "answered", reward=float(os.getpid()))
+            on_rollout(rollout)
+            groups.append(Group(problem.id, (rollout,)))
+        return groups
+
+    def groups_at_once(self, group_size: int) -> int:
+        return 1
+
+
+def collect(ranks: TorchRanks, play: Callable[[str], Any] = lambda problem: None) -> dict[str, Any]:
+    problems, seen = [Problem(str(i), "") for i in range(5)], []
+    collector = SharedCollector(Collecting(play), ranks)
+    groups = asyncio.run(collector.collect(problems, 1, [f"0/{p.id}" for p in problems], seen.append))
+    whose = [group.rollouts[0].reward for group in groups]
+    keys = [group.rollouts[0].problem_id for group in groups]
+    return {"ids": [g.problem_id for g in groups], "keys": keys, "whose": len(set(whose)), "seen": len(seen)}
+
+
+def shares(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    return collect(ranks)
+
+
+def stop(ranks: TorchRanks, folder: Path) -> str:
+    """The last rank alone is asked to stop, while the first attempts something long."""
+    if ranks.rank == ranks.size - 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.signal(signal.SIGALRM, lambda *_: ranks.request_stop())
+    try:
+        with ranks.guarded(lambda reason: None):
+            collect(ranks, lambda problem: 60.0 if problem == "0" else None)
+    except KeyboardInterrupt:
+        return "stopped"
+    return "went on"
+
+
+def killed(ranks: TorchRanks, folder: Path) -> str:
+    """The last rank is killed, while the first attempts something long."""
+    if ranks.rank == ranks.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure(lambda: collect(ranks, lambda problem: 60.0 if problem == "0" else None), ranks)
+
+
+def stuck(ranks: TorchRanks, folder: Path) -> str:
+    """The last rank is killed, and the others wait where no signal arrives, as in a kernel of NCCL."""
+    import palestra.train.ranks as module
+
+    module.GRACE_S = 0.3
+    if ranks.rank == ranks.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    note = folder / f"stuck-{ranks.rank}.txt"
+    return failure(lambda: time.sleep(60), ranks, note.write_text)
+
+
+def raises(ranks: TorchRanks, folder: Path) -> str:
+    """The last rank alone fails, in the middle of something."""
+
+    def work() -> None:
+        if ranks.rank == ranks.size - 1:
+            raise PalestraError("the disk is full")
+        ranks.gather(None)
+
+    return failure(work, ranks)
+
+
+def failure(work: Callable[[], Any], ranks: TorchRanks, on_end: Any = lambda reason: None) -> str:
+    try:
+        with ranks.guarded(on_end):
+            work()
+    except PalestraError as error:
+        return str(error)
+    return "went on"
+
+
+def differ(ranks: TorchRanks, folder: Path) -> str:
+    return failure(lambda: ranks.agree(RunConfig.build({"seed": ranks.rank})), ranks)
+
+
+def fork_ranks(count: int, scenario: Callable[[TorchRanks, Path], Any], folder: Path) -> list[Any]:
+    """What the scenario gives in each of fresh ranks; None for one that did not live to tell."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    files = [folder / f".{scenario.__name__}-{rank}" for rank in range(count)]
+    children = []
+    for rank, file in enumerate(files):
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count))
+        ranks = join(RunConfig.build({"ranks.timeout_s": 60.0}))
+        assert isinstance(ranks, TorchRanks)
+        try:
+            file.write_text(json.dumps(scenario(ranks, folder)))
+        except Exception:
+            traceback.print_exc()
+        os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+    return [json.loads(file.read_text()) if file.is_file() else None for file in files]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ranks_count, results = int(sys.argv[1]), Path(sys.argv[2])
+    for name in sys.argv[3:]:
+        began = time.monotonic()
+        given = fork_ranks(ranks_count, globals()[name], results)
+        report = {"ranks": given, "seconds": time.monotonic() - began}
+        (results / f"{name}.json").write_text(json.dumps(report))
