@@ -16,9 +16,7 @@ from palestra.core.ranks import LAUNCHER
 from palestra.core.secrets import own_environment
 
 _POLL_S = 0.1
-_END_S = (
-    30.0  # after one rank has ended the others end within 10 s by themselves, with the reason; what is left is killed
-)
+_END_S = 30.0  # the others end by themselves within 10 s after one has; what is left then is killed
 
 
 def launch_ranks(command: Sequence[str], count: int) -> int:
@@ -41,17 +39,14 @@ def launch_ranks(command: Sequence[str], count: int) -> int:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     first: tuple[int, int] | None = None  # that failed: its rank and status
     until = float("inf")
-    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
-        if first is None and (failed := [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]):
+    while None in (statuses := [process.poll() for process in ranks]) and time.monotonic() < until:
+        if first is None and (failed := [(rank, status) for rank, status in enumerate(statuses) if status]):
             first, until = failed[0], time.monotonic() + _END_S
             if first[1] < 0:
-                name = signal.Signals(-first[1]).name
-                print(
-                    f"rank {first[0]} (process {ranks[first[0]].pid}) was ended by {name}", file=sys.stderr, flush=True
-                )
+                what = f"rank {first[0]} (process {ranks[first[0]].pid}) was ended by {signal.Signals(-first[1]).name}"
+                print(what, file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
-    statuses = [first[1] if first else 0, *(process.returncode or 0 for process in ranks)]
-    status = next((status for status in statuses if status), 0)
+    status = first[1] if first else next((status for status in statuses if status), 0)
     return 128 - status if status < 0 else status
 
 

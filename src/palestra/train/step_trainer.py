@@ -18,6 +18,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.yaml_config import read_yaml_config
@@ -100,6 +101,7 @@ class StepTrainer:
         config_path: Path | str | None = None,
     ) -> None:
         """`config` is an object, or the path of a YAML file like `config_path`; `output_dir` becomes the run folder."""
+        refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
             raise PalestraError("config and config_path are one setting; give one of them")
         self.config = _resolve(config if config_path is None else config_path).suited_to(parameter_count(model))

@@ -1,0 +1,80 @@
+"""The processes of `--nproc`: with programs of a few lines in place of a training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.core import launch
+from palestra.core.errors import PalestraError
+from palestra.core.ranks import Place, is_first_rank, refuse_ranks
+
+
+def run(code: str, count: int = 2) -> int:
+    return launch.launch_ranks(
+        [sys.executable, "-c", f"import os, sys, time; rank = int(os.environ['RANK']); {code}"], count
+    )
+
+
+def test_each_rank_finds_its_place_in_the_variables_of_torchrun(tmp_path: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PALESTRA_LAUNCHER")
+    write = f"open({str(tmp_path)!r} + '/' + str(rank), 'w').write(' '.join(os.environ[n] for n in {names}))"
+    assert run(write, 3) == 0
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} 3 {rank} 3 127.0.0.1 {os.getpid()}"
+
+
+def test_the_status_is_that_of_the_rank_that_failed_first() -> None:
+    assert run("time.sleep(0.5 * (rank == 0)); sys.exit(3 if rank else 4)") == 3
+
+
+def test_a_rank_that_a_signal_ended_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("rank and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(2)") == 128 + 9
+    assert "rank 1 (process " in (told := capfd.readouterr().err)
+    assert "was ended by SIGKILL" in told
+
+
+def test_ranks_that_do_not_end_after_another_has_failed_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_END_S", 0.3)
+    began = time.monotonic()
+    assert run("sys.exit(5) if rank else time.sleep(60)") == 5
+    assert time.monotonic() - began < 20
+
+
+def test_ctrl_c_is_handed_on_to_every_rank() -> None:
+    rank = (
+        "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); os.write(1, b'ready '); time.sleep(9)"
+    )
+    program = f"from palestra.core.launch import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.read(12) == "ready ready "
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == 7
+
+
+def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.of_environment() is None
+    assert is_first_rank()
+    monkeypatch.setenv("RANK", "1")  # as some schedulers set it for other programs
+    assert Place.of_environment() is None
+    refuse_ranks("StepTrainer", "start it alone")
+    for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert Place.of_environment() == Place(1, 4, 1, 2)
+    assert not is_first_rank()
+    with pytest.raises(
+        PalestraError, match="StepTrainer runs in one process, and this is one of 4 ranks; start it alone"
+    ):
+        refuse_ranks("StepTrainer", "start it alone")
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    with pytest.raises(PalestraError, match="start with torchrun"):
+        Place.of_environment()

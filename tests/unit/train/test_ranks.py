@@ -1,0 +1,89 @@
+"""What several ranks refuse, and how rows are divided among them. tests/contract/test_ranks.py has real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.ranks import OneProcess, Place
+from palestra.core.types import Sample
+from palestra.envs.load import load_env
+from palestra.faces.cli.train import starts_ranks
+from palestra.learner.fsdp import share_of_rows
+from palestra.train.ranks import rank_device
+from palestra.train.run import require_ranks_support
+from palestra.train.tasks import EnvironmentTask, FinishTask
+
+PLACE = Place(rank=1, size=4, local_rank=1, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"backend": "tinker"}, "backend = 'tinker'"),
+        ({"vllm.mode": "colocate"}, "vllm.mode = 'colocate'"),
+        ({"vllm.mode": "server"}, "vllm.mode = 'server'"),
+        ({"rollout.policy_url": "http://x"}, "rollout.policy_url"),
+        ({"rollout.max_staleness": 2}, "rollout.max_staleness = 2"),
+        ({"lora.load_in_4bit": True}, "lora.load_in_4bit"),
+    ],
+)
+def test_settings_that_ranks_cannot_heed_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    task = EnvironmentTask(load_env("calculator", {}))
+    require_ranks_support(RunConfig(), task, None)
+    with pytest.raises(PalestraError, match=named):
+        require_ranks_support(RunConfig.build(settings), task, None)
+
+
+def test_groups_that_come_to_one_process_are_refused_over_ranks() -> None:
+    task = EnvironmentTask(load_env("calculator", {}), rollout_func=lambda *_: [])
+    with pytest.raises(PalestraError, match=r"a rollout_func gives its groups to one process.*without --nproc"):
+        require_ranks_support(RunConfig(), task, None)
+    with pytest.raises(PalestraError, match="a FinishTask gives its groups to one process"):
+        require_ranks_support(RunConfig(), FinishTask(None), None)
+    with pytest.raises(PalestraError, match="a learner or a policy of your own"):
+        require_ranks_support(RunConfig(), replace(task, rollout_func=None), object())
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(PalestraError, match=r"4 ranks .* need as many GPUs, and there are 2; use --nproc 2"):
+        rank_device(PLACE, RunConfig())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert rank_device(PLACE, RunConfig()) == torch.device("cuda", 1)
+    assert rank_device(PLACE, RunConfig.build({"model.device": "cpu"})) == torch.device("cpu")
+    with pytest.raises(PalestraError, match=r"model.device = 'cuda:0' is one GPU"):
+        rank_device(PLACE, RunConfig.build({"model.device": "cuda:0"}))
+
+
+def test_only_a_process_that_is_no_rank_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert starts_ranks(2, refused={"--detach": False})
+    assert not starts_ranks(1, refused={"--detach": True})
+    with pytest.raises(PalestraError, match=r"--nproc 2 .* does not go with --detach"):
+        starts_ranks(2, refused={"--detach": True})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not starts_ranks(2, refused={})
+    with pytest.raises(PalestraError, match=r"torchrun has started 2 ranks here; leave --nproc out"):
+        starts_ranks(3, refused={})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_rows_are_divided_in_runs_with_about_the_same_tokens(size: int) -> None:
+    lengths = [40, 10, 10, 10, 10, 80, 20, 20, 30, 10]
+    samples = [Sample([1] * n, [True] * n, [False] * n, [0.0] * n, 1.0) for n in lengths]  # type: ignore[arg-type]
+    shares = [share_of_rows(samples, OneProcess(rank, size)) for rank in range(size)]
+    assert [i for share in shares for i in range(len(samples))[share]] == list(range(len(samples)))
+    tokens = [sum(lengths[share]) for share in shares]
+    assert max(tokens) <= sum(lengths) / size + max(lengths)
+
+
+def test_ranks_without_a_row_have_an_empty_share() -> None:
+    sample = Sample([1, 2], [False, True], [False] * 2, [0.0] * 2, 1.0)  # type: ignore[arg-type]
+    assert [len([sample][share_of_rows([sample], OneProcess(rank, 3))]) for rank in range(3)].count(1) == 1
