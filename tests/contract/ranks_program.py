@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_learners import LEARNERS, RATE, loss_of, rows
+from test_learners import LEARNERS, RATE, Case, loss_of, model_of, rows
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -122,6 +122,22 @@ def full(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
 
 def lora(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
     return parity("lora", ranks, folder)
+
+
+def low_precision(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """bfloat16 weights with float32 masters, and one tensor for both ends of the model: the updates beside each other."""
+    case = Case(lambda: model_of("qwen3", head_dim=8, tie_word_embeddings=True).bfloat16(), {})
+    one = LocalLearner(case.model(), config=case.config())
+    many = FsdpLearner(case.model(), config=case.config(), ranks=ranks)
+    before = [master.clone() for master in one.optimizer.masters]
+    for step in range(1, STEPS):
+        take_step(one, step), take_step(many, step)
+    masters = [master.detach().full_tensor() for master in many._local.optimizer.masters]
+    moved = sum(float((a - b).abs().sum()) for a, b in zip(one.optimizer.masters, before, strict=True))
+    differ = sum(float((a - b).abs().sum()) for a, b in zip(one.optimizer.masters, masters, strict=True))
+    types = {str(tensor.dtype) for tensor in (*masters, *weights_of(many).values())}
+    tied = many._local.model.get_output_embeddings().weight is many._local.model.get_input_embeddings().weight
+    return {"share": differ / moved, "types": sorted(types), "tied": tied}
 
 
 def load(ranks: TorchRanks, folder: Path) -> dict[str, float]:

@@ -82,6 +82,14 @@ def test_three_ranks_find_the_loss_gradient_and_weights_of_one_process(three: di
     assert_parity(three[kind])
 
 
+@pytest.mark.slow
+def test_low_precision_weights_keep_float32_masters_in_shards(folder: Path) -> None:
+    for found in run_ranks(2, folder, "low_precision")["low_precision"]["ranks"]:
+        assert found["types"] == ["torch.bfloat16", "torch.float32"]
+        assert found["tied"]
+        assert found["share"] < 0.05  # of the way that the weights went: bfloat16 rounds gradients
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(two: dict[str, Any], folder: Path, kind: str) -> None:
     learner = local(kind)

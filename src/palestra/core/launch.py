@@ -53,9 +53,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 def _environments(count: int) -> list[dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shared = {"OMP_NUM_THREADS": str(max(1, processors // count))} | own_environment()
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared = own_environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 

@@ -148,7 +148,8 @@ class LocalLearner:
             hf = causal_lm(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # hooks that gather a layer's shards cannot be compiled with it
-        options: dict[str, Any] = {"compile_layers": False} if ranks.size > 1 else {}
+        in_shards = ranks is not ONE_PROCESS
+        options: dict[str, Any] = {"compile_layers": False} if in_shards else {}
         options |= {"temperature": config.rollout.temperature, "pad_token_id": pad_token_id}
         self._scorer = Scorer(model, **options)
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
@@ -158,7 +159,7 @@ class LocalLearner:
         elif config.train.beta > 0:
             frozen = copy.deepcopy(model).requires_grad_(False).eval()
             self._reference = Scorer(frozen, **options)
-        if ranks.size > 1:
+        if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)

@@ -13,6 +13,7 @@ from typing import Any
 
 _BACKLOG = 4096
 _MAX_LINE = 100_000
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 
 
 class Liveness:
@@ -36,9 +37,10 @@ class Liveness:
             while len(self._peers) < size - 1:
                 peer, _ = server.accept()
                 peer.settimeout(timeout_s)
-                hello = _read_line(peer.makefile("rb"))
+                lines = peer.makefile("rb")
+                hello = _read_line(lines)
                 if hello.get("token") == address["token"]:
-                    self._follow(peer, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
+                    self._follow(peer, lines, f"rank {hello['rank']} (process {hello['pid']} on {hello['host']})")
             server.close()
 
         return address, accept
@@ -48,7 +50,7 @@ class Liveness:
         peer = socket.create_connection((address["host"], address["port"]), timeout_s)
         hello = {"token": address["token"], "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname()}
         _send(peer, hello)
-        self._follow(peer, "rank 0")
+        self._follow(peer, peer.makefile("rb"), "rank 0")
 
     def tell(self, **message: Any) -> None:
         """Send to all that are connected."""
@@ -56,14 +58,16 @@ class Liveness:
             for peer in self._peers:
                 _send(peer, message)
 
-    def _follow(self, peer: socket.socket, who: str) -> None:
+    def _follow(self, peer: socket.socket, lines: Any, who: str) -> None:
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a machine that is gone
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._peers.append(peer)
-        threading.Thread(target=self._read, args=(peer, who), daemon=True, name="liveness").start()
+        threading.Thread(target=self._read, args=(lines, who), daemon=True, name="liveness").start()
 
-    def _read(self, peer: socket.socket, who: str) -> None:
-        lines = peer.makefile("rb")
+    def _read(self, lines: Any, who: str) -> None:
         while message := _read_line(lines):
             if "stop" in message:
                 self._on_stop()

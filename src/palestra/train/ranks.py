@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -39,6 +40,7 @@ def join(config: RunConfig) -> Ranks:
         return ONE_PROCESS
     if _joined is None:
         _joined = TorchRanks(place, rank_device(place, config), config.ranks.timeout_s)
+        atexit.register(_joined.close)
     _joined.agree(config)
     return _joined
 
@@ -76,6 +78,8 @@ class TorchRanks:
             log.setLevel(logging.ERROR)  # the first one tells it
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
@@ -119,7 +123,7 @@ class TorchRanks:
         if failure is not None:
             raise failure
         if reason is not None:
-            raise PalestraError(reason)
+            raise RankFailed(reason)
         return found  # type: ignore[return-value]
 
     def agree(self, config: RunConfig) -> None:
@@ -128,7 +132,7 @@ class TorchRanks:
         for rank, settings in enumerate(others, 1):
             for key, value in settings.items():
                 if value != first[key]:
-                    raise PalestraError(
+                    raise RankFailed(
                         f"rank {rank} has {key} = {value!r}, and rank 0 {first[key]!r}; start all ranks with the same "
                         "command"
                     )
@@ -170,6 +174,11 @@ class TorchRanks:
             self.stop_requested = True
             self._liveness.tell(stop=True)
             self._cancel()
+
+    def close(self) -> None:
+        """At the end of the process, unless another one has left it alone."""
+        if self.lost is None and not self._is_guarding:
+            dist.destroy_process_group()
 
     def _meet(self, place: Place) -> None:
         """Connect the first rank with the others."""

@@ -99,7 +99,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         remedy = "; free some space, or choose another output_dir" if is_full else ""
         if is_first_rank() or not isinstance(error, RankFailed):
-            click.secho(f"Error: {error}{remedy}", fg="red", err=True)
+            who = "" if is_first_rank() else f"rank {os.environ['RANK']}: "
+            click.secho(f"{who}Error: {error}{remedy}", fg="red", err=True)
         return 2
 
 
