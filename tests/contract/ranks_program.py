@@ -125,7 +125,7 @@ def lora(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
 
 
 def low_precision(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
-    """bfloat16 weights with float32 masters, and one tensor for both ends of the model: the updates beside each other."""
+    """bfloat16 weights with float32 masters, and one tensor for both ends of the model: how far the updates differ."""
     case = Case(lambda: model_of("qwen3", head_dim=8, tie_word_embeddings=True).bfloat16(), {})
     one = LocalLearner(case.model(), config=case.config())
     many = FsdpLearner(case.model(), config=case.config(), ranks=ranks)

@@ -35,9 +35,18 @@ class Scorer(nn.Module):
     """Log-probabilities of chosen tokens under one causal language model. Its forward is the root of every pass."""
 
     def __init__(
-        self, model: nn.Module, *, temperature: float = 1.0, pad_token_id: int = 0, compile_layers: bool | None = None
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        pad_token_id: int = 0,
+        compile_layers: bool | None = None,
+        in_shards: bool = False,
     ) -> None:
-        """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait."""
+        """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
+
+        `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
+        """
         super().__init__()
         self.model = causal_lm(model)
         self.pad_token_id = pad_token_id
@@ -45,6 +54,7 @@ class Scorer(nn.Module):
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
         self.compiled = large if compile_layers is None else compile_layers
         self.compiled_at_once = _alike(self.model)
+        self.in_shards = in_shards
         self.mode: Mode = "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         choose_mode(self)
@@ -60,16 +70,8 @@ class Scorer(nn.Module):
         norms = nullcontext() if self._norms is None else self._norms.use()
         with norms, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
             layers = decoder_layers(self.model) if self.compiled else []
-            n = self.compiled_at_once
-            for run in (layers[i : i + n] for i in range(0, len(layers), n)):
-                run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
-                for layer in run[1:]:
-                    layer._compiled_call_impl = _passed_through
-            try:
+            with _compiled_forwards(layers) if self.in_shards else _compiled_runs(layers, self.compiled_at_once):
                 yield
-            finally:
-                for layer in layers:
-                    layer._compiled_call_impl = None
 
     def forward(self, micro: PackedMicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens.
@@ -121,6 +123,32 @@ class Scorer(nn.Module):
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
 
 
+@contextmanager
+def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
+    """Every n layers are one compiled program inside."""
+    for run in (layers[i : i + n] for i in range(0, len(layers), n)):
+        run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
+        for layer in run[1:]:
+            layer._compiled_call_impl = _passed_through
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
+@contextmanager
+def _compiled_forwards(layers: list[nn.Module]) -> Iterator[None]:
+    """Each layer's forward is compiled inside, without the hooks around it."""
+    for layer in layers:
+        layer.__dict__["forward"] = partial(_compiled_forward(), layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+
+
 def _alike(model: Any) -> int:
     """How many layers, called alike, are compiled as one program: two are launched faster; more compile longer."""
     layers = len(decoder_layers(model))
@@ -145,6 +173,24 @@ def _compiled_call() -> Callable[..., Any]:
                 hidden = layer._call_impl(hidden, *args, **kwargs)
         return hidden
 
+    return _compiled(call)
+
+
+@cache
+def _compiled_forward() -> Callable[..., Any]:
+    """The same for one layer's forward."""
+
+    def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
+        forward = partial(type(layer).forward, layer)
+        if torch.is_grad_enabled():
+            return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
+        return forward(hidden, *args, **kwargs)
+
+    return _compiled(call)
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     _skip_trials_of_the_cpp_compiler()

@@ -147,10 +147,9 @@ class LocalLearner:
         if config.model.gradient_checkpointing:
             hf = causal_lm(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # hooks that gather a layer's shards cannot be compiled with it
         in_shards = ranks is not ONE_PROCESS
-        options: dict[str, Any] = {"compile_layers": False} if in_shards else {}
-        options |= {"temperature": config.rollout.temperature, "pad_token_id": pad_token_id}
+        temperature = config.rollout.temperature
+        options: dict[str, Any] = {"temperature": temperature, "pad_token_id": pad_token_id, "in_shards": in_shards}
         self._scorer = Scorer(model, **options)
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
