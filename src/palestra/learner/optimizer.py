@@ -86,7 +86,8 @@ class Optimizer:
     def gradient_marks(self) -> list[tuple[int, int] | None]:
         """Another list after every gradient that is added: tells whether a failed backward pass has left something."""
         gradients = [*(master.grad for master in self.masters), *(weight.grad for weight, _ in self._pairs)]
-        return [None if g is None else (g.data_ptr(), g._version) for g in gradients]
+        own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        return [None if g is None else (g.data_ptr(), g._version) for g in own]
 
     def reset(self) -> None:
         """Begin anew with the weights as they are now."""

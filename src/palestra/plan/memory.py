@@ -79,16 +79,16 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     layer = float(shape.layer_outputs * size)
     if work.method != "full":
         layer += shape.linear_outputs * LORA_OUTPUT_BYTES
-    if not is_compiled(shape, device, work):
+    if not is_compiled(shape, device):
         layer *= MODULE_PATH_FACTOR
     if work.gradient_checkpointing:  # the inputs of all layers, and one of them at work
         return shape.layers * shape.hidden * size + layer * MODULE_PATH_FACTOR
     return shape.layers * layer
 
 
-def is_compiled(shape: ModelShape, device: Device, work: StepWork) -> bool:
-    """Whether the learner compiles the model's layers: hooks that gather shards cannot be compiled with them."""
-    return device.is_gpu and shape.parameters >= COMPILED_FROM and work.gpus == 1
+def is_compiled(shape: ModelShape, device: Device) -> bool:
+    """Whether the learner compiles the model's layers."""
+    return device.is_gpu and shape.parameters >= COMPILED_FROM
 
 
 def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:

@@ -142,7 +142,7 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
     activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
     moved = activations * reached.elementwise_passes * (1.0 if full else 2.0) * work.iterations
-    moved *= 1.0 if is_compiled(shape, device, work) else MODULE_PATH_FACTOR
+    moved *= 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
     computing = (
         products / (device.flops * reached.learner_flop_share)
         + attention / (device.flops * reached.attention_flop_share)

@@ -278,7 +278,7 @@ def require_ranks_support(config: RunConfig, task: Task, given: Any) -> None:
             f"{what} gives its groups to one process, and there are several; ranks share the problems of agent files "
             f"and environments. Otherwise {remedy}"
         )
-    config.refuse(["backend", "tinker"], f"a Tinker server has the model, and no GPU of ours; {remedy}")
+    config.refuse(["backend", "tinker"], f"ranks train and sample on their own machines; {remedy}")
     config.refuse(["vllm", "rollout.policy_url"], "each rank samples with an engine of its own")
     config.refuse(["rollout.max_staleness"], "ranks sample and learn in turns")
     config.refuse(["lora.load_in_4bit"], "weights of 4 bits are not divided among ranks")

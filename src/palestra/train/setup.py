@@ -44,13 +44,13 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     if config.backend == "ray":
         require_ray(config)
     require_gpus(config.model.gpus, count_gpus())
-    device = device_named(config.model.device)
+    device = device_named(config.model.device) if ranks.size == 1 else ranks.device
     if device.type == "cuda":
         refuse_what_cannot_fit(config, load_config(config.model.name), device)
     return load_model(
         config.model.name,
         dtype=config.model.dtype,
-        device=config.model.device if ranks.size == 1 else str(ranks.device),
+        device=str(device),
         quantization=quantization_config(config.lora),
         threads=config.model.threads,
     )
