@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--model", default="palestra/tiny")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=1, help="processes that play the attempts")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--side", choices=["native", "gateway", "client"])
     parser.add_argument("settings", nargs="*", help="further settings, name=value")
@@ -81,7 +82,11 @@ def train(options: argparse.Namespace) -> None:
         return metrics
 
     Training.step = timed  # type: ignore[method-assign]
-    agent = demo.agent if options.side == "native" else client_agent()(name="shop", model=options.model)
+    agent = (
+        demo.agent
+        if options.side == "native"
+        else client_agent()(name="shop", model=options.model, clients=ClientProcesses(options.clients))
+    )
     settings = {
         **demo.config,
         "model.name": options.model,
@@ -111,70 +116,96 @@ def train(options: argparse.Namespace) -> None:
                 "sampled_tokens": round(tokens / len(steady)),
                 "cpu_ms_per_token": round(1000 * cpu / tokens, 4),
                 "tokens_per_s": round(tokens / sampling),
-                "client_cpu_s": round(getattr(agent, "cpu_s", 0.0) / len(steps), 4),
+                "client_cpu_s": round((0.0 if options.side == "native" else agent.clients.cpu_s) / len(steps), 4),
             }
         )
     )
 
 
+class ClientProcesses:
+    """Processes that play attempts as plain HTTP clients, each many at once."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: asyncio.Future[list[Any]] | None = None
+        self._readers: list[asyncio.Future[None]] = []
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._played = 0
+        self._cpu_s: dict[Any, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all of them, since they began to play."""
+        return sum(self._cpu_s.values())
+
+    async def play(self, case: Any, attempt_id: str, url: str, key: str) -> None:
+        if self._processes is None:
+            self._processes = asyncio.ensure_future(self._start())
+        processes = await self._processes
+        done = self._waiting[attempt_id] = asyncio.get_running_loop().create_future()
+        attempt = {**case, "id": attempt_id, "url": url, "key": key}
+        processes[self._played % self._count].stdin.write(json.dumps(attempt).encode() + b"\n")
+        self._played += 1
+        await done
+
+    async def close(self) -> None:
+        for process in await self._processes if self._processes else ():
+            process.stdin.close()
+            await process.wait()
+        await asyncio.gather(*self._readers)
+
+    async def _start(self) -> list[Any]:
+        command = (sys.executable, str(Path(__file__).with_name("gateway.py")), "--side", "client")
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        started = [await asyncio.create_subprocess_exec(*command, **pipes) for _ in range(self._count)]
+        for process in started:
+            await process.stdout.readline()  # its imports are done
+        self._readers = [asyncio.ensure_future(self._read(process)) for process in started]
+        return started
+
+    async def _read(self, process: Any) -> None:
+        while line := await process.stdout.readline():
+            ended = json.loads(line)
+            self._cpu_s[process] = ended["cpu_s"]
+            if not (done := self._waiting.pop(ended["id"])).done():
+                done.set_result(None)
+
+
 def client_agent() -> type[Any]:
-    """The demo's agent as a program: attempts are handed to the client process."""
+    """The demo's agent as a program: attempts are handed to client processes."""
     from palestra.agents.programs import Endpoint, ProgramAgent
     from palestra.core.program_result import ProgramResult
 
     @dataclass
     class ClientAgent(ProgramAgent):
-        cpu_s: float = 0.0
-        waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)
-        process: Any = None
-        reader: Any = None
+        clients: Any = None
 
         async def run(self, case: Any, endpoint: Endpoint, limits: Any) -> ProgramResult:
-            if self.process is None:
-                self.process = asyncio.ensure_future(self._start())
-            process = await self.process
-            done = self.waiting[endpoint.attempt_id] = asyncio.get_running_loop().create_future()
-            attempt = {**case, "id": endpoint.attempt_id, "url": endpoint.base_url, "key": endpoint.api_key}
-            process.stdin.write(json.dumps(attempt).encode() + b"\n")
-            await done
+            await self.clients.play(case, endpoint.attempt_id, endpoint.base_url, endpoint.api_key)
             return ProgramResult()
 
-        async def _start(self) -> Any:
-            command = (sys.executable, __file__, "--side", "client")
-            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-            process = await asyncio.create_subprocess_exec(*command, **pipes)
-            self.reader = asyncio.ensure_future(self._read(process))
-            return process
-
-        async def _read(self, process: Any) -> None:
-            while line := await process.stdout.readline():
-                said = json.loads(line)
-                self.cpu_s = said["cpu_s"]
-                if not (done := self.waiting.pop(said["id"])).done():
-                    done.set_result(None)
-
         async def close(self) -> None:
-            if self.process is not None:
-                process = await self.process
-                process.stdin.close()
-                await process.wait()
-                await self.reader
+            await self.clients.close()
 
     return ClientAgent
 
 
 async def client() -> None:
     """Play the attempts that come by standard input, all at once."""
+    from palestra import demo  # noqa: F401  imported before the first attempt comes
+
+    print("ready", flush=True)
+    began = time.process_time()
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     playing = set()
     while line := await lines.readline():
-        task = asyncio.ensure_future(play(json.loads(line)))
+        task = asyncio.ensure_future(play(json.loads(line), began))
         playing.add(task)
         task.add_done_callback(playing.discard)
 
 
-async def play(attempt: dict[str, Any]) -> None:
+async def play(attempt: dict[str, Any], began: float) -> None:
     from palestra import demo
     from palestra.core.messages import from_dict
     from palestra.tools.run import run_calls
@@ -203,7 +234,7 @@ async def play(attempt: dict[str, Any]) -> None:
         results = await run_calls(tools, calls, 30.0, 20_000)
         messages += [{"role": "tool", "tool_call_id": r.call.id, "content": r.content} for r in results]
     writer.close()
-    print(json.dumps({"id": attempt["id"], "cpu_s": time.process_time()}), flush=True)
+    print(json.dumps({"id": attempt["id"], "cpu_s": time.process_time() - began}), flush=True)
 
 
 async def response(reader: asyncio.StreamReader) -> tuple[int, Any]:

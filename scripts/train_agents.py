@@ -27,7 +27,7 @@ PYTHON_PACKAGES = [
 ]  # fmt: skip
 NPM_PACKAGES = ["openai", "ai", "@ai-sdk/openai", "zod", "tsx"]
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
-SETTINGS = "--train.problems_per_step 8 --train.max_steps 20"
+SETTINGS = "--train.problems_per_step 8 --train.max_steps 14 --eval.cases 60"
 LIMIT_S = 7200
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import queue
 import socket
 import time
 from urllib.parse import urlsplit
@@ -138,6 +140,35 @@ def test_half_sent_headers_are_timed_out_however_slowly_they_come(serve, monkeyp
         time.sleep(0.05)
     assert is_closed_within(silent, 5)
     assert is_closed_within(slow, 5)
+
+
+def test_headers_without_end_are_refused_before_they_fill_the_memory(serve):
+    client = connect(serve(app()), b"GET / HTTP/1.1\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 1 << 22:
+            sent += client.send(b"X-A: " + b"b" * 4000 + b"\r\n")
+    assert sent < 1 << 22
+    assert is_closed_within(client, 5)
+
+
+def test_a_client_that_goes_away_cancels_what_was_done_for_it(serve):
+    ends = queue.Queue()
+
+    async def work():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            ends.put("cancelled")
+            raise
+
+    async def slow(request):
+        await read_body(request, 100)
+        await web.while_connected(request, work())
+
+    url = serve(make_app([Route("/", slow, methods=["POST"])]))
+    connect(url, b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc").close()
+    assert ends.get(timeout=5) == "cancelled"
 
 
 def test_silent_connections_make_room_for_clients_that_ask(serve):

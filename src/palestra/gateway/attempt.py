@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,9 @@ class Attempt:
         self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
         self._seed = seed
         self._client_sampling = client_sampling
-        self._under_way: set[asyncio.Task[Turn]] = set()
+        self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
+        self._nobody_samples = asyncio.Event()
+        self._waits_for_tools = model.policy if isinstance(model.policy, WaitsForTools) else None
         self._began = time.perf_counter()
         self._on_end = on_end
 
@@ -101,10 +103,12 @@ class Attempt:
         if not self.ended:
             self.ended = True
             self._on_end(self)
-            under_way = list(self._under_way)
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            while self._under_way:
+                self._nobody_samples.clear()
+                for task in self._under_way:
+                    if task is not None:
+                        task.cancel()
+                await self._nobody_samples.wait()
             self.lineages.close()
         if self.failure is not None:
             raise self.failure
@@ -113,34 +117,35 @@ class Attempt:
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
-        with self._sampled(request) as turns:
-            await asyncio.wait([turn.task for turn in turns])
-            return [await self._record(request, turn) for turn in turns]
+        with self._turns(request) as turns:
+            if len(turns) == 1:  # in this task: one of its own would take longer than the rest
+                return [await self._record(request, turns[0], await self._sample(turns[0]))]
+            tasks = [turn.start(self._sample) for turn in turns]
+            await asyncio.wait(tasks)
+            return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
         """First how large the prompt is, then each choice's deltas as they come and, at its end, its Answer.
 
         (-1, None) while nothing comes, so that the caller can look whether its client is still there.
         """
-        with self._sampled(request) as turns:
-            branch = turns[0].branch
+        with self._turns(request) as turns:
+            tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
             await asyncio.sleep(0)  # what the policy refuses, it refuses at once
-            for turn in turns:
-                if turn.task.done():
-                    self._result(turn.task)
-            yield -1, PromptSize(turns[0].start, branch.cached_tokens)
-            left = {
-                i: (turn, ReplyStream(self._model, request, turn.params, turn.prompt)) for i, turn in enumerate(turns)
-            }
-            while left:
-                tasks = [turn.task for turn, _ in left.values()]
-                await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                for i, (turn, reply) in list(left.items()):
-                    if not turn.task.done():
-                        for delta in reply.push(turn.session.token_ids[turn.start :]):
+            for task in tasks.values():
+                if task.done():
+                    task.result()
+            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].branch.cached_tokens)
+            replies = [ReplyStream(self._model, request, turn.params, turn.prompt_end) for turn in turns]
+            while tasks:
+                await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for i, task in list(tasks.items()):
+                    turn, reply = turns[i], replies[i]
+                    if not task.done():
+                        for delta in reply.push(turn.session.token_ids[turn.prompt_tokens :]):
                             yield i, delta
                         continue
-                    answer = await self._record(request, left.pop(i)[0])
+                    answer = await self._record(request, turn, tasks.pop(i).result())
                     for delta in reply.rest(answer):
                         yield i, delta
                     yield i, answer
@@ -150,10 +155,10 @@ class Attempt:
         return self.lineages.count_tokens(request.messages, request.tools, request.variables)
 
     @contextlib.contextmanager
-    def _sampled(self, request: ChatRequest) -> Iterator[list[_TurnUnderWay]]:
-        """The turns of a request, being sampled; those that are not recorded when this ends never were."""
+    def _turns(self, request: ChatRequest) -> Iterator[list[_TurnUnderWay]]:
+        """The turns that a request asks for; those that are not recorded when this ends never were."""
         if self.ended:
-            raise AttemptEnded("this attempt has ended; its key is not valid any more")
+            raise _ended()
         self.requests += 1
         branch = self.lineages.branch(request.messages, request.tools, request.variables)
         try:
@@ -165,26 +170,41 @@ class Attempt:
         except BaseException:
             self._model.policy.close(branch.session)
             raise
-        turns = [self._start(request, branch, session, limit) for session in sessions]
+        turns = [self._turn(request, branch, session, limit) for session in sessions]
         try:
             yield turns
         finally:
             for turn in turns:
                 if not turn.recorded:
-                    turn.task.cancel()
+                    if turn.task is not None:
+                        turn.task.cancel()
                     self._model.policy.close(turn.session)
                     self.lineages.free_number(branch.place, turn.number)
 
-    def _start(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:
+    def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:
         number = self.lineages.take_number(branch.place)
         params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
-        start = len(session.token_ids)
-        task = asyncio.ensure_future(self._model.policy.sample(session, params))
+        return _TurnUnderWay(branch, session, number, params, len(session.token_ids))
+
+    async def _sample(self, turn: _TurnUnderWay) -> Turn:
+        """Sample it, in the task that calls this; the end of the attempt cancels it."""
+        task = asyncio.current_task()
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return _TurnUnderWay(
-            branch, session, number, params, task, start, tuple(session.token_ids[start - _PROMPT_END : start])
-        )
+        try:
+            return await self._model.policy.sample(turn.session, turn.params)
+        except asyncio.CancelledError:
+            if not self.ended or task is None:
+                raise
+            task.uncancel()
+            raise _ended() from None
+        except Exception as error:
+            if not isinstance(error, PalestraError):
+                self.failure = error
+            raise
+        finally:
+            self._under_way.discard(task)
+            if not self._under_way:
+                self._nobody_samples.set()
 
     def _turn_seed(self, branch: Branch, number: int) -> int:
         """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
@@ -209,12 +229,13 @@ class Attempt:
         return min(left, context - size)
 
     def _check_logprobs(self, request: ChatRequest, limit: int) -> None:
+        if not request.top_logprobs:
+            return
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
-    async def _record(self, request: ChatRequest, turn: _TurnUnderWay) -> Answer:
-        said = self._result(turn.task)
-        branch, start = turn.branch, turn.start
+    async def _record(self, request: ChatRequest, turn: _TurnUnderWay, said: Turn) -> Answer:
+        branch, start = turn.branch, turn.prompt_tokens
         check_record(turn.session, start, said)
         completion = self._model.completion(said, turn.params)
         if request.top_logprobs:
@@ -228,18 +249,10 @@ class Attempt:
         has_stop_token = isinstance(completion.matched, int)
         node = self.lineages.add(branch, reply, said, turn.session, ids, has_stop_token)
         turn.recorded = True
-        if not calls and isinstance(self._model.policy, WaitsForTools):
-            self._model.policy.away(turn.session)
+        if not calls and self._waits_for_tools is not None:
+            self._waits_for_tools.away(turn.session)
         shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
         return Answer(node, shown, thinking_of(completion.text), completion, start, branch.cached_tokens)
-
-    def _result(self, task: asyncio.Task[Turn]) -> Turn:
-        if task.cancelled():
-            raise AttemptEnded("this attempt has ended; its key is not valid any more")
-        error = task.exception()
-        if isinstance(error, Exception) and not isinstance(error, PalestraError):
-            self.failure = error
-        return task.result()
 
     def _call_id(self, index: int) -> str:
         """Unique in the attempt, and the same whenever it is made again."""
@@ -277,10 +290,22 @@ class _TurnUnderWay:
     session: Any
     number: int  # among the turns at the same place
     params: SamplingParams
-    task: asyncio.Task[Turn]
-    start: int  # how many tokens were there before
-    prompt: tuple[int, ...]  # the last of them
+    prompt_tokens: int  # that were in the session before
+    task: asyncio.Task[Turn] | None = None  # where it has one of its own
     recorded: bool = False
+
+    @property
+    def prompt_end(self) -> Sequence[int]:
+        return self.session.token_ids[: self.prompt_tokens][-_PROMPT_END:]  # type: ignore[no-any-return]
+
+    def start(self, sample: Callable[[_TurnUnderWay], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
+        self.task = asyncio.ensure_future(sample(self))
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # others may have failed first
+        return self.task
+
+
+def _ended() -> AttemptEnded:
+    return AttemptEnded("this attempt has ended; its key is not valid any more")
 
 
 def _read_calls(text: str, model: Completer) -> tuple[str, tuple[ToolCall, ...]]:

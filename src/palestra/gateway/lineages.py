@@ -13,7 +13,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall, Turn
-from palestra.gateway.matching import Key, opening_key, reply_key, reply_keys, request_keys
+from palestra.gateway.matching import Key, opening_key, reply_keys, request_keys
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.policy.base import Policy
 
@@ -108,7 +108,8 @@ class Lineages:
         """The place that a history leads to. The caller samples there, and adds the turn or closes the session."""
         place, heard, given = self._place(messages, tools, variables)
         session, cached = self._session(place[0], given)
-        self.retokenised_turns += sum(m.role == "assistant" and reply_key(m) in self._replies for m in heard)
+        if self._replies and any(message.role == "assistant" for message in heard):
+            self.retokenised_turns += sum(key in self._replies for key in request_keys(heard) if key[0] == "assistant")
         return Branch(place, heard, given, _names(tools), session, cached)
 
     def count_tokens(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> int:
@@ -148,10 +149,11 @@ class Lineages:
             has_stop_token,
         )
         self.nodes.append(node)
-        self._replies.add(reply_key(reply))
         if branch.parent is not None:
             branch.parent.continued = True
-        for key in reply_keys(reply):
+        keys = reply_keys(reply)
+        self._replies.add(keys[0])
+        for key in keys:
             self._by_reply.setdefault((branch.place, key), []).append(node)
         return node
 

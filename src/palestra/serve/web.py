@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
-from palestra.serve.connections import BoundedProtocol, Connections, limit_log_lines
+from palestra.serve.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.serve.tally import Counted, Tally
 
 MIB = 1 << 20
@@ -237,26 +237,47 @@ class WholeBody:
 
 
 async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces of a body; 408 for a sender that pauses or takes too long.
-
-    Seconds are counted one by one: the event loop may stand still for a training step, which is not the sender's doing.
-    """
+    """The pieces of a body; 408 for a sender that pauses or takes too long."""
     until = time.monotonic() + _BODY_S
     while time.monotonic() < until:
-        piece = asyncio.ensure_future(anext(stream, None))
-        try:
-            await asyncio.sleep(0)  # most have come already
-            for _ in range(_SILENCE_S):
-                if piece.done() or (await asyncio.wait({piece}, timeout=1.0))[0]:
-                    break
-            else:
-                break
-            if (chunk := piece.result()) is None:
-                return
-        finally:
-            piece.cancel()
+        with _Seconds(_SILENCE_S) as silence:
+            chunk = await anext(stream, None)
+        if silence.are_over:
+            break
+        if chunk is None:
+            return
         yield chunk
     raise refuse(408, f"the body did not come within {_BODY_S:g} s, or there was none of it for {_SILENCE_S} s")
+
+
+class _Seconds:
+    """Ends what is awaited within it after so many seconds.
+
+    They are counted one by one: the event loop may stand still for a training step, which is not the sender's doing.
+    """
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self.are_over = False
+
+    def __enter__(self) -> _Seconds:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._timer = self._loop.call_later(1.0, self._tick)
+        return self
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left > 0:
+            self._timer = self._loop.call_later(1.0, self._tick)
+        elif self._task is not None:
+            self.are_over = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._timer.cancel()
+        if not self.are_over or kind is not asyncio.CancelledError or self._task is None:
+            return False
+        return self._task.uncancel() == 0  # else somebody else has cancelled it, too
 
 
 async def _drain(stream: Any) -> None:
@@ -290,23 +311,32 @@ def explain(error: ValidationError) -> str:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; a client that disconnects cancels it."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(request))
+    """The result of `work`; a client that disconnects cancels it.
+
+    In the request's own task: another one for the work, and one that waits for the client's end, took longer than
+    all else that a server does with a small request.
+    """
+    connection, task, is_gone = request.scope.get("state", {}).get(CONNECTION), asyncio.current_task(), False
+    if connection is None or task is None:  # no server of ours
+        return await work
+
+    def cancel() -> None:
+        nonlocal is_gone
+        if connection.on_lost is cancel:  # the work is not done yet
+            is_gone = True
+            task.cancel()
+
+    connection.on_lost = cancel
+    if connection.is_lost:
+        asyncio.get_running_loop().call_soon(cancel)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise HTTPException(499, "the client disconnected")
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if not is_gone or task.uncancel() > 0:
+            raise
+        raise HTTPException(499, "the client disconnected") from None
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        connection.on_lost = None
 
 
 def open_port(host: str, port: int, token: str | None) -> socket.socket:
