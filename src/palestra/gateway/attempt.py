@@ -296,7 +296,7 @@ class _TurnUnderWay:
 
     @property
     def prompt_end(self) -> Sequence[int]:
-        return self.session.token_ids[: self.prompt_tokens][-_PROMPT_END:]  # type: ignore[no-any-return]
+        return self.session.token_ids[: self.prompt_tokens][-_PROMPT_END:]
 
     def start(self, sample: Callable[[_TurnUnderWay], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))
