@@ -31,7 +31,7 @@ export async function show({ names: [id], query, signal }) {
         h("div.soft.small.mono", row.problem_id),
       ],
     },
-    { label: "Attempts", cell: (row) => integer(row.attempts), kind: "num" },
+    { label: "Attempts", cell: (row) => integer(row.attempts), kind: "num wide-only" },
     { label: "First", cell: (row) => percent(row.first_rate), kind: "num" },
     {
       label: "Last",
