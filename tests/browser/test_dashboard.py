@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from urllib.parse import quote
 
 import make_runs
 import pytest
@@ -15,6 +17,7 @@ from palestra.runs.manager import RunManager
 
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
 
+RECORDED = Path(__file__).parents[1] / "unit" / "dashboard" / "recorded"
 RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
 
 
@@ -232,23 +235,19 @@ def test_a_message_of_10_mb_is_folded_and_shown_in_parts(page, visit, url, ids) 
     page.wait("document.querySelector('.transcript').textContent.length > 200_000")
 
 
-def test_every_page_of_a_run_that_others_made_opens(page, visit, serve, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["trl", "verifiers0", "verifiers1", "cookbook"])
+def test_every_page_of_a_run_that_others_made_opens(page, visit, serve, tmp_path, monkeypatch, name) -> None:
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    said = [{"role": "assistant", "content": "4"}]
-    row = {"prompt": [{"role": "user", "content": "2+2?"}], "completion": said, "metrics": {"correct": 1.0}}
-    rows = [{"example_id": i // 2, "reward": i / 4, "error": "it broke" if i == 3 else None, **row} for i in range(4)]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    imported = open_foreign(tmp_path / "results.jsonl")
+    imported = open_foreign(RECORDED / name)
     assert imported is not None
     url = serve(dashboard_app(Catalog(RunManager(tmp_path / "home"), [], [imported]))) + "/"
     visit(url)
-    page.wait_for(".pill", "verifiers")
+    page.wait_for(".pill", imported.source)
     run = page.evaluate("document.querySelector('tr.open').dataset.href")
-    for place in (*RUN_PAGES, "/rollouts/1", "/rollouts/4", "/groups/1", "/problems/0"):
+    problem = quote(next(imported.folder.rollouts())["problem_id"], safe="")
+    for place in (*RUN_PAGES, "/rollouts/1", "/groups/1", f"/problems/{problem}"):
         visit(url, run + place)
         assert "cannot be shown" not in page.text(), place
-    visit(url, f"{run}/rollouts/4")
-    assert "it broke" in page.text()
 
 
 def test_the_theme_stays_after_a_reload(page, visit, url) -> None:
