@@ -60,7 +60,7 @@ def summary(found: CatalogRun, sparklines: Sparklines) -> dict[str, Any]:
         "created": run.created,
         "started": run.started,
         "ended": run.ended,
-        "seconds": run.seconds,
+        "seconds": run.seconds if found.source == "palestra" else None,  # others do not say
         "seconds_left": progress.get("seconds_left") if run.is_active else None,
         "step": progress.get("step", 0),
         "total_steps": progress.get("total_steps"),

@@ -6,6 +6,7 @@ import { colour } from "../lib/theme.js";
 
 const HEIGHT = 200;
 const RAW_ALPHA = 0.28;
+const WHOLE = [1, 2, 5].flatMap((n) => [...Array(10).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 const SERIES = 6; // colours in the stylesheet; further series begin again with the first
 
 /** Exponential moving average without the bias of its first values; gaps stay gaps. */
@@ -87,7 +88,7 @@ export class Chart {
       height: HEIGHT,
       scales: { x: { time: false }, y: { range: (_, low, high) => this.#range(low, high) } },
       axes: [
-        { ...axis, space: 70, size: 28 },
+        { ...axis, space: 70, size: 28, incrs: WHOLE },
         {
           ...axis,
           size: 52,
@@ -112,8 +113,9 @@ export class Chart {
   #range(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.percent) return [Math.min(0, low), Math.max(1, high)];
-    const least = 0.01 * Math.max(Math.abs(low), Math.abs(high)); // a finer scale would have the same label at each tick
-    const pad = Math.max((high - low) * 0.08, least) || 1;
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    const isFlat = high - low < 0.02 * size; // a finer scale would have the same label at each tick
+    const pad = (isFlat ? 0.05 * size : 0.08 * (high - low)) || 1;
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }
 

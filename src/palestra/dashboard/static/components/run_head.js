@@ -28,7 +28,7 @@ export function runHead(run, tab, { onChange = refresh } = {}) {
       "span.row",
       statusPill(run.state),
       h("span", run.environment),
-      h("code", run.model),
+      run.model && h("code", run.model),
       run.source !== "palestra" && h("span.pill", run.source),
       h("span.soft.mono", run.id),
     ),

@@ -8,7 +8,7 @@ const HEIGHT = 26;
 
 export function sparkline(values, label = "reward") {
   const points = values.filter((value) => Number.isFinite(value));
-  if (points.length < 2) return h("span.soft", points.length ? number(points[0]) : "");
+  if (points.length < 2) return h("span");
   const low = Math.min(...points);
   const span = Math.max(...points) - low || 1;
   const x = (i) => (i * WIDTH) / (points.length - 1);

@@ -67,7 +67,7 @@ function summaryOf(run) {
       ...(after === undefined || before === undefined
         ? []
         : [["held-out, before → after", `${percent(before)} → ${percent(after)}`]]),
-      [run.active ? "so far" : "took", duration(run.seconds)],
+      ...(run.seconds === null ? [] : [[run.active ? "so far" : "took", duration(run.seconds)]]),
       ...(run.active && run.seconds_left ? [["left", duration(run.seconds_left)]] : []),
     ]),
     run.active && run.total_steps ? h("div.below", progress((run.step ?? 0) / run.total_steps, "Progress")) : null,

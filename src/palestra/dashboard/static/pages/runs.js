@@ -100,10 +100,13 @@ function columns(chosen, onChoose) {
       label: "Run",
       cell: (run) => [
         h("a", { href: link(["runs", run.id]) }, h("b", run.name)),
-        h("div.soft.small", run.environment, " · ", run.model),
+        h("div.soft.small", [run.environment, run.model].filter(Boolean).join(" · ")),
       ],
     },
-    { label: "State", cell: (run) => [statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)] },
+    {
+      label: "State",
+      cell: (run) => h("div.row", statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)),
+    },
     { label: "Progress", cell: runProgress, kind: "wide-only" },
     {
       label: "Reward",
