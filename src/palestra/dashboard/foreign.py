@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import append_jsonl, cache_folder, read_jsonl, write_json
@@ -95,7 +96,13 @@ def _stats(rows: list[Row]) -> dict[str, float]:
     """What can be told without tokens."""
     stats = rollout_stats([rollout_from_dict(row) for row in rows])
     calls = sum(len(message["tool_calls"]) for row in rows for message in row["messages"])
-    return {name: stats[name] for name in stats if name not in _OF_TOKENS} | {"tool_calls_mean": calls / len(rows)}
+    rewards: dict[tuple[Any, str], list[float]] = {}
+    for row in rows:
+        rewards.setdefault((row["group"], row["problem_id"]), []).append(row["reward"])
+    own = {"tool_calls_mean": calls / len(rows)}
+    if groups := [group for group in rewards.values() if len(group) > 1]:
+        own["equal_reward_groups"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
+    return {name: stats[name] for name in stats if name not in _OF_TOKENS} | own
 
 
 def _own_metrics(path: Path) -> dict[int, dict[str, float]]:

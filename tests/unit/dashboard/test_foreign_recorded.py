@@ -70,6 +70,7 @@ def test_the_cookbooks_tree_gives_its_summaries_their_conversations(tmp_path) ->
     metrics = client.get(f"{api}/metrics").json()
     assert len(metrics["series"]["optim/entropy"]) == 2
     assert "completion_length_mean" not in metrics["series"], "lengths are not known without tokens"
+    assert "all rollouts of a problem earned the same reward" in run["findings"][0]["sentence"]
 
 
 def test_an_attempt_of_the_tree_is_found_by_its_reward(tmp_path) -> None:
