@@ -89,6 +89,12 @@ class Optimizer:
         own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return [None if g is None else (g.data_ptr(), g._version) for g in own]
 
+    def fill(self) -> None:
+        """A gradient of 0 where none was computed: a step then goes on by its momentum, as it should."""
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
     def reset(self) -> None:
         """Begin anew with the weights as they are now."""
         self.clear()

@@ -26,6 +26,8 @@ INPUTS = {  # beside target_tokens
     "gspo": (*_SAMPLED, "sequence_ratio_mask"),
     "dro": _SAMPLED,
 }
+# Each token's loss, and so its gradient, is a multiple of this input (dro has a term beside it).
+SCALED_BY = {name: "weights" if name == "cross_entropy" else "advantages" for name in INPUTS if name != "dro"}
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 SETTINGS = {"ppo": dict(zip(_CLIP, (0.8, 1.2), strict=True)), "cispo": dict(zip(_CLIP, (0.0, 4.0), strict=True))}
 NEEDED = {"gspo": _CLIP, "dro": ("beta",)}  # settings whose defaults at the hosted service are not published

@@ -22,7 +22,7 @@ from palestra.learner.optimizer import Optimizer
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.tree_attention import Layout
 from palestra.tinker.base_model import AdapterSpec, BaseModel
-from palestra.tinker.losses import INPUTS, token_losses
+from palestra.tinker.losses import INPUTS, SCALED_BY, token_losses
 from palestra.tinker.messages import Datum
 
 TOKENS_PER_PASS = 16384
@@ -117,15 +117,19 @@ class Trainee:
         logprobs: list[Tensor] = []  # on the device, so that no pass waits for the one before
         losses: list[Tensor] = []
         try:
-            with self._scorer.session(), torch.set_grad_enabled(backward):
+            with self._scorer.session():
                 for rows in self._passes(data):
                     packed = self._pack(rows, INPUTS[loss_fn])
-                    found = self._scorer(packed.micro)[0].index_select(0, packed.each)
-                    loss = token_losses(loss_fn, settings, found, packed.inputs, packed.row).sum()
-                    if backward:
+                    trains = backward and has_gradient(loss_fn, rows)
+                    with torch.set_grad_enabled(trains):
+                        found = self._scorer(packed.micro)[0].index_select(0, packed.each)
+                        loss = token_losses(loss_fn, settings, found, packed.inputs, packed.row).sum()
+                    if trains:
                         loss.backward()
                     losses.append(loss.detach().double())
                     logprobs.append(found.detach().float())
+            if backward and data:
+                self._optimizer.fill()
             values = torch.cat(logprobs).cpu().numpy() if logprobs else np.empty(0, np.float32)
             total = float(torch.stack(losses).sum()) if losses else 0.0
         except BaseException as error:
@@ -246,6 +250,12 @@ class Trainee:
         row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
         inputs = {name: _tensor([d.inputs[name].values for d in rows]).float().to(device) for name in names}
         return _Packed(micro, torch.from_numpy(each).to(device), torch.from_numpy(row).to(device), inputs)
+
+
+def has_gradient(loss_fn: str, rows: Sequence[Datum]) -> bool:
+    """False where all advantages (or weights) are 0, as those of a group with equal rewards: no need to go backward."""
+    counts = SCALED_BY.get(loss_fn)
+    return counts is None or any(np.any(row.inputs[counts].values) for row in rows)
 
 
 def _families(rows: Sequence[Array], *, share: bool) -> Iterator[tuple[int, list[Array]]]:

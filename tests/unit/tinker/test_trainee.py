@@ -11,6 +11,7 @@ import torch
 
 from palestra.core.errors import PalestraError
 from palestra.tinker.base_model import AdapterSpec, BaseModel
+from palestra.tinker.losses import SETTINGS
 from palestra.tinker.messages import Datum, Tensor
 from palestra.tinker.trainee import AdamParams, Trainee
 
@@ -159,6 +160,27 @@ def test_an_infinite_gradient_changes_nothing_and_is_told(base: BaseModel, make_
     assert all(torch.equal(value, before[name]) for name, value in trainee.snapshot().items())
     trainee.forward_backward([make_row(5)], "importance_sampling", {})
     assert trainee.optim_step(ADAM) > 0
+
+
+def test_rows_without_advantages_are_scored_and_not_gone_back_through(
+    base: BaseModel, make_row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = Tensor(np.zeros(5, np.float32), (5,))
+    silent = changed(make_row(5, 2), advantages=zeros)
+    expected = Trainee(base, SPEC, seed=1)
+    alone = expected.forward_backward([make_row(5, 1)], "ppo", SETTINGS["ppo"])
+    found = Trainee(base, SPEC, seed=1)
+    backward, calls = torch.Tensor.backward, []
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: [calls.append(1), backward(loss)])
+    both = found.forward_backward([make_row(5, 1), silent], "ppo", SETTINGS["ppo"])
+    assert len(calls) == 1
+    assert both.loss == alone.loss
+    assert np.isfinite(both.logprobs[1]).all()
+    assert all(torch.equal(gradient, expected.gradient()[name]) for name, gradient in found.gradient().items())
+    found.optim_step(ADAM)
+    found.forward_backward([silent], "ppo", SETTINGS["ppo"])
+    found.optim_step(ADAM)
+    assert found.version == 2  # by the momentum of the first
 
 
 @pytest.fixture(scope="module")
