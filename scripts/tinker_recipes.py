@@ -47,9 +47,9 @@ RECIPES = {
     "math_rl": Recipe(
         "palestra/smollm2",
         "-m tinker_cookbook.recipes.math_rl.train env=arithmetic model_name={model} renderer_name={renderer} "
-        "base_url={url} groups_per_batch=8 group_size=16 learning_rate=5e-4 max_steps={steps} "
+        "base_url={url} groups_per_batch=16 group_size=16 learning_rate=1e-3 max_steps={steps} "
         "save_every=0 eval_every=0 log_path={log} behavior_if_log_dir_exists=delete",
-        20,
+        24,
         "env/all/correct",
         0.3,
     ),
