@@ -52,14 +52,19 @@ def fits(
     return None
 
 
-def demand_of(settings: Mapping[str, Any], machine_gpus: int, processes: int) -> Demand:
+def demand_of(settings: Mapping[str, Any], machine_gpus: int, processes: int, ranks: int = 1) -> Demand:
     """An estimate, from the settings alone, of what a run needs. More GPUs than the machine has are refused."""
     model = RunConfig.build(settings).model
-    gpus = model.gpus or (1 if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
+    gpus = model.gpus or (ranks if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
     require_gpus(model.gpus, machine_gpus)
+    if ranks > 1 and gpus > machine_gpus:
+        raise PalestraError(
+            f"--nproc {ranks} needs a GPU for each process, and there are {machine_gpus}; "
+            f"use --nproc {machine_gpus or 1}, or --model.device cpu"
+        )
     folder = Path(model.name).expanduser()
     weights = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 2**30 if folder.is_dir() else 0.0
-    return Demand(gpus, processes * _PROCESS_GIB + (0.0 if gpus else _COPIES * weights))
+    return Demand(gpus, (processes + ranks - 1) * _PROCESS_GIB + (0.0 if gpus else (_COPIES + ranks - 1) * weights))
 
 
 def require_gpus(asked: int | None, available: int) -> None:

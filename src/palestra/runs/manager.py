@@ -45,7 +45,7 @@ class RunManager(RunReader):
         than `max_active` runs that are running or queued."""
         request.check()
         needs_wire = request.needs_wire()
-        demand = limits.demand_of(request.run_settings, limits.count_gpus(), 3 if needs_wire else 1)
+        demand = limits.demand_of(request.run_settings, limits.count_gpus(), 3 if needs_wire else 1, request.nproc)
         reconcile(self._index)
         output_dir = Path(str(request.settings.get("output_dir") or self.home / "runs")).expanduser().absolute()
         name = request.name or request.subject
@@ -151,4 +151,5 @@ def _write_request(folder: RunFolder) -> None:
         raise PalestraError(
             f"{folder.path.name} gets its groups from environments elsewhere; continue it with: {folder.wire_command}"
         )
-    RunRequest(name=folder.record["name"]).save(folder, Path.cwd())
+    record = folder.record
+    RunRequest(name=record["name"], nproc=int(record.get("ranks", 1))).save(folder, Path.cwd())

@@ -48,6 +48,7 @@ class RunRequest:
     wire: bool | None = None
     name: str | None = None
     backend: str = "local"
+    nproc: int = 1  # processes that train together, a GPU for each
 
     @property
     def subject(self) -> str:
@@ -62,6 +63,10 @@ class RunRequest:
             raise PalestraError("train on an environment or on an agent file, not on both")
         if self.wire and self.environment is None:
             raise PalestraError("only an environment can run in a process of its own (wire); give one")
+        if self.nproc > 1 and self.needs_wire():
+            raise PalestraError(
+                f"--nproc {self.nproc} shares problems among ranks, and an environment over the wire has none"
+            )
         RunConfig.build(self.run_settings)
         for kind in ("settings", "env_settings", "server_settings"):
             refuse_secrets(getattr(self, kind), kind)
@@ -133,12 +138,14 @@ def launch_steps(
 
 
 def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
+    ranks = ["--nproc", str(request.nproc)] if request.nproc > 1 else []
+
     def command() -> list[str]:
         if folder.has_begun:
-            return [*PALESTRA, "train", "--resume", str(folder.path)]
+            return [*PALESTRA, "train", *ranks, "--resume", str(folder.path)]
         subject = [*([request.agent_file] if request.agent_file else []), *request.agent_arguments]
         subject = ["--env", request.environment] if request.environment else subject
-        return [*PALESTRA, "train", *subject, *_first_start(folder)]
+        return [*PALESTRA, "train", *ranks, *subject, *_first_start(folder)]
 
     return LaunchStep("trainer", command, lambda: folder.has_begun)
 

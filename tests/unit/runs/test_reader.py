@@ -81,6 +81,10 @@ def test_demand_knows_gpus_and_the_size_of_local_models(tmp_path):
     assert demand_of({}, machine_gpus=2, processes=3).gpus == 1
     assert demand_of({"model.device": "cpu"}, machine_gpus=2, processes=1).gpus == 0
     assert demand_of({"model.gpus": 2}, machine_gpus=2, processes=1).gpus == 2
+    assert demand_of({}, machine_gpus=4, processes=1, ranks=3).gpus == 3
+    assert demand_of({}, machine_gpus=0, processes=1, ranks=3).memory_gib == 3
+    with pytest.raises(PalestraError, match="--nproc 3 needs a GPU for each process, and there are 2; use --nproc 2"):
+        demand_of({}, machine_gpus=2, processes=1, ranks=3)
 
 
 @pytest.mark.parametrize(("machine_gpus", "said"), [(2, "there are 2 GPUs here"), (0, "there is no GPU here")])

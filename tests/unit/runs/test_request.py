@@ -11,7 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.yaml_config import load_yaml
-from palestra.runs.request import RunRequest, launch_token, process_environment, write_env_settings
+from palestra.runs.request import RunRequest, launch_steps, launch_token, process_environment, write_env_settings
 
 
 def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
@@ -30,6 +30,7 @@ def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
         (RunRequest(settings={"train.max_steps": "many"}), "valid integer"),
         (RunRequest(backend="cloud"), "backend: Input should be 'local', 'ray' or 'tinker'"),
         (RunRequest(agent_file="a.py", wire=True), "only an environment"),
+        (RunRequest(environment="calculator", wire=True, nproc=2), "--nproc 2 shares problems among ranks"),
         (RunRequest(environment="a", env_settings={"api_key": "sk-123"}), "environment variable"),
         (RunRequest(environment="a", server_settings={"note": "my hunter2hunter2"}), "environment variable"),
     ],
@@ -38,6 +39,14 @@ def test_what_is_wrong_is_refused_before_anything_is_made(request_, words, monke
     monkeypatch.setenv("SOME_API_KEY", "hunter2hunter2")
     with pytest.raises(PalestraError, match=words):
         request_.check()
+
+
+def test_ranks_are_started_by_the_command_of_the_trainer_and_so_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    [step] = launch_steps(RunRequest(agent_file="a.py", nproc=3), folder, lambda part: 0)
+    assert step.command()[4:8] == ["train", "--nproc", "3", "a.py"]
+    folder.record_file.write_text("{}")
+    assert step.command()[4:] == ["train", "--nproc", "3", "--resume", str(tmp_path)]
 
 
 def test_a_request_for_tinker_says_so_in_its_settings(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch:
 
 
 def test_only_a_process_that_is_no_rank_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert starts_ranks(2, refused={"--detach": False})
-    assert not starts_ranks(1, refused={"--detach": True})
-    with pytest.raises(PalestraError, match=r"--nproc 2 .* does not go with --detach"):
-        starts_ranks(2, refused={"--detach": True})
+    assert starts_ranks(2, refused={"--env-url": None})
+    assert not starts_ranks(1, refused={"--env-url": "http://x"})
+    with pytest.raises(PalestraError, match=r"--nproc 2 .* does not go with --env-url"):
+        starts_ranks(2, refused={"--env-url": "http://x"})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert not starts_ranks(2, refused={})

@@ -111,9 +111,7 @@ def command(
     eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
-    if nproc is not None and starts_ranks(
-        nproc, refused={"--dry-run": dry_run, "--detach": detach, "--env-url": env_url}
-    ):
+    if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
         raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *settings.typed_words()], nproc))
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
@@ -136,7 +134,7 @@ def command(
             raise PalestraError(
                 "--detach starts a new run in a folder of its own; `palestra runs resume` continues one"
             )
-        _detach(agent_file, env, own, config_file, options, wire or None, console, as_json)
+        _detach(agent_file, env, own, config_file, options, wire or None, nproc or 1, console, as_json)
         return
     if env_url is not None:
         if agent_file is not None:
@@ -291,6 +289,7 @@ def _detach(
     config_file: Path | None,
     options: dict[str, Any],
     wire: bool | None,
+    nproc: int,
     console: Console,
     as_json: bool,
 ) -> None:
@@ -304,6 +303,7 @@ def _detach(
         env_settings=checked.env,
         server_settings=checked.openai,
         wire=wire,
+        nproc=nproc,
         name=Path(env or agent_file or own.cases or "demo").stem,
     )
     run = RunManager().start(request)
