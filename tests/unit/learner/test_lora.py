@@ -59,6 +59,7 @@ def test_four_bits_are_nf4_with_double_quantisation_in_every_run(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("peft" if name == "bitsandbytes" else name))
     monkeypatch.setattr(setup, "load_model", lambda name, **options: options["quantization"])
+    monkeypatch.setattr(setup, "refuse_what_cannot_fit", lambda *run: None)
     loaded = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True}))
     assert (loaded.load_in_4bit, loaded.bnb_4bit_quant_type, loaded.bnb_4bit_use_double_quant) == (True, "nf4", True)
     assert setup.load_for_run(RunConfig.build({"lora.r": 4})) is None
