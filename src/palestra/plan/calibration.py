@@ -62,7 +62,7 @@ def calibrated(planned: RunEstimate, measured: Measured, model: str) -> Efficien
         new["decode_layer_s"] = max(step_s - reading_s, 0.1 * step_s) / layers
     tokens = planned.work.sampled * planned.work.new_tokens
     host = min(_HOST_RANGE, max(1 / _HOST_RANGE, measured.host_s / tokens / reached.host_token_s))
-    for name in ("host_token_s", "host_turn_s", "host_sample_s", "host_step_s"):
+    for name in ("host_token_s", "host_turn_s", "host_sample_s", "host_text_s", "host_step_s"):
         new[name] = getattr(reached, name) * host
     if measured.learner_s is not None:
         learner_s = max(measured.learner_s - planned.time.optimizer_s, 0.1 * measured.learner_s)

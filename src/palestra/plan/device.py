@@ -90,6 +90,7 @@ class Efficiency:
     host_token_s: float  # the scheduler, for each sampled token
     host_turn_s: float  # agent loop, template and tokenizer, for each turn of an attempt
     host_sample_s: float  # scores, records and packing, for each attempt
+    host_text_s: float  # the same and the template, for each token of an attempt
     host_step_s: float  # the rest of a step
     origin: str = ""
 
@@ -106,13 +107,14 @@ GPU_EFFICIENCY = Efficiency(
     lora_layer_s=34e-6,
     prefill_flop_share=0.5,
     learner_flop_share=0.7,
-    attention_flop_share=0.2,
+    attention_flop_share=0.26,
     elementwise_passes=9.0,
-    learner_layer_s=3.0e-3,
+    learner_layer_s=3.8e-3,
     host_token_s=0.6e-6,
     host_turn_s=0.4e-3,
-    host_sample_s=0.5e-3,
-    host_step_s=0.03,
+    host_sample_s=1.2e-3,
+    host_text_s=0.7e-6,
+    host_step_s=0.01,
     origin="measured on an H200 (benchmarks/RESULTS.md)",
 )
 CPU_EFFICIENCY = Efficiency(
@@ -127,6 +129,7 @@ CPU_EFFICIENCY = Efficiency(
     host_token_s=10e-6,
     host_turn_s=0.6e-3,
     host_sample_s=1e-3,
+    host_text_s=1e-6,
     host_step_s=0.02,
     origin="measured on two cores with AVX-512 (benchmarks/RESULTS.md)",
 )

@@ -13,6 +13,9 @@ LINK_SHARE = 0.7  # of a link's figure, in collectives
 FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
 MASTER_BYTES = 52  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
 PLAIN_BYTES = 20  # the same without master weights
+SIBLINGS_RATE = 1.5  # of the bandwidth: a prompt that a sibling has just read comes from the GPU's cache
+NARROW_HEADS = 0.6  # of the bandwidth, where heads are narrower than 128
+LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def step_time(shape: ModelShape, device: Device, work: StepWork, found: Memory, 
         learner_s=learner,
         optimizer_s=work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
         communication_s=communication,
-        rest_s=work.sampled * reached.host_sample_s + reached.host_step_s,
+        rest_s=work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
         overlaps=work.max_staleness > 0,
     )
 
@@ -118,15 +121,21 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, found: Memory, re
     read = shape.layers * shape.layer_weights + shape.head_weights
     computed = 2 * read * rows / (device.flops * reached.prefill_flop_share)
     launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
-    mean_context = work.prompt_tokens + work.completion / 2
     return DecodeTime(
         rows=rows,
         steps=waves * work.new_tokens,
         launch_s=shape.layers * launch,
         weights_s=max(read * size / bandwidth, computed),
-        kv_s=rows * mean_context * of_token / bandwidth,
+        kv_s=_tokens_read(work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)),
         host_s=rows * reached.host_token_s,
     )
+
+
+def _tokens_read(work: StepWork, rows: int) -> float:
+    """Tokens whose KV a decode step reads, those of a prompt that siblings share at their better rate."""
+    groups = rows / work.group_size
+    first = max(1.0, groups) * work.prompt_tokens + rows * work.completion / 2
+    return first + max(0.0, rows - max(1.0, groups)) * work.prompt_tokens / SIBLINGS_RATE
 
 
 def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> tuple[float, float]:
@@ -149,7 +158,7 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
         + moved / (device.bandwidth * reached.bandwidth_share)
     )
     launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
-    launching *= 1.0 if full else 1.5
+    launching *= 1.0 if full else LORA_LAUNCHES
     working = max(computing, launching)
     return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
 

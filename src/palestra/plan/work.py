@@ -10,6 +10,7 @@ from palestra.core.errors import PalestraError
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)  # each needs less memory than the one before
+SHORTEST = 0.95  # of the mean: groups that end early may fit a micro-batch together where the mean does not
 MAX_RUNNING = 512  # rows that the engine decodes at once on a GPU
 
 
@@ -87,7 +88,8 @@ class StepWork:
         tree = prompt + rows * own
         if tree <= limit:
             trees = min(groups, limit // tree)
-            return Packed(groups * tree, math.ceil(groups / trees), trees * tree, trees * rows)
+            most = min(groups, max(trees, int(limit / (SHORTEST * tree))))
+            return Packed(groups * tree, math.ceil(groups / trees), min(limit, most * tree), most * rows)
         at_once = max(1, (limit - prompt) // own)  # siblings in a part of a group, each part with the prompt
         parts = math.ceil(rows / at_once)
         return Packed(groups * (parts * prompt + rows * own), groups * parts, prompt + at_once * own, at_once)

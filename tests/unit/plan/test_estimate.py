@@ -103,6 +103,26 @@ def test_decode_is_within_15_percent_of_what_an_h200_measured(rows: int, per_s: 
     assert rows / lora.time.decode.step_s == pytest.approx(lora_per_s, rel=0.15)
 
 
+# benchmarks/plan.py on an H200: model, LoRA's rank, problems, group, prompt and new tokens, GiB of the cache, s, GiB
+MEASURED = [
+    ("smollm2-135m", 0, 32, 8, 247, 255, 1.74, 1.61, 11.07),
+    ("smollm2-135m", 0, 16, 8, 1527, 503, 2.13, 2.59, 11.46),
+    ("smollm2-135m", 16, 8, 8, 7671, 496, 2.22, 4.58, 13.26),
+    ("qwen3-0.6b", 0, 16, 8, 247, 256, 4.33, 1.29, 30.07),
+    ("qwen3-0.6b", 0, 4, 8, 7671, 510, 5.53, 4.29, 26.80),
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row[0]} r={row[1]} {row[4]}+{row[5]}")
+def test_a_step_is_within_25_percent_of_time_and_15_percent_of_memory_of_what_an_h200_measured(row: Any) -> None:
+    model, rank, problems, group, prompt, new, kv, seconds, gib = row
+    method = {"method": "lora", "lora_rank": rank} if rank else {}
+    work = {"problems": problems, "group_size": group, "prompt_tokens": prompt, "new_tokens": new}
+    found = plan(model, **work, **method, kv_memory_gib=kv)
+    assert found.time.total_s == pytest.approx(seconds, rel=0.25)
+    assert found.memory.total / GIB == pytest.approx(gib, rel=0.15)
+
+
 def test_lora_needs_less_memory_than_all_weights_and_4_bits_less_than_that() -> None:
     work = {"problems": 8, "group_size": 8, "kv_memory_gib": 1.0, "tokens_per_micro_batch": 2048}
     full, lora, qlora = (plan("qwen3-8b", method=m, **work).memory.states for m in ("full", "lora", "qlora"))
