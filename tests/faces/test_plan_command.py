@@ -67,6 +67,7 @@ def test_a_folder_a_yaml_file_and_settings_of_a_run_are_taken(cli, tmp_path):
         ("--model qwen3-8b --group 1", "use 2 or more"),
         ("--model qwen3-8b --gpus 0", "gpus=0; use 1 or more"),
         ("--model qwen3-8b --signal 0", "signal=0.0"),
+        ("--model qwen3-8b --gpus 2 --method qlora", "4 bits are not divided among GPUs"),
         ("--model ./nowhere", "is not known"),
     ],
 )

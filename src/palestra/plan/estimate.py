@@ -96,7 +96,7 @@ class RunEstimate:
     def gpus_that_fit(self) -> int | None:
         """The fewest GPUs, doubled from those there are, on which it would fit as it is."""
         gpus = self.work.gpus
-        while gpus <= MAX_GPUS:
+        while gpus <= (MAX_GPUS if self.work.method != "qlora" else 1):  # 4-bit weights are not divided
             if self.with_work(replace(self.work, gpus=gpus)).fits:
                 return gpus
             gpus *= 2
@@ -123,7 +123,7 @@ def least(found: RunEstimate) -> RunEstimate:
 
 def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
     """Smaller runs, the least intrusive change first; of each the larger micro-batches first."""
-    methods = METHODS[METHODS.index(work.method) :]
+    methods = [m for m in METHODS[METHODS.index(work.method) :] if m != "qlora" or work.gpus == 1]
     checkpointing = (False, True) if not work.gradient_checkpointing else (False,)
     sleeping = (False, True) if not work.sleep_mode and not work.max_staleness else (False,)
     choices = product(range(len(methods)), checkpointing, sleeping)

@@ -47,6 +47,8 @@ class StepWork:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise PalestraError(f"{name}={getattr(self, name)}; use {smallest} or more")
+        if self.method == "qlora" and self.gpus > 1:
+            raise PalestraError("weights of 4 bits are not divided among GPUs; use --gpus 1, or LoRA without 4 bits")
         if not 0 < self.signal <= 1:
             raise PalestraError(f"signal={self.signal}; expected a share above 0 and up to 1")
 
