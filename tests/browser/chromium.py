@@ -21,7 +21,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0  # a loaded machine is slow, and not wrong
 OPTIONS = (
     "--headless=new",
     "--remote-debugging-port=0",

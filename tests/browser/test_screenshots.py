@@ -52,7 +52,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     run = page.evaluate("location.hash")
     page.click(".tabs a", "Rollouts")
     page.wait_for("tr.open")
-    page.wait(IS_READ, timeout_s=120)
+    page.wait(IS_READ, timeout_s=180)
     picture("rollouts")
     other = page.evaluate("fetch('api/runs?q=demo').then((r) => r.json()).then((d) => d.runs.at(-1).id)")
     api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
@@ -80,7 +80,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     visit(url, f"{run}/rescore")
     page.type("#measures", "measures.py")
     page.click("button", "Re-score")
-    page.wait_for("h2", "scored again", timeout_s=120)
+    page.wait_for("h2", "scored again", timeout_s=180)
     picture("rescore")
 
     page.size(1280, 1060)
@@ -91,11 +91,11 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     page.size(1280, 860)
     visit(url, f"#/chat?run={run.split('/')[-1]}")
     page.click("button", "Start the chat")
-    page.wait_for("textarea", timeout_s=120)
+    page.wait_for("textarea", timeout_s=180)
     page.type("textarea", "What do 2 new vases cost?")
     page.press("Enter")
-    page.wait_for(".message.assistant", timeout_s=60)
-    page.wait_for("button", "Send", timeout_s=60)
+    page.wait_for(".message.assistant", timeout_s=180)
+    page.wait_for("button", "Send", timeout_s=180)
     picture("chat")
 
     page.dark(True)

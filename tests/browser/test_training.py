@@ -55,49 +55,49 @@ def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, v
     page.wait("!document.querySelector('button[type=submit]').disabled")
     page.click("button", "Start training")
 
-    page.wait_for(".pill", "running", timeout_s=120)
-    page.wait(f"{STEPS} >= 2", timeout_s=120)
+    page.wait_for(".pill", "running", timeout_s=180)
+    page.wait(f"{STEPS} >= 2", timeout_s=180)
     page.wait_for(".chart canvas")
     drawn = page.evaluate("document.querySelector('.chart').getAttribute('aria-label')")
     seen = page.evaluate(STEPS)
-    page.wait(f"{STEPS} > {seen + 1}", timeout_s=60)  # without a reload
+    page.wait(f"{STEPS} > {seen + 1}", timeout_s=180)  # without a reload
     assert page.evaluate("document.querySelector('.chart').getAttribute('aria-label')") != drawn
 
     page.click(".tabs a", "Logs")
     page.wait_for(".log", "step")
     lines = page.count(".log > div")
-    page.wait(f"document.querySelectorAll('.log > div').length > {lines}", timeout_s=60)  # followed, without a reload
+    page.wait(f"document.querySelectorAll('.log > div').length > {lines}", timeout_s=180)  # followed, without a reload
     assert violations() == []
     page.click(".tabs a", "Overview")
     page.wait_for(".chart canvas")
 
     page.click("button", "Stop")
-    page.wait_for(".pill", "stopped", timeout_s=60)
+    page.wait_for(".pill", "stopped", timeout_s=180)
     steps = page.evaluate(STEPS)
     page.click("button", "Resume")
-    page.wait_for(".pill", "running", timeout_s=120)
-    page.wait(f"{STEPS} > {steps}", timeout_s=120)
+    page.wait_for(".pill", "running", timeout_s=180)
+    page.wait(f"{STEPS} > {steps}", timeout_s=180)
     page.click("button", "Stop")
-    page.wait_for(".pill", "stopped", timeout_s=60)
+    page.wait_for(".pill", "stopped", timeout_s=180)
 
     page.click(".tabs a", "Re-score")
     page.type("#measures", "measures.py")
     page.click("button", "Re-score")
-    page.wait_for("h2", "scored again", timeout_s=120)
+    page.wait_for("h2", "scored again", timeout_s=180)
     assert "short_answer" in page.text()
     assert violations() == []
     page.click(".tabs a", "Checkpoints")
     page.click("button", "Export")
-    page.wait_for("h2", "Exported", timeout_s=60)
+    page.wait_for("h2", "Exported", timeout_s=180)
     assert violations() == []
     page.click("td a.button", "Chat")
     page.wait_for("button", "Start the chat")
     page.click("button", "Start the chat")
-    page.wait_for("textarea", timeout_s=120)
+    page.wait_for("textarea", timeout_s=180)
     page.type("textarea", "What do 2 red lamps cost?")
     page.press("Enter")
-    page.wait_for(".message.assistant", timeout_s=60)
-    page.wait_for("button", "Send", timeout_s=60)  # it has ended
+    page.wait_for(".message.assistant", timeout_s=180)
+    page.wait_for("button", "Send", timeout_s=180)  # it has ended
     assert violations() == []
 
     page.click(".top a", "Runs")
