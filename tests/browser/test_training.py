@@ -44,6 +44,7 @@ def fill(page, settings):
 
 
 @SLOW
+@pytest.mark.timeout(900)
 def test_a_run_is_started_watched_stopped_resumed_rescored_and_talked_to(page, visit, url, violations) -> None:
     visit(url)
     page.click("a.button", "New run")
