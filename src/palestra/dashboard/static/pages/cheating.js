@@ -1,7 +1,7 @@
 /* Is it cheating? Witness measures against the rewarded ones, successes by their shape, and where to look first. */
 
 import { Chart } from "../components/chart.js";
-import { notice, stats } from "../components/parts.js";
+import { moreButton, notice, stats } from "../components/parts.js";
 import { reading } from "../components/reading.js";
 import { rolloutLink, rolloutTable } from "../components/rollout_table.js";
 import { getRun, runHead } from "../components/run_head.js";
@@ -11,6 +11,8 @@ import { h, replace } from "../lib/dom.js";
 import { integer, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { oneLine } from "../lib/text.js";
+
+const FIRST = 20; // suspects; the others behind a button
 
 export async function show({ names: [id], signal }) {
   const load = () => get(runPath(id, "suspicion"), {}, signal);
@@ -96,9 +98,13 @@ function suspects(id, data) {
         row.why.map((reason) => h("li", oneLine(reason, 200))),
       ),
   };
-  return h(
-    "section",
-    h("h2.bar", "Look at these first"),
-    h("div.card.flush", rolloutTable(id, rows, { label: "Suspects", extra: [why], brief: true })),
-  );
+  const card = h("div.card.flush");
+  const draw = (count) =>
+    replace(
+      card,
+      rolloutTable(id, rows.slice(0, count), { label: "Suspects", extra: [why], brief: true }),
+      moreButton(rows.length > count && rows.length, draw),
+    );
+  draw(FIRST);
+  return h("section", h("h2.bar", "Look at these first"), card);
 }
