@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from palestra.agents.agent import Agent
 from palestra.agents.forking import ForkServer
@@ -51,13 +51,20 @@ class Endpoint:
         }
 
 
+class Shutter(Protocol):
+    """Shuts a command in: gives the words that run it with the attempt's folder, and next to nothing else."""
+
+    def command(self, command: Sequence[str], folder: Path, cwd: str | None) -> Sequence[str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """How long one attempt may take, and how much it may write."""
+    """How long one attempt may take, how much it may write, and where it runs."""
 
     timeout_s: float = 300.0
     max_output_bytes: int = 4_000_000
     fork_server: bool = False  # import a Python program's modules once, and fork for each attempt
+    sandbox: Shutter | None = None
 
 
 @dataclass
@@ -96,6 +103,8 @@ class CommandAgent(ProgramAgent):
             env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
             try:
                 command = await self._forked(limits.timeout_s) if limits.fork_server else self.command
+                if limits.sandbox is not None:
+                    command = limits.sandbox.command(command, Path(folder), self.cwd)
                 ended = await run_process(
                     command,
                     env=env,
@@ -181,7 +190,7 @@ def _name_of(words: Sequence[str]) -> str:
 
 def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramResult:
     """With what the program wrote to its result file."""
-    if not file.is_file():  # also no pipe, from which nothing would come
+    if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
         return ended
     try:
         with file.open("rb") as opened:

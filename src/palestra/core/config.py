@@ -185,6 +185,15 @@ class AgentSection(Section):
     fork_server: bool = Field(
         False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
     )
+    sandbox: bool = Field(
+        False, description="shut each attempt of a command in: it reaches the model and nothing else of the network"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_start(self) -> AgentSection:
+        if self.sandbox and self.fork_server:
+            raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not shut in")
+        return self
 
 
 class VllmSection(Section):

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from starlette.routing import BaseRoute
 
@@ -30,7 +33,8 @@ _ENDED = 20_000
 class Gateway:
     """A server in the event loop that samples, and so paused whenever that loop is: nobody samples in mid-update.
 
-    With `client_sampling` temperature, top_p, … and seed of requests count; else the run's own do.
+    With `client_sampling` temperature, top_p, … and seed of requests count; else the run's own do. With `unix_socket`
+    it answers at `socket_path`, too, for programs that have no network.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Gateway:
         port: int = 0,
         client_sampling: bool = False,
         routes: Sequence[BaseRoute] = (),
+        unix_socket: bool = False,
     ) -> None:
         self._model = model
         self._sampling = sampling
@@ -50,14 +55,27 @@ class Gateway:
         self._by_key: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # ids and keys of the last attempts
         self._socket = open_port(host, port, None)
+        self._folder = tempfile.TemporaryDirectory(prefix="palestra-gateway-") if unix_socket else None
+        self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
+        if self._unix_socket is not None:
+            self._unix_socket.bind(self.socket_path)
         self._server = Server(gateway_app(model, self._find, routes))
         self._task: asyncio.Task[None] | None = None
         self.url = url_of(self._socket)
 
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def socket_path(self) -> str:
+        return "" if self._folder is None else str(Path(self._folder.name, "socket"))
+
     async def start(self) -> None:
         """Answer from now on, as a task of the running event loop."""
         if self._task is None:
-            self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+            sockets = [each for each in (self._socket, self._unix_socket) if each is not None]
+            self._task = asyncio.create_task(self._server.serve(sockets=sockets))
             while not self._server.started and not self._task.done():
                 await asyncio.sleep(0.001)
 
@@ -69,6 +87,9 @@ class Gateway:
         if self._task is not None:
             await self._task
         self._socket.close()
+        if self._unix_socket is not None and self._folder is not None:
+            self._unix_socket.close()
+            self._folder.cleanup()
 
     def open(
         self,

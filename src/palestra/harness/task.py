@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from palestra.agents.programs import ProgramAgent, ProgramLimits
+from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError
+from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import ProgramCollector
@@ -71,7 +72,7 @@ class ProgramTask:
             self.program,
             gateway,
             chosen.sampling,
-            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server),
+            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, self._sandbox(gateway)),
             agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
             RewardFunctions(
@@ -81,6 +82,9 @@ class ProgramTask:
             ),
         )
 
+    def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
+        return ProgramSandbox(gateway.port, gateway.socket_path) if gateway.socket_path else None
+
     def _gateway(self, parts: Parts) -> Gateway:
         """One for training and evaluation. It serves in the runner's event loop, so it pauses during an update."""
         if self.gateway is None:
@@ -89,9 +93,13 @@ class ProgramTask:
                     "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
                     "paged, use a model that it supports, and leave rollout.policy_url and backend out"
                 )
-            sampling = train_limits(parts.config).sampling
+            sampling, in_sandbox = train_limits(parts.config).sampling, parts.config.agent.sandbox
             model, program = completer_of(self.loaded, parts.policy), self.program
-            self.gateway = Gateway(model, sampling, port=program.port, routes=program.routes())
+            if in_sandbox:
+                if not isinstance(program, CommandAgent):
+                    raise PalestraError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
+                check_sandbox()
+            self.gateway = Gateway(model, sampling, port=program.port, routes=program.routes(), unix_socket=in_sandbox)
             if program.posts_reward:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway

@@ -50,14 +50,23 @@ def unshare(root: bool) -> None:
                 opened.write(text)
 
 
-def new_root(visible: dict[str, str], disk_mib: int, files: int) -> None:
-    """A root of its own: the visible folders read-only, /proc, a few devices, and /work, a tmpfs of limited size."""
+def new_root(visible: dict[str, str], disk_mib: int, files: int, folder: str = "/work", writable: str = "") -> None:
+    """A root of its own: the visible folders read-only, /proc, a few devices, and a tmpfs of limited size.
+
+    That is `folder`, and /tmp. `writable` is one more folder of outside, to read and to write.
+    """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.chdir("/tmp")
     os.mkdir("old")
     check(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"old"), "pivot_root")
     os.chdir("/")
+    os.mkdir(folder)
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_mib}m,nr_inodes={files + 1},mode=1777")
+    if folder != "/tmp":
+        os.symlink(folder, "/tmp")
+    if writable:
+        bind(writable, read_only=False)
     for path, link in visible.items():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if link:
@@ -71,9 +80,6 @@ def new_root(visible: dict[str, str], disk_mib: int, files: int) -> None:
         bind(f"/dev/{device}", read_only=False)
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"/dev/{name}")
-    os.mkdir("/work")
-    mount("tmpfs", "/work", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_mib}m,nr_inodes={files + 1},mode=1777")
-    os.symlink("/work", "/tmp")
     check(libc.umount2(b"/old", MNT_DETACH), "umount")
     os.rmdir("/old")
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
