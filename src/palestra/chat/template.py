@@ -90,12 +90,20 @@ class ChatFormat:
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
         pieces = [_Piece(text, False)]
-        bodies = [message.text for message in messages if self._has_special(message.text)]
-        if bodies:  # and no others: without text, a message may be written in another way
-            marks = iter(range(len(bodies)))
-            blank = [replace(m, text=_mark(next(marks))) if self._has_special(m.text) else m for m in messages]
-            scaffold = self._render(blank, tools, add_generation_prompt=True, **more)
-            pieces = _pieces(text, _split_at_marks(scaffold, len(bodies)), bodies)
+        forged: list[
+            str
+        ] = []  # texts with that of a special token, and no others: an empty one may be written otherwise
+
+        def mark(written: str) -> str:
+            if not self._has_special(written):
+                return written
+            forged.append(written)
+            return _mark(len(forged) - 1)
+
+        blank = [_with_texts(message, mark) for message in messages]
+        if forged:
+            scaffold, order = _at_marks(self._render(blank, tools, add_generation_prompt=True, **more))
+            pieces = _pieces(text, scaffold, [forged[i] if i < len(forged) else _mark(i) for i in order])
         return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
 
     def continuation(
@@ -297,6 +305,30 @@ def _split_at_marks(text: str, count: int) -> tuple[str, ...]:
             raise _not_append_only("it leaves out a message, or puts messages in another order")
         scaffold.append(head)
     return (*scaffold, text)
+
+
+def _at_marks(text: str) -> tuple[list[str], list[int]]:
+    """What stands between marks, and which these are: a template may leave some out, or write them in another order."""
+    parts = re.split(r"PALESTRABODY(\d+)END", text)
+    return parts[::2], [int(index) for index in parts[1::2]]
+
+
+def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """With each text of a message changed: its content, its name, and those in its calls."""
+    calls = tuple(
+        replace(call, name=change(call.name), arguments=_with_strings(call.arguments, change))
+        for call in message.tool_calls
+    )
+    name = None if message.name is None else change(message.name)
+    return replace(message, text=change(message.text), tool_calls=calls, name=name)
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(str(key)): _with_strings(each, change) for key, each in value.items()}
+    return [_with_strings(each, change) for each in value] if isinstance(value, list) else value
 
 
 _BODY_FORMS: tuple[Callable[[str], str], ...] = (
