@@ -28,6 +28,7 @@ SETTINGS = {
     "train.max_steps": STEPS, "train.problems_per_step": 4, "train.filter_equal_groups": "false", "eval.cases": 4,
     "rollout.group_size": 4, "rollout.max_new_tokens": 80, "checkpoint.every": 1, "seed": 3,
 }  # fmt: skip
+RAY = {"backend": "ray", "ray.timeout_s": 300}  # a busy machine takes its time
 # A tool that takes its time, so that something can happen in the middle of a step.
 SLOW_AGENT = """
 import os, time
@@ -143,7 +144,9 @@ def test_an_actor_killed_in_mid_batch_and_one_that_joins_change_no_rollout(
     machines: Machines, reference: dict[int, list[Any]], cluster: Cluster
 ) -> None:
     command = machines.command(
-        "lost-actor", "slow_agent.py", **{"backend": "ray", "ray.address": cluster.address, "ray.actors": 3}
+        "lost-actor",
+        "slow_agent.py",
+        **{**RAY, "ray.address": cluster.address, "ray.actors": 3},
     )
     began = time.monotonic()
     process = machines.start(command)
@@ -162,7 +165,7 @@ def test_an_actor_killed_in_mid_batch_and_one_that_joins_change_no_rollout(
 def test_a_killed_head_fails_the_run_with_its_reason_and_the_run_resumes_on_another_cluster(
     machines: Machines, reference: dict[int, list[Any]], cluster: Cluster
 ) -> None:
-    address = {"backend": "ray", "ray.address": "auto"}
+    address = {**RAY, "ray.address": "auto"}
     machines.env["RAY_ADDRESS"] = cluster.address
     process = machines.start(machines.command("lost-head", "slow_agent.py", **address))
     machines.until(lambda: machines.steps_done("lost-head") == 2)
@@ -201,7 +204,7 @@ def test_a_run_in_the_background_stops_and_resumes_and_has_logs(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    settings = {"backend": "ray", "ray.address": cluster.address}
+    settings = {**RAY, "ray.address": cluster.address}
     command = machines.command("none", "slow_agent.py", **settings)[3:-2]
     started = json.loads(palestra(*command, "--detach", "--json"))
     run_id, folder = started["run_id"], Path(started["folder"])
@@ -229,7 +232,12 @@ def test_ray_client_gives_the_same_rollouts(machines: Machines, reference: dict[
         port = sock.getsockname()[1]
     cluster = machines.cluster(ray_client_server_port=port)
     try:
-        settings = {"backend": "ray", "ray.address": f"ray://127.0.0.1:{port}", "train.max_steps": 2}
+        settings = {
+            "backend": "ray",
+            "ray.timeout_s": 300,
+            "ray.address": f"ray://127.0.0.1:{port}",
+            "train.max_steps": 2,
+        }
         machines.finish(machines.start(machines.command("client", "slow_agent.py", **settings)))
     finally:
         cluster.shutdown()
@@ -256,7 +264,8 @@ def test_the_demo_is_learned_on_two_nodes(machines: Machines, cluster: Cluster) 
 def test_an_address_that_does_not_answer_is_told_with_its_remedy(machines: Machines, address: str) -> None:
     began = time.monotonic()
     output = machines.finish(
-        machines.start(machines.command("nowhere", **{"backend": "ray", "ray.address": address})), code=2
+        machines.start(machines.command("nowhere", **{**RAY, "ray.address": address})),
+        code=2,
     )
     assert not (machines.folder / "nowhere").exists()
     assert f"no Ray cluster answers at {address}" in output
@@ -269,7 +278,7 @@ def test_something_else_that_listens_there_is_given_up_within_the_time_out(machi
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-        settings = {"backend": "ray", "ray.address": address, "ray.timeout_s": 5}
+        settings = {**RAY, "ray.address": address, "ray.timeout_s": 5}
         began = time.monotonic()
         output = machines.finish(machines.start(machines.command("deaf", **settings)), code=2)
     assert "within 5 s (ray.timeout_s)" in output

@@ -19,13 +19,14 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray import cloudpickle, exceptions
+from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.cluster.actor import GroupJob, GroupSampler, PackedWeights, Recipe, read_group
 from palestra.cluster.by_value import dumps
 from palestra.cluster.pool import Actor, ActorLost
+from palestra.cluster.rollout_actor import RolloutActor
 from palestra.core.config import RaySection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group
@@ -48,32 +49,12 @@ _DRIVER = {
 }
 
 
-class RolloutActor:
-    """The process of one actor; `GroupSampler` does its work."""
-
-    def __init__(self) -> None:
-        self._sampler: GroupSampler | None = None
-
-    async def place(self) -> None:
-        """Answers as soon as the process runs."""
-
-    async def build(self, recipe: bytes) -> None:
-        self._sampler = cloudpickle.loads(recipe)()
-
-    async def update(self, weights: PackedWeights) -> None:
-        assert self._sampler is not None
-        self._sampler.update(weights)
-
-    async def sample(self, job: bytes) -> dict[str, Any]:
-        assert self._sampler is not None
-        return await self._sampler.sample(cloudpickle.loads(job))
-
-
 class RayActor:
     """A rollout actor, seen from the driver."""
 
     def __init__(self, options: RaySection, recipe: Any, head: tuple[str, int]) -> None:
         self._head = head
+        self._has_ended = False
         cpus, gpus = options.cpus_per_actor, options.gpus_per_actor
         self._recipe = recipe
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}])
@@ -105,8 +86,10 @@ class RayActor:
         return read_group(await self._answer(self._handle.sample.remote(dumps(job))))
 
     def end(self) -> None:
-        if not _takes_connections(self._head, _PROBE_S):  # Ray would wait for it, for minutes
+        # Ray would connect again, if it was shut down meanwhile, and wait for minutes for a lost head
+        if self._has_ended or not _takes_connections(self._head, _PROBE_S):
             return
+        self._has_ended = True
         with suppress(Exception):  # it is gone already
             ray.kill(self._handle)
         with suppress(Exception):
