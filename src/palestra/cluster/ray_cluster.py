@@ -171,7 +171,7 @@ class RayCluster:
 
 
 def _leave() -> None:
-    """End this process, whose run has failed, without Ray's own goodbye: it waits for the lost head, or crashes."""
+    """End this process, whose run has failed, without Ray's own goodbye: without a head it waits, or crashes."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,6 +206,7 @@ def connect(options: RaySection) -> None:
         thread.start()
         thread.join(timeout_s)
         if thread.is_alive():
+            atexit.register(_leave)
             raise PalestraError(
                 f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {_REMEDY}"
             )
