@@ -147,7 +147,7 @@ class ChatFormat:
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        written = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        written = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
         text, calls = parse_assistant(written, self.call_form)
         return Message("assistant", strip_thinking(text), tool_calls=calls)
 

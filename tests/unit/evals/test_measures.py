@@ -1,6 +1,7 @@
 import asyncio
 import math
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -173,5 +174,7 @@ def test_a_reward_model_is_a_measure_and_its_values_may_be_any_number():
 
 def test_a_measure_for_which_there_is_no_thread_left_gets_no_score(monkeypatch):
     monkeypatch.setattr(calls, "MAX_HUNG_CALLS", -1)
+    over = threading.Event()
     with pytest.raises(calls.OutOfThreads):
-        score(lambda ctx: time.sleep(0.1), timeout_s=0.001)
+        score(lambda ctx: over.wait(30), timeout_s=0.1)
+    over.set()
