@@ -57,13 +57,14 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
     other = page.evaluate("fetch('api/runs?q=demo').then((r) => r.json()).then((d) => d.runs.at(-1).id)")
     api = f"fetch('api{run[1:]}/rollouts?sort=-advantage&limit=1').then((r) => r.json())"
     best = page.evaluate(f"{api}.then((found) => found.rollouts[0])")
+    flips = page.evaluate(f"fetch('api{run[1:]}/evaluations').then((r) => r.json()).then((found) => found.flips)")
     pages = {
         "runs": "#/runs",
         "run": run,
         "rollout": f"{run}/rollouts/{best['id']}",
         "group": f"{run}/groups/{best['group']}",
         "problems": f"{run}/problems",
-        "problem": f"{run}/problems/{best['problem_id']}",
+        "problem": f"{run}/problems/{flips['problems'][-1]['problem_id']}?kind=after",
         "compare": f"#/compare?runs={run.split('/')[-1]}%2C{other}",
         "config": f"{run}/config",
         "evaluations": f"{run}/evaluations",

@@ -46,29 +46,36 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     return {"problems": page, "next": str(following) if following < len(rows) else None, "total": len(rows)}
 
 
-def problem(index: RolloutIndex, problem_id: str) -> dict[str, Any]:
-    """All visits to one problem: before, the steps of training, evaluations between them, after."""
+def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[str, Any]:
+    """All visits to one problem: before, the steps of training, evaluations between them, after.
+
+    Held-out problems may be numbered like those of training and be others: where training (or, by `kind`, the
+    evaluations) has the id, of the other side only what asks the same belongs to it.
+    """
     with index.open() as db:
-        rows = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
-    if not rows:
+        found = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
+    if not found:
         raise UnknownRollout(f"there is no problem {problem_id[:80]!r} in this run")
+    own = [row for row in found if (row["kind"] == "train") == (kind == "train")] or found
+    questions = {row["question"] for row in own}
+    rows = [row for row in found if row["question"] in questions]
     visits = []
-    for group_id, found in groupby(rows, lambda row: row["group_id"]):
-        own = list(found)
+    for group_id, group in groupby(rows, lambda row: row["group_id"]):
+        members = list(group)
         visits.append(
             {
-                "kind": own[0]["kind"],
-                "step": own[0]["step"],
+                "kind": members[0]["kind"],
+                "step": members[0]["step"],
                 "group": group_id,
-                "pass_rate": sum(row["passed"] for row in own) / len(own),
-                "reward_mean": sum(row["reward"] for row in own) / len(own),
-                "rollouts": [shown(row) for row in own],
+                "pass_rate": sum(row["passed"] for row in members) / len(members),
+                "reward_mean": sum(row["reward"] for row in members) / len(members),
+                "rollouts": [shown(row) for row in members],
             }
         )
     visits.sort(key=_when)
     for before, visit in zip([None, *visits], visits, strict=False):
         visit["flip"] = None if before is None else _flip(before["pass_rate"], visit["pass_rate"])
-    return {"problem_id": problem_id, "question": rows[0]["question"], "visits": visits}
+    return {"problem_id": problem_id, "question": own[0]["question"], "visits": visits}
 
 
 def _flip(before: float, after: float) -> str | None:

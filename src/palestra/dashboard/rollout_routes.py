@@ -112,7 +112,8 @@ class RolloutRoutes:
 
     def problem(self, request: Request) -> Response:
         index, _ = self.index(request)
-        return answer(problems.problem(index, request.query_params.get("id", "")))
+        asked = request.query_params
+        return answer(problems.problem(index, asked.get("id", ""), asked.get("kind") or "train"))
 
     def suspicion(self, request: Request) -> Response:
         index, share = self.index(request)

@@ -135,6 +135,26 @@ def test_problems_show_their_visits_and_flips(client, tmp_path) -> None:
     assert [visit["flip"] for visit in one["visits"]] == [None, "fixed", None, "broken"]
 
 
+def test_a_held_out_problem_of_the_same_id_is_another_problem(tmp_path) -> None:
+    from random import Random
+
+    from palestra.core.group_codec import rollout_to_dict
+
+    rng = Random(1)
+    run = make_runs.write_run(tmp_path / "run", iter([(1, [make_runs.make_rollout(rng, 7, passed=False)])]))
+    other = make_runs.make_rollout(rng, 8, passed=True)
+    run.evals.mkdir()
+    for when, rollout in (("before", make_runs.make_rollout(rng, 7, passed=True)), ("after", other)):
+        row = {**rollout_to_dict(rollout), "problem_id": "suite-7"}
+        run.eval_file(when).write_text(json.dumps(row) + "\n")
+    client = client_of(run.path, tmp_path / "home")
+    api = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
+    get(client, f"{api}/rollouts")
+    kinds = [visit["kind"] for visit in get(client, f"{api}/problem", id="suite-7")["visits"]]
+    assert kinds == ["before", "train"], "the one after training asks something else"
+    assert "after" in [v["kind"] for v in get(client, f"{api}/problem", id="suite-7", kind="after")["visits"]]
+
+
 def test_a_parameter_that_nobody_knows_is_refused_by_name(client, api) -> None:
     answer = client.get(f"{api}/rollouts", params={"rewards_min": 1})
     assert answer.status_code == 400

@@ -63,6 +63,9 @@ export function when(kind, step) {
 export const kindName = (kind) =>
   ({ train: "training", before: "before training", after: "after training" })[kind] ?? `evaluation at step ${kind}`;
 
+/** The kind as a parameter of an address; training is what is meant without one. */
+export const kindQuery = (kind) => (kind === "train" ? null : kind);
+
 /** The value of a setting as people type it. */
 export const settingText = (value) =>
   value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);

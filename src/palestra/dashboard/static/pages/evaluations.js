@@ -69,7 +69,7 @@ function flips(id, found) {
       cell: (row) =>
         h(
           "a.break",
-          { href: link(["runs", id, "problems", row.problem_id]) },
+          { href: link(["runs", id, "problems", row.problem_id], { kind: found.to }) },
           oneLine(row.question ?? row.problem_id, 110),
         ),
     },

@@ -9,7 +9,7 @@ import { transcript } from "../components/transcript.js";
 import { verdicts } from "../components/verdicts.js";
 import { address, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { number, plural, signed, when } from "../lib/format.js";
+import { kindQuery, number, plural, signed, when } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
@@ -43,7 +43,11 @@ export async function show({ names: [id, number_], signal }) {
           "p.soft.small",
           plural(group.rollouts.length, "attempt"),
           " at ",
-          h("a", { href: link(["runs", id, "problems", group.problem_id]) }, group.problem_id),
+          h(
+            "a",
+            { href: link(["runs", id, "problems", group.problem_id], { kind: kindQuery(group.kind) }) },
+            group.problem_id,
+          ),
           group.rollouts.length > 1 ? ", best advantage first; the first difference is marked" : "",
         ),
       ),

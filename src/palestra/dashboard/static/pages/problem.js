@@ -9,8 +9,12 @@ import { number, percent, when } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
-export async function show({ names: [id, problem], signal }) {
-  const [run, data] = await Promise.all([getRun(id, signal), get(runPath(id, "problem"), { id: problem }, signal)]);
+export async function show({ names: [id, problem], query, signal }) {
+  const kind = query.get("kind"); // which of two problems of one id: that of training, or that of the evaluations
+  const [run, data] = await Promise.all([
+    getRun(id, signal),
+    get(runPath(id, "problem"), { id: problem, kind }, signal),
+  ]);
   return [
     runHead(run, "problems"),
     h(
@@ -20,7 +24,7 @@ export async function show({ names: [id, problem], signal }) {
         h(
           "div.card-head",
           h("h2.break", data.problem_id),
-          h("a", { href: link(["runs", id, "rollouts"], { problem: data.problem_id }) }, "All its rollouts"),
+          h("a", { href: link(["runs", id, "rollouts"], { problem: data.problem_id, kind }) }, "All its rollouts"),
         ),
         textBlock(data.question ?? "", { foldAt: 2000 }),
       ),

@@ -9,7 +9,7 @@ import { transcript } from "../components/transcript.js";
 import { verdicts } from "../components/verdicts.js";
 import { address, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { duration, integer, number, signed, when } from "../lib/format.js";
+import { duration, integer, kindQuery, number, signed, when } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { link, place, remember } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
@@ -84,7 +84,11 @@ function bar(id, rollout, path, choice) {
       "div.row",
       choice,
       rollout.siblings?.length > 1 && h("a.button", { href: group }, `Group of ${rollout.siblings.length}`),
-      h("a.button", { href: link(["runs", id, "problems", rollout.problem_id]) }, "Same problem over training"),
+      h(
+        "a.button",
+        { href: link(["runs", id, "problems", rollout.problem_id], { kind: kindQuery(rollout.kind) }) },
+        "Same problem over training",
+      ),
       h("a.button", { href: address(`${path}/export.html`), download: "" }, icon("download"), "HTML"),
     ),
   );
