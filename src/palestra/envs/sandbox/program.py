@@ -32,6 +32,15 @@ from palestra.envs.sandbox.sandbox import why_not
 from palestra.envs.sandbox.seccomp import seccomp_filter
 
 _DISK_MIB, _FILES = 256, 20_000  # of its /tmp
+# what clients of HTTP read when they start, though they use none of it here
+_SYSTEM = (
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/localtime",
+)
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _READ = 1 << 16
 
@@ -50,10 +59,11 @@ class ProgramSandbox:
             uid = random.SystemRandom().randrange(2_000_000, 2**31)
             for path in (folder, *folder.iterdir()):
                 os.chown(path, uid, uid)
+        own = program_paths(command, Path(cwd or os.getcwd()))
         setup = {
             "port": self.port,
             "socket": self.socket,
-            "visible": visible() | dict.fromkeys(program_paths(command, Path(cwd or os.getcwd())), ""),
+            "visible": visible() | dict.fromkeys([*filter(os.path.exists, _SYSTEM), *own], ""),
             "folder": str(folder),
             "cwd": cwd or os.getcwd(),
             "uid": uid,
