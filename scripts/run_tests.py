@@ -45,6 +45,8 @@ def files_with_serial_tests(arguments: list[str]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the workers share the cores
+    # Hundreds of processes start: each would compile all of Palestra again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     statuses, parts = [], []
     alone = files_with_serial_tests(arguments or ["tests"])
     with tempfile.TemporaryDirectory() as folder:

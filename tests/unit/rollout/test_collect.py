@@ -242,7 +242,7 @@ def test_without_threads_left_the_run_ends_loudly_and_nothing_is_scored(tokenize
         return a + b
 
     world = World(tokenizer, environment=ScriptedEnvironment(tools=(add,)))
-    collector = replace(world.collector, limits=replace(world.collector.limits, tool_timeout_s=0.01))
+    collector = replace(world.collector, limits=replace(world.collector.limits, tool_timeout_s=0.3))
     with pytest.raises(PalestraError, match="1 calls of tools, measures or environments ran past their time limit"):
         asyncio.run(collector.collect([GOOD], 2, ["key"]))
     release.set()
