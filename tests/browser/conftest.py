@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from chromium import Chromium, find_chromium
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-SCREENSHOTS = os.environ.get("PALESTRA_SCREENSHOTS")  # `make test-browser` saves those of docs/dashboard.md
+# `make test-browser` saves those of docs/dashboard.md; tests change the working folder
+SCREENSHOTS = os.environ.get("PALESTRA_SCREENSHOTS") and Path(os.environ["PALESTRA_SCREENSHOTS"]).resolve()
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +79,6 @@ def picture(page):
 
     def save(name: str) -> None:
         if SCREENSHOTS:
-            page.screenshot(Path(SCREENSHOTS) / f"{name}.webp")
+            page.screenshot(SCREENSHOTS / f"{name}.webp")
 
     return save
