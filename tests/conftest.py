@@ -2,11 +2,17 @@
 
 import asyncio
 import os
+import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forkserver import Forkserver
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,6 +57,14 @@ def tiny():
     from palestra.models.loading import load_model
 
     return load_model("palestra/tiny")
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """Starts Python processes in which torch, transformers and most of Palestra are imported already."""
+    server = Forkserver(["transformers.models.auto.modeling_auto", "palestra.api", "palestra.serve.loading"])
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks_program import STEPS, apart, local, take_step, weights_of
 
+from forkserver import Forkserver
+
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 SCENARIOS = ("full", "lora", "shares", "stop", "killed", "stuck", "raises", "differ")
 
 
-def run_ranks(count: int, folder: Path, *scenarios: str) -> dict[str, Any]:
+def run_ranks(forkserver: Forkserver, count: int, folder: Path, *scenarios: str) -> dict[str, Any]:
     """What each scenario gave in each rank, and how long it took."""
-    subprocess.run(
-        [sys.executable, str(PROGRAM), str(count), str(folder), *scenarios],
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with forkserver.popen(str(PROGRAM), str(count), str(folder), *scenarios, env=env) as process:
+        assert process.wait(300) == 0
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in scenarios}
 
 
@@ -51,13 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> dict[str, Any]:
-    return run_ranks(2, folder, *SCENARIOS)
+def two(forkserver: Forkserver, folder: Path) -> dict[str, Any]:
+    return run_ranks(forkserver, 2, folder, *SCENARIOS)
 
 
 @pytest.fixture(scope="module")
-def three(two: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return run_ranks(3, folder, "full", "lora", "load", "shares", "killed")
+def three(forkserver: Forkserver, two: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return run_ranks(forkserver, 3, folder, "full", "lora", "load", "shares", "killed")
 
 
 def assert_parity(report: dict[str, Any]) -> None:
@@ -83,8 +81,8 @@ def test_three_ranks_find_the_loss_gradient_and_weights_of_one_process(three: di
 
 
 @pytest.mark.slow
-def test_low_precision_weights_keep_float32_masters_in_shards(folder: Path) -> None:
-    for found in run_ranks(2, folder, "low_precision")["low_precision"]["ranks"]:
+def test_low_precision_weights_keep_float32_masters_in_shards(forkserver: Forkserver, folder: Path) -> None:
+    for found in run_ranks(forkserver, 2, folder, "low_precision")["low_precision"]["ranks"]:
         assert found["types"] == ["torch.bfloat16", "torch.float32"]
         assert found["tied"]
         assert found["share"] < 0.05  # of the way that the weights went: bfloat16 rounds gradients
@@ -104,8 +102,10 @@ def test_two_ranks_go_on_from_the_checkpoint_of_one_process(two: dict[str, Any],
 
 
 @pytest.mark.slow
-def test_checkpoints_of_one_two_and_three_ranks_load_on_three_and_on_two(three: dict[str, Any], folder: Path) -> None:
-    for found in (*three["load"]["ranks"], *run_ranks(2, folder, "load")["load"]["ranks"]):
+def test_checkpoints_of_one_two_and_three_ranks_load_on_three_and_on_two(
+    forkserver: Forkserver, three: dict[str, Any], folder: Path
+) -> None:
+    for found in (*three["load"]["ranks"], *run_ranks(forkserver, 2, folder, "load")["load"]["ranks"]):
         assert found.keys() == {f"{kind}-{count}" for kind in ("full", "lora") for count in (1, 2, 3)}
         assert max(found.values()) < 1e-5
 

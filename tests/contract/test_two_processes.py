@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forkserver import Forkserver
 from palestra import demo
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
@@ -26,17 +26,15 @@ from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.policy.remote import RemotePolicy
 
-SERVE = "from palestra.faces.cli.main import main; main()"
-
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def server(forkserver: Forkserver, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A process that samples from palestra/tiny and takes weights from a folder."""
     folder = tmp_path / "weights"
     folder.mkdir()
-    command = [sys.executable, "-c", SERVE, "serve", "palestra/tiny", "--port", "0", "--weights-from", str(folder)]
+    words = ("serve", "palestra/tiny", "--port", "0", "--weights-from", str(folder))
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None
     try:
         yield process.stdout.readline().split()[-1].removesuffix("/v1"), folder

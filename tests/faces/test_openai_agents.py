@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,22 +16,21 @@ from palestra.tools.tool import as_tool
 
 sdk = pytest.importorskip("agents", reason="pip install openai-agents")
 
-PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agents_sdk.py"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 BRIEFLY = (
     "--train.max_steps 1 --train.problems_per_step 2 --rollout.group_size 2 --eval.cases 2 --train.learning_rate 1e-5"
 ).split()
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(forkserver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The example's agent after a short training, served."""
     folder = tmp_path_factory.mktemp("sdk")
     assert run(["train", str(EXAMPLE), *BRIEFLY, "--output_dir", str(folder / "runs")]) == 0
     (trained,) = (folder / "runs").glob("*/run.json")
-    command = [*PALESTRA, "serve", trained.parent.name, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder)
+    words = ("serve", trained.parent.name, "--port", "0")
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder)
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.send_signal(signal.SIGTERM)

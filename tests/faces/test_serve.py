@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -15,8 +14,7 @@ import pytest
 
 from palestra import function_tool
 
-PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @function_tool
@@ -26,9 +24,9 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [*PALESTRA, "serve", "palestra/tiny", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+def url(forkserver) -> Iterator[str]:
+    words = ("serve", "palestra/tiny", "--port", "0")
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +18,14 @@ import pytest
 from palestra.faces.cli.settings import EnvSettings
 from palestra.faces.cli.train_wire import new_run_for
 
-PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
 
 
 @pytest.fixture
-def api(tmp_path) -> Iterator[str]:
-    command = [*PALESTRA, "trajectory", "--port", "0", "--folder", str(tmp_path / "wire")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+def api(forkserver, tmp_path) -> Iterator[str]:
+    words = ("trajectory", "--port", "0", "--folder", str(tmp_path / "wire"))
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.terminate()
@@ -79,12 +77,11 @@ class Environment(threading.Thread):
         assert self.api.post("/scored_data", json=body).status_code == 200
 
 
-def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+def start(forkserver, folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
     """A trainer, and where its model is served."""
-    command = [*PALESTRA, "train", *words, "--json"]
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = ("-m", "palestra", "train", *words, "--json")
+    process = forkserver.popen(*command, cwd=folder, **pipes, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
         if "environments sample from" in line:
@@ -124,11 +121,12 @@ def tokens_of(run: Path, step: int) -> list[list[int]]:
     return [[i for turn in row["turns"] for i in turn["token_ids"]] for row in lines if row["step"] == step]
 
 
-def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, cli, tmp_path):
+def test_training_over_the_wire_goes_on_after_kill_9_and_ends_with_a_model(api, cli, tmp_path, forkserver):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     wire = ["--env-url", api, "--serve-port", port]
-    trainer, inference = start(tmp_path, *wire, *TRAINER, "--train.max_steps", "5", "--checkpoint.every", "2")
+    more = ("--train.max_steps", "5", "--checkpoint.every", "2")
+    trainer, inference = start(forkserver, tmp_path, *wire, *TRAINER, *more)
     environment = Environment(api, inference, groups=6)  # three batches
     environment.start()
     (run,) = (tmp_path / "runs").iterdir()

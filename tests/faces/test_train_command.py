@@ -7,18 +7,15 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from palestra.core.run_folder import RunFolder
 
 # A background job of a script ignores SIGINT, and so do its children unless they take it back.
-INTERRUPTIBLE = [
-    sys.executable,
-    "-c",
+INTERRUPTIBLE = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from palestra.faces.cli.main import main; main()",
-]
+    "from palestra.faces.cli.main import main; main()"
+)
 
 
 def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
@@ -79,12 +76,12 @@ def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_eval
     assert f"scoring before: every rollout failed; {first}" in " ".join(answer.err.split())
 
 
-def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path):
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path, forkserver):
     slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.2)\n    return str(ctx.expect)")
-    first = subprocess.Popen(
-        [*INTERRUPTIBLE, "train", str(agent_file(slow)), "--train.max_steps", "5", "--eval.cases", "1"],
+    first = forkserver.popen(
+        "-c", INTERRUPTIBLE, "train", str(agent_file(slow)), "--train.max_steps", "5", "--eval.cases", "1",
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert first.stdout is not None
     next(line for line in first.stdout if line.startswith("step 2/5"))

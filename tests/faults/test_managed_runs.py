@@ -354,7 +354,7 @@ def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_sa
     imports_s = time.monotonic() - began
     shape = {"train.problems_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 40, "eval.cases": 2}
     began = time.monotonic()
-    settings = {**shape, "train.max_steps": 52, "checkpoint.every": 0}
+    settings = {**shape, "train.max_steps": 16, "checkpoint.every": 0}
     run_id = runs.manager.start(RunRequest(settings=settings)).run_id
     assert eventually(lambda: runs.manager.get(run_id).progress.get("step"), within_s=120)
     assert time.monotonic() - began - imports_s < 15
@@ -362,15 +362,14 @@ def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_sa
     stopped = runs.manager.stop(run_id)
     assert (stopped.state, stopped.processes) == ("stopped", {"trainer": "exited (130)"})
     done = int(stopped.progress["step"])
-    assert done < 52
+    assert done < 16
     assert str(runs.manager.results(run_id)["checkpoint"]).endswith(f"step-{done:06d}")
     runs.manager.resume(run_id)
     runs.wait(run_id, "completed", within_s=120)
     results = runs.manager.results(run_id)
     assert results["report"]["after"]["pass_rate"]["n"] == 2
     assert Path(results["model_path"], "config.json").is_file()
-    assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 53))
-    assert len(results["history"]) == 50
+    assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 17))
 
 
 def test_a_complete_run_goes_on_only_with_more_steps(runs):

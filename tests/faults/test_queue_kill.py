@@ -6,11 +6,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
+
+from forkserver import Forkserver
 
 # Twelve steps of fakes; every group says its number, and every trained step is a line on disk before the checkpoint.
 SCRIPT = """
@@ -62,11 +62,11 @@ def rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def test_a_run_that_is_killed_trains_every_group_once(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_trains_every_group_once(forkserver: Forkserver, tmp_path: Path) -> None:
     rng = random.Random(os.getpid())
     code = SCRIPT.format(fakes=str(Path(__file__).parents[1] / "unit" / "train"))
     for life in range(2):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+        process = forkserver.popen("-c", code, str(tmp_path))
         if life == 0:
             wanted, deadline = rng.randint(4, 9), time.monotonic() + 120
             while time.monotonic() < deadline and process.poll() is None:

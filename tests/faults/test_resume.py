@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forkserver import Forkserver
 from palestra import demo, train_grpo
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.main import run as palestra
@@ -36,17 +36,11 @@ def train(folder: Path, *arguments: str) -> int:
         return palestra(["train", *arguments])
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """The same in a process that can be killed."""
-    return spawn(folder, "-m", "palestra", "train", *arguments)
-
-
-def spawn(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def spawn(forkserver: Forkserver, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Python in a folder of its own, with as many threads as here: sums are then added up in the same order."""
     folder.mkdir()
-    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return forkserver.popen(*arguments, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run_of(folder: Path) -> Path:
@@ -77,9 +71,11 @@ def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: rand
 @pytest.mark.parametrize(
     "adapter", [pytest.param([], id="full"), pytest.param(["--lora.r", "4"], id="lora", marks=pytest.mark.slow)]
 )
-def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(tmp_path: Path, adapter: list[str]) -> None:
+def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(
+    forkserver: Forkserver, tmp_path: Path, adapter: list[str]
+) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    victim = start(broken, *ARGUMENTS, *adapter)
+    victim = spawn(forkserver, broken, "-m", "palestra", "train", *ARGUMENTS, *adapter)
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
     assert len(metrics(run_of(broken))) < STEPS
     assert train(broken, "--resume", str(run_of(broken))) == 0
@@ -96,13 +92,13 @@ train_grpo(demo.agent, demo.suite, config=demo.config | {settings}, held_out=dem
 
 
 @pytest.mark.slow
-def test_a_run_that_was_started_from_python_resumes_there(tmp_path: Path) -> None:
+def test_a_run_that_was_started_from_python_resumes_there(forkserver: Forkserver, tmp_path: Path) -> None:
     settings = {
         "seed": 5, "train.max_steps": STEPS - 3, "train.problems_per_step": 2, "rollout.group_size": 4,
         "eval.cases": 4, "eval.every": 3, "checkpoint.every": 1,
     }  # fmt: skip
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    victim = spawn(broken, "-c", SCRIPT.format(settings=settings))
+    victim = spawn(forkserver, broken, "-c", SCRIPT.format(settings=settings))
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
     run = run_of(broken)
     assert len(metrics(run)) < STEPS - 1  # an evaluation has a row of its own

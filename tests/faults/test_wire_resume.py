@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +16,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from forkserver import Forkserver
 from palestra.core.run_folder import RunFolder
 from palestra.wire.client import WireClient
 
 STEPS, GROUPS_PER_STEP, SIBLINGS = 6, 2, 4
-MAIN = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 TIMED = ("seconds", "per_second", "per_s", "memory")
 
 
 @contextmanager
-def trajectory_api(folder: Path) -> Iterator[str]:
-    command = [*MAIN, "trajectory", "--port", "0", "--folder", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def trajectory_api(forkserver: Forkserver, folder: Path) -> Iterator[str]:
+    words = ("trajectory", "--port", "0", "--folder", str(folder))
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -52,7 +51,7 @@ def post_all_groups(url: str) -> None:
         asyncio.run(client.call("/scored_data", body, key=f"group-{number}"))
 
 
-def trainer(url: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:
+def trainer(forkserver: Forkserver, url: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:
     settings = {
         "model.name": "palestra/tiny",
         "train.max_steps": STEPS,
@@ -62,9 +61,9 @@ def trainer(url: str, folder: Path, *more: str) -> subprocess.Popen[bytes]:
         "checkpoint.every": 2,
     }
     options = [] if more else [f"--{key}={value}" for key, value in settings.items()] + ["--folder", str(folder)]
-    command = [*MAIN, "train", "--env-url", url, "--serve-port", "0", *options, *more]
+    words = ("train", "--env-url", url, "--serve-port", "0", *options, *more)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return forkserver.popen("-m", "palestra", *words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def kill_after(process: subprocess.Popen[bytes], folder: RunFolder, steps: int) -> None:
@@ -81,15 +80,17 @@ def numbers(folder: RunFolder) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not any(word in k for word in TIMED)} for row in folder.metrics()]
 
 
-def test_a_killed_trainer_over_the_wire_equals_one_that_went_straight_through(tmp_path: Path) -> None:
+def test_a_killed_trainer_over_the_wire_equals_one_that_went_straight_through(
+    forkserver: Forkserver, tmp_path: Path
+) -> None:
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
-    with trajectory_api(tmp_path / "api-1") as url:
+    with trajectory_api(forkserver, tmp_path / "api-1") as url:
         post_all_groups(url)
-        assert trainer(url, straight.path).wait(240) == 0
-    with trajectory_api(tmp_path / "api-2") as url:
+        assert trainer(forkserver, url, straight.path).wait(240) == 0
+    with trajectory_api(forkserver, tmp_path / "api-2") as url:
         post_all_groups(url)
-        kill_after(trainer(url, broken.path), broken, steps=3)  # one step beyond its last checkpoint
-        assert trainer(url, broken.path, "--resume", str(broken.path)).wait(240) == 0
+        kill_after(trainer(forkserver, url, broken.path), broken, steps=3)  # one step beyond its last checkpoint
+        assert trainer(forkserver, url, broken.path, "--resume", str(broken.path)).wait(240) == 0
     assert len(numbers(straight)) == STEPS
     assert numbers(broken) == numbers(straight)
     weights = [load_file(run.model / "model.safetensors") for run in (straight, broken)]

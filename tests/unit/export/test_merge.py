@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
+from forkserver import Forkserver
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
@@ -128,7 +128,7 @@ def test_a_base_held_in_four_bits_is_not_merged_into(adapted: tuple[Any, Path], 
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_disk_that_fills_up_leaves_the_old_folder_and_no_other(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_leaves_the_old_folder_and_no_other(forkserver: Forkserver, tmp_path: Path) -> None:
     """The system itself refuses to write on: no file may be longer than 200 kB in that process."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").touch()
@@ -145,7 +145,7 @@ try:
 except PalestraError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forkserver.run("-c", script)
     assert "could not be saved" in done.stdout, done.stderr
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/old"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from small_models import trained
 
+from forkserver import Forkserver
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
@@ -151,7 +151,7 @@ def test_too_little_space_is_seen_before_anything_is_written(
     assert left_in(tmp_path) == []
 
 
-def test_a_disk_that_fills_up_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_leaves_the_old_file_and_no_other(forkserver: Forkserver, tmp_path: Path) -> None:
     """The system itself refuses to write on: no file may be longer than 200 kB in that process."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"the old one")
@@ -168,7 +168,7 @@ try:
 except PalestraError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forkserver.run("-c", script)
     assert "could not be written" in done.stdout, done.stderr
     assert "choose another path" in done.stdout
     assert path.read_bytes() == b"the old one"

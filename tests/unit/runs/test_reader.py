@@ -10,7 +10,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib, gpu_names
-from palestra.runs.reader import merge_last_step, progress, sample, tail, why_it_ended
+from palestra.runs.reader import Run, merge_last_step, progress, results, sample, tail, why_it_ended
 
 
 def write_metrics(folder: Path, rows: list[dict[str, float]], rest: str = "") -> None:
@@ -40,6 +40,17 @@ def test_a_long_history_is_sampled_from_end_to_end():
     assert len(some) == 50
     assert (some[0], some[-1]) == (rows[0], rows[-1])
     assert sample(rows[:7], 50) == rows[:7]
+
+
+def test_results_of_a_long_run_hold_fifty_rows_of_its_history(tmp_path):
+    rows = [{"step": i, "loss": i / 100} for i in range(1, 53)]
+    write_metrics(tmp_path, rows)
+    times = {"created": 0.0, "started": 1.0, "ended": 2.0}
+    empty = {"processes": {}, "logs": {}, "ports": {}, "progress": {}}
+    known = {"run_id": "r1234567", "name": "long", "environment": "demo", "state": "completed", "reason": None}
+    found = results(Run(**known, folder=tmp_path, **times, **empty))
+    assert len(found["history"]) == 50
+    assert (found["history"][0], found["final_metrics"]) == (rows[0], rows[-1])
 
 
 def test_an_evaluations_row_is_merged_into_its_step():
