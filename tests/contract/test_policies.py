@@ -29,7 +29,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.base import Policy
+from palestra.policy.base import Branches, Policy
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.policy.remote import RemotePolicy
@@ -215,6 +215,31 @@ def test_forks_go_on_apart_from_a_shared_prompt(case: Case) -> None:
         [again] = policy.fork(second, 1)  # also in the middle of a conversation
         assert list(again.token_ids) == [*PROMPT, *other.token_ids.tolist()]
         assert len((await policy.sample(again, SamplingParams(4))).token_ids) <= 4
+
+    run(main)
+
+
+def test_a_branch_goes_on_from_the_middle_and_leaves_the_session_as_it_is(case: Case) -> None:
+    if not isinstance(case.policy, Branches):
+        pytest.skip("the gateway opens a new session of this policy instead")
+    policy = case.policy
+
+    async def main() -> None:
+        session = policy.open(PROMPT)
+        await policy.sample(session, SamplingParams(8, seed=1))
+        before = list(session.token_ids)
+        branch = policy.branch(session, len(PROMPT) + 3)
+        policy.append(branch, [3, 3])
+        prompt = [*before[: len(PROMPT) + 3], 3, 3]
+        assert list(branch.token_ids) == prompt
+        turn, _ = await asyncio.gather(
+            policy.sample(branch, SamplingParams(8, seed=2)), policy.sample(session, SamplingParams(4))
+        )
+        assert turn.logprobs == pytest.approx(own_logprobs(case.model, prompt, turn), abs=1e-5)
+        assert list(session.token_ids)[: len(before)] == before
+        policy.close(session)
+        assert len((await policy.sample(branch, SamplingParams(2, seed=3))).token_ids) == 2
+        policy.close(branch)
 
     run(main)
 

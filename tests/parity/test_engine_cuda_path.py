@@ -75,6 +75,18 @@ def turns(nap=False):
             engine.sleep()
             assert engine.runner.keys.numel() == engine.runner.values.numel() == 0
             engine.wake()
+    if options["branches"]:
+        branch = engine.branch(group[0], 25)
+        second = engine.branch(branch, 23)  # of a branch whose partial page is still to be copied
+        engine.append(second, [9])
+        assert (branch.kv_len, second.kv_len) == (24, 22)
+        fresh = engine.open(second.token_ids)
+        *branched, again = engine.sample([branch, second, fresh], SamplingParams(2, seed=5))
+        assert again.token_ids.tolist() == branched[1].token_ids.tolist()
+        assert all(abs(x - y) < 1e-4 for x, y in zip(again.logprobs, branched[1].logprobs)), (again, branched)
+        out += branched
+        for session in (branch, second, fresh):
+            engine.close(session)
     if options["grammar"]:
         held = SamplingParams(6, seed=3, grammar="even behind odd")
         out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
@@ -208,6 +220,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "programs": programs,
         "grammar": family == "gemma2",
         "nap": family == "mistral",
+        "branches": family == "qwen3",
         "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }
     status, output = run_kernels(SCRIPT, json.dumps(options))

@@ -133,6 +133,18 @@ class Engine:
         session.children = n
         return [Session(list(session.token_ids), source=session) for _ in range(n)]
 
+    @torch.inference_mode()
+    def branch(self, session: Session, length: int) -> Session:
+        """A session of the first `length` tokens, which shares what is computed of them; the session itself goes on."""
+        if session.closed:
+            raise PalestraError("the session is closed; branch one that is open, or open a new one")
+        if not 1 <= length <= len(session.token_ids):
+            held = len(session.token_ids)
+            raise PalestraError(f"branch at length={length}; expected 1 to {held}, the tokens that the session holds")
+        branched = Session(session.token_ids[:length])
+        self.scheduler.branch(session, branched)
+        return branched
+
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
         """Add tokens that the model did not make; they are computed with the next sample."""
         self._check_idle(session)

@@ -19,6 +19,10 @@ class KVMemory(Protocol):
 
     def copy_page(self, source: int, target: int) -> None: ...
 
+    def stored_len(self, session: Session) -> int:
+        """How many of its tokens have their KV in its pages."""
+        ...
+
 
 class Scheduler:
     """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out."""
@@ -67,6 +71,13 @@ class Scheduler:
         self.running.clear()
         for session in list(self.holders):
             self.drop(session)
+
+    def branch(self, source: Session, session: Session) -> None:
+        """Let a new session, whose tokens `source` begins with, share the pages of those that are computed."""
+        holder = source if source.source is None or source.kv_len > 0 else source.source
+        length = min(self.memory.stored_len(holder), session.fill_target)
+        if not self._share(holder, session, length):
+            self._share(holder, session, length - length % self.pool.page_size)
 
     def plan(self, decode_reserve: int = 1) -> list[Chunk]:
         """The next step: jobs that sample one token first, then prompts and appends within the budget.
@@ -135,13 +146,17 @@ class Scheduler:
         source = session.source
         if source is None or session.kv_len > 0 or source.fill_target <= 0:
             return True
-        if not self._free_up(1, keep=(session, source)):
+        return self._share(source, session, source.fill_target)
+
+    def _share(self, source: Session, session: Session, length: int) -> bool:
+        """Give a session without KV that of the source's first `length` tokens; False without a page for the last."""
+        if length % self.pool.page_size and not self._free_up(1, keep=(session, source)):
             return False
-        fork = self.pool.fork(source.table, source.fill_target)
+        fork = self.pool.fork(source.table, length)
         if fork.copy is not None:
             self.memory.copy_page(*fork.copy)
         session.table = fork.table
-        session.kv_len = session.shared_len = source.fill_target
+        session.kv_len = session.shared_len = length
         self._touch(session)
         return True
 

@@ -14,7 +14,8 @@ class Session:
     """Tokens, and how many of them have their KV in pages.
 
     A forked session has a `source`: the sequence that it and its siblings go on from. The source is
-    computed once; each child inherits its pages. `shared_len` is how many leading tokens were inherited.
+    computed once; each child inherits its pages. `shared_len` is how many leading tokens were inherited. A branch
+    shares pages, too, from its beginning on, and then depends on nobody.
     """
 
     token_ids: list[int]

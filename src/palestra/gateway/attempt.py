@@ -166,9 +166,9 @@ class Attempt:
             self._check_logprobs(request, limit)
             sessions = [branch.session]
             if request.fields.choices > 1:
-                sessions = self._model.policy.fork(branch.session, request.fields.choices)
+                sessions = self.lineages.prompts.fork(branch.session, request.fields.choices)
         except BaseException:
-            self._model.policy.close(branch.session)
+            self.lineages.prompts.close_session(branch.session)
             raise
         turns = [self._turn(request, branch, session, limit) for session in sessions]
         try:
@@ -178,7 +178,7 @@ class Attempt:
                 if not turn.recorded:
                     if turn.task is not None:
                         turn.task.cancel()
-                    self._model.policy.close(turn.session)
+                    self.lineages.prompts.close_session(turn.session)
                     self.lineages.free_number(branch.place, turn.number)
 
     def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:

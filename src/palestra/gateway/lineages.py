@@ -93,7 +93,7 @@ class Lineages:
     chat: ChatFormat
     prompts: SharedPrompts
     nodes: list[Node] = field(default_factory=list)
-    recomputed_tokens: int = 0  # of known turns from which somebody had gone on before
+    recomputed_tokens: int = 0  # of known turns from which somebody had gone on before, and the policy cannot branch
     retokenised_turns: int = 0  # sampled, and rendered again as text because the history before them had changed
     _by_reply: dict[tuple[Place, Key], list[Node]] = field(default_factory=dict)
     _replies: set[Key] = field(default_factory=set)
@@ -171,7 +171,7 @@ class Lineages:
     def close(self) -> None:
         for node in self.nodes:
             if node.session is not None:
-                self.policy.close(node.session)
+                self.prompts.close_session(node.session)
                 node.session = None
 
     def rows(self) -> Iterator[tuple[Node, tuple[Turn, ...]]]:
@@ -220,12 +220,12 @@ class Lineages:
         """A session that holds all tokens up to here, and how many of them it held before."""
         new = [i for turn in given for i in turn.token_ids.tolist()]
         if node is None:
-            return self.prompts.open(new), 0
+            return self.prompts.open(new)
         if node.session is None:
             known = node.token_ids
-            session = self.policy.open(known + new)
-            self.recomputed_tokens += len(known)
-            return session, 0
+            session, cached = self.prompts.branch(known + new)
+            self.recomputed_tokens += max(0, len(known) - cached)
+            return session, cached
         session, node.session = node.session, None
         cached = len(session.token_ids)
         self.policy.append(session, new)

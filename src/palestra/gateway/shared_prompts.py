@@ -1,4 +1,4 @@
-"""A prompt that several attempts open with is rendered and computed once."""
+"""What several attempts or lineages begin with is rendered and computed once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from palestra.core.types import Message, Turn
-from palestra.policy.base import Policy
+from palestra.policy.base import Branches, Policy
+
+_WORTH_SHARING = 16  # tokens; the first few of a template are the same in every conversation
 
 
 class SharedPrompts:
-    """The prompts of a group of siblings. The first that opens one forks it for all; close it when they have ended."""
+    """The sessions of a group of siblings. Close it when they have ended.
+
+    The first that opens a prompt forks it for all. Any other beginning goes on from the open session with which it has
+    the most tokens in common, where the policy can branch: an edited history, a subagent with the same instructions.
+    """
 
     def __init__(self, policy: Policy[Any], siblings: int) -> None:
         self._policy = policy
+        self._branches = policy if isinstance(policy, Branches) else None
         self._siblings = siblings
         self._forks: dict[tuple[int, ...], list[Any]] = {}
+        self._open: dict[int, Any] = {}  # handed out and not closed yet, by their id()
         self._rendered: dict[Any, Turn] = {}
 
     def render(self, messages: Sequence[Message], opening: str, make: Callable[[], Turn]) -> Turn:
@@ -27,18 +35,70 @@ class SharedPrompts:
             self._rendered[key] = make()
         return self._rendered[key]
 
-    def open(self, prompt_ids: Sequence[int]) -> Any:
-        """A session with this prompt."""
+    def open(self, prompt_ids: Sequence[int]) -> tuple[Any, int]:
+        """A session with a prompt that siblings may open, too, and how many of its tokens another one had."""
         key = tuple(prompt_ids)
-        if key not in self._forks:
-            session = self._policy.open(prompt_ids)
-            # alone there is nothing to share, and computing in two steps what could be one is slower
-            self._forks[key] = self._policy.fork(session, self._siblings) if self._siblings > 1 else [session]
-        forks = self._forks[key]
-        return forks.pop() if forks else self._policy.open(prompt_ids)
+        if forks := self._forks.get(key):
+            session = forks.pop()
+            self._note(session)
+            return session, 0
+        session, shared = self.branch(prompt_ids)
+        # alone there is nothing to share, and computing in two steps what could be one is slower
+        if self._siblings > 1 and not shared and key not in self._forks:
+            session, *self._forks[key] = self.fork(session, self._siblings)
+            for each in self._forks[key]:
+                self._open.pop(id(each), None)
+        return session, shared
+
+    def branch(self, token_ids: Sequence[int]) -> tuple[Any, int]:
+        """A session with these tokens, and how many of them it shares with another one."""
+        source, shared = self._most_alike(token_ids)
+        if self._branches is None or source is None:
+            session, shared = self._policy.open(token_ids), 0
+        else:
+            session = self._branches.branch(source, shared)
+            self._policy.append(session, token_ids[shared:])
+        self._note(session)
+        return session, shared
+
+    def fork(self, session: Any, n: int) -> list[Any]:
+        """n sessions that go on from here instead of this one."""
+        forks = self._policy.fork(session, n)
+        self._open.pop(id(session), None)
+        for each in forks:
+            self._note(each)
+        return forks
+
+    def close_session(self, session: Any) -> None:
+        self._open.pop(id(session), None)
+        self._policy.close(session)
 
     def close(self) -> None:
         for forks in self._forks.values():
             for session in forks:
                 self._policy.close(session)
         self._forks.clear()
+
+    def _note(self, session: Any) -> None:
+        if self._branches is not None:
+            self._open[id(session)] = session
+
+    def _most_alike(self, token_ids: Sequence[int]) -> tuple[Any, int]:
+        """The session that begins most like these tokens, and how many they have in common; None if too few."""
+        best, longest = None, _WORTH_SHARING - 1
+        for session in self._open.values():
+            if (length := _in_common(token_ids, session.token_ids)) > longest:
+                best, longest = session, length
+        return best, longest
+
+
+def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -70,6 +70,18 @@ class KnowsContext(Protocol):
 
 
 @runtime_checkable
+class Branches(Protocol):
+    """A policy that goes on from the middle of a session without computing its beginning again.
+
+    Of others a new session is opened: a server has a prefix cache of its own, or computes all of it anyway.
+    """
+
+    def branch(self, session: Any, length: int) -> Any:
+        """A session of the first `length` tokens. The session itself goes on, also where it is being sampled."""
+        ...
+
+
+@runtime_checkable
 class WaitsForTools(Protocol):
     """A policy whose steps wait a moment for sessions between two turns, as long as these usually come back at once."""
 

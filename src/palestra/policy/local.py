@@ -47,6 +47,9 @@ class LocalPolicy:
     def fork(self, session: Session, n: int) -> list[Session]:
         return self.engine.fork(session, n)
 
+    def branch(self, session: Session, length: int) -> Session:
+        return self.engine.branch(session, length)
+
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
         self.engine.append(session, token_ids)
 

@@ -73,9 +73,23 @@ class ScriptedPolicy:
         return Turn("model", ids, [-0.5] * len(ids), self.version, finish)
 
 
-def completer(tokenizer: Any, say: Callable[[int], str] | Sequence[str], context: int = 10_000) -> Completer:
+class BranchingPolicy(ScriptedPolicy):
+    """One that goes on from the middle of a session without computing its beginning."""
+
+    def branch(self, session: ScriptedSession, length: int) -> ScriptedSession:
+        assert not session.closed
+        self.sessions.append(ScriptedSession(session.token_ids[:length]))
+        return self.sessions[-1]
+
+
+def completer(
+    tokenizer: Any,
+    say: Callable[[int], str] | Sequence[str],
+    context: int = 10_000,
+    kind: type[ScriptedPolicy] = ScriptedPolicy,
+) -> Completer:
     speak = say if callable(say) else lambda i: say[i]
-    return Completer(ScriptedPolicy(tokenizer, speak), tokenizer, "scripted", context)
+    return Completer(kind(tokenizer, speak), tokenizer, "scripted", context)
 
 
 def attempt(model: Completer, **options: Any) -> Attempt:

@@ -14,7 +14,7 @@ from palestra.gateway.shared_prompts import SharedPrompts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scripted_model import END, PROBLEM, TOOL, attempt, call, completer
+from scripted_model import END, PROBLEM, TOOL, BranchingPolicy, attempt, call, completer
 
 SYSTEM = {"role": "system", "content": "Use tools."}
 QUESTION = {"role": "user", "content": "What is 2 + 3?"}
@@ -191,3 +191,40 @@ def test_siblings_compute_the_prompt_that_they_share_once(tiny_tokenizer):
         finish(one)
     shared.close()
     assert all(session.closed for session in model.policy.sessions)
+
+
+def first_difference(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_changed_history_goes_on_from_where_it_differs(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{w}.{END}" for w in ("One", "Two", "Three")], kind=BranchingPolicy)
+    policy, one = model.policy, attempt(model)
+    (first,) = ask(one, model, [SYSTEM, QUESTION])
+    ask(one, model, [SYSTEM, QUESTION, first, {"role": "user", "content": "And?"}])
+    known, before = list(policy.sessions[0].token_ids), policy.computed
+    ask(one, model, [SYSTEM, QUESTION, first, {"role": "user", "content": "And then, what else?"}])
+    shared = first_difference(known, policy.prompts[2])
+    assert shared > len(policy.prompts[0]) + len(policy.sampled[0])  # the question, the answer, and more
+    assert policy.computed - before == len(policy.prompts[2]) - shared
+    assert one.counts.recomputed_tokens == 0
+    rows = finish(one)
+    flat = [[i for turn in row.turns for i in turn.token_ids.tolist()] for row in rows]
+    assert sorted(flat) == sorted(p + s for p, s in zip(policy.prompts[1:], policy.sampled[1:], strict=True))
+    assert all(session.closed for session in policy.sessions)
+
+
+def test_a_subagent_with_the_same_instructions_computes_its_own_question_alone(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{w}.{END}" for w in ("One", "Two", "Three")], kind=BranchingPolicy)
+    policy, shared = model.policy, SharedPrompts(model.policy, 2)
+    siblings = [attempt(model, shared_prompts=shared) for _ in range(2)]
+    ask(siblings[0], model, [SYSTEM, QUESTION])
+    for one in siblings:  # of a sibling's session, too
+        before = policy.computed
+        ask(one, model, [SYSTEM, {"role": "user", "content": f"Look {len(policy.prompts)} up."}])
+        differs = first_difference(policy.prompts[0], policy.prompts[-1])
+        assert 0 < policy.computed - before <= len(policy.prompts[-1]) - differs
+    for one in siblings:
+        finish(one)
+    shared.close()
+    assert all(session.closed for session in policy.sessions)

@@ -115,6 +115,10 @@ class KVSlots:
     def copy_page(self, source: int, target: int) -> None:
         self.pages.copy(source, target)
 
+    def stored_len(self, session: Session) -> int:
+        """What a running session has computed goes to its pages when it leaves."""
+        return session.kv_len if session.slot < 0 else self._entered_at[session.slot]
+
     def release_memory(self) -> None:
         """Every session has left."""
         assert not self.sessions

@@ -42,6 +42,9 @@ class CpuRunner:
     def copy_page(self, source: int, target: int) -> None:
         self.slots.copy_page(source, target)
 
+    def stored_len(self, session: Session) -> int:
+        return self.slots.stored_len(session)
+
     def weights_changed(self) -> None:
         if self.fast_decoder is not None:
             self.fast_decoder.weights_changed()

@@ -74,9 +74,12 @@ class CudaRunner:
     def copy_page(self, source: int, target: int) -> None:
         """With the next step, together: a group of 512 has as many copies, and a launch each would take longer than the
         step. No page changes before, as only steps write."""
-        if target in self._copies:
+        if target in self._copies or source in self._copies:
             self._copy_pages()
         self._copies[target] = source
+
+    def stored_len(self, session: Session) -> int:
+        return session.kv_len
 
     def _copy_pages(self) -> None:
         if self._copies:

@@ -1,0 +1,251 @@
+"""Branches: sessions that go on from the middle of another one, and compute nothing of its beginning again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import SamplingParams
+from palestra.engine.engine import Engine
+from palestra.engine.session import Job, Session
+
+VOCABULARY, PAGE = 64, 4
+PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 7, 30]
+BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def engine_of(model: Any, tokens: int = 10_000) -> Engine:
+    return Engine(model, page_size=PAGE, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), self_check=False)
+
+
+def counted(engine: Engine) -> list[int]:
+    """The tokens that each step from here on computes."""
+    counts: list[int] = []
+    step = engine.runner.step
+
+    def counting(chunks: Any) -> Any:
+        counts.append(sum(chunk.count for chunk in chunks))
+        return step(chunks)
+
+    engine.runner.step = counting  # type: ignore[method-assign]
+    return counts
+
+
+def own_logprobs(model: Any, ids: list[int], start: int) -> list[float]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+    found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None])[:, 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 10, 13, 16])
+def test_a_branch_samples_what_a_fresh_session_does_and_computes_only_what_is_new(model: Any, length: int) -> None:
+    engine = engine_of(model)
+    session = engine.open(PROMPT)
+    engine.sample([session], SamplingParams(6, seed=1))
+    before = list(session.token_ids)
+    branch = engine.branch(session, length)
+    assert branch.token_ids == before[:length]
+    engine.append(branch, [1, 2, 3])
+    counts = counted(engine)
+    [turn] = engine.sample([branch], SamplingParams(5, seed=2))
+    assert counts[0] == 4  # the last shared token, from which the next is computed, and three new ones
+    [fresh] = engine.sample([engine.open([*before[:length], 1, 2, 3])], SamplingParams(5, seed=2))
+    assert turn.token_ids.tolist() == fresh.token_ids.tolist()
+    assert turn.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+    assert session.token_ids == before
+    [more] = engine.sample([session], SamplingParams(5, seed=3))
+    assert more.logprobs == pytest.approx(own_logprobs(model, session.token_ids, len(before)), abs=1e-4)
+
+
+def test_a_session_being_sampled_can_be_branched(model: Any) -> None:
+    engine = engine_of(model)
+    session = engine.open(PROMPT)
+    engine.sample([session], SamplingParams(4, seed=1))
+    engine.append(session, [1, 2])
+    job = engine.submit(session, SamplingParams(12, seed=2))
+    for _ in range(3):
+        engine.step()
+    length = len(session.token_ids) - 1
+    branch = engine.branch(session, length)
+    [turn] = engine.sample([branch], SamplingParams(5, seed=3))
+    assert turn.logprobs == pytest.approx(own_logprobs(model, branch.token_ids, length), abs=1e-4)
+    while job.finish is None:
+        engine.step()
+    assert job.logprobs == pytest.approx(own_logprobs(model, session.token_ids, job.start), abs=1e-4)
+
+
+def test_a_branch_of_a_fork_that_has_not_run_shares_its_source(model: Any) -> None:
+    engine = engine_of(model)
+    first, second = engine.fork(engine.open(PROMPT), 2)
+    engine.sample([first], SamplingParams(2, seed=1))
+    branch = engine.branch(second, 8)
+    counts = counted(engine)
+    engine.sample([branch], SamplingParams(1))
+    assert counts == [1]
+
+
+def test_new_weights_make_the_kv_of_a_branch_stale(model: Any) -> None:
+    engine = engine_of(model)
+    session = engine.open(PROMPT)
+    engine.sample([session], SamplingParams(2))
+    branch = engine.branch(session, 8)
+    assert branch.kv_len == 7
+    engine.weights_changed(1)
+    assert branch.kv_len == session.kv_len == 0
+    assert engine.pool.free == engine.pool.pages
+    counts = counted(engine)
+    engine.sample([branch], SamplingParams(1))
+    assert counts == [8]
+
+
+def test_a_branch_outlives_the_session_that_it_was_taken_from(model: Any) -> None:
+    engine = engine_of(model)
+    session = engine.open(PROMPT)
+    engine.sample([session], SamplingParams(6))
+    branch = engine.branch(session, 12)
+    engine.close(session)
+    filler = engine.open([3] * 40)  # takes the pages that are free now
+    engine.sample([filler], SamplingParams(2))
+    [turn] = engine.sample([branch], SamplingParams(4, seed=5))
+    assert turn.logprobs == pytest.approx(own_logprobs(model, branch.token_ids, 12), abs=1e-4)
+    for each in (filler, branch):
+        engine.close(each)
+    assert engine.pool.free == engine.pool.pages
+
+
+def test_without_a_free_page_only_whole_pages_are_shared(model: Any) -> None:
+    engine = engine_of(model, tokens=12)
+    session = engine.open(PROMPT)
+    job = engine.submit(session, SamplingParams(2))
+    engine.step()
+    assert engine.pool.free == 0
+    branch = engine.branch(session, 8)
+    assert branch.kv_len in (0, PAGE)  # what runs has its KV in a slot, on the CPU
+    engine.cancel(job)
+    branch = engine.branch(session, 8)
+    assert branch.kv_len == PAGE
+
+
+@pytest.mark.parametrize("length", [0, 11])
+def test_a_length_that_the_session_does_not_have_is_refused(model: Any, length: int) -> None:
+    engine = engine_of(model)
+    session = engine.open(PROMPT)
+    with pytest.raises(PalestraError, match="expected 1 to 10"):
+        engine.branch(session, length)
+    engine.close(session)
+    with pytest.raises(PalestraError, match="closed"):
+        engine.branch(session, 4)
+
+
+def test_on_a_gpu_a_page_is_copied_after_the_copy_that_fills_it(model: Any) -> None:
+    """A branch of a branch, before any step: copies wait for the next step, where all are made at once."""
+    pytest.importorskip("triton")
+    from palestra.engine.cuda.runner import CudaRunner
+    from palestra.engine.probe import kv_shape
+
+    runner = CudaRunner(model, kv_shape(model), 4, PAGE, 4, 64)
+    runner.keys[:, 0] = 1.0
+    runner.copy_page(0, 1)
+    runner.copy_page(1, 2)
+    runner._copy_pages()
+    assert (runner.keys[:, 2] == 1.0).all()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from("open fork branch branch append sample start start step close weights".split()),
+        st.integers(0, 10**6),
+    ),
+    min_size=4,
+    max_size=24,
+)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS, tokens=st.sampled_from([96, 10_000]))
+def test_whatever_is_opened_forked_branched_and_closed_logprobs_are_the_models_own(
+    model: Any, actions: list[tuple[str, int]], tokens: int
+) -> None:
+    """With much memory and with little, where KV is dropped and computed again."""
+    engine = engine_of(model, tokens)
+    sessions: list[Session] = []
+    expected: dict[Session, list[int]] = {}
+    jobs: list[Job] = []
+
+    def run_to_end() -> None:
+        while any(job.finish is None for job in jobs):
+            engine.step()
+        for job in jobs:
+            ids = job.session.token_ids
+            end = job.start + len(job.logprobs)
+            assert job.logprobs == pytest.approx(own_logprobs(model, ids[:end], job.start), abs=2e-4)
+            expected[job.session] += ids[job.start : end]
+            assert ids == expected[job.session]
+        jobs.clear()
+
+    for action, number in actions:
+        idle = [s for s in sessions if s.job is None]
+        if action == "open" or not sessions:
+            ids = [(number + 7 * i) % VOCABULARY for i in range(1 + number % 13)]
+            sessions.append(engine.open(ids))
+            expected[sessions[-1]] = ids
+        elif action == "branch":
+            source = sessions[number % len(sessions)]
+            sessions.append(engine.branch(source, 1 + number % len(source.token_ids)))
+            expected[sessions[-1]] = source.token_ids[: 1 + number % len(source.token_ids)]
+        elif action == "step":
+            engine.step()
+        elif action == "weights":
+            engine.weights_changed(number)
+        elif idle:
+            session = idle[number % len(idle)]
+            run_to_end() if action in ("fork", "sample", "close", "append") and jobs else None
+            if action == "fork":
+                sessions.remove(session)
+                children = engine.fork(session, 1 + number % 3)
+                sessions += children
+                expected |= {child: list(expected[session]) for child in children}
+            elif action == "append":
+                ids = [number % VOCABULARY] * (1 + number % 5)
+                engine.append(session, ids)
+                expected[session] += ids
+            elif action in ("sample", "start") and len(session.token_ids) < 60:
+                jobs.append(engine.submit(session, SamplingParams(1 + number % 6, seed=number)))
+                if action == "sample":
+                    run_to_end()
+            elif action == "close":
+                sessions.remove(session)
+                engine.close(session)
+    run_to_end()
+    for session in sessions:
+        engine.close(session)
+    assert engine.pool.free == engine.pool.pages
+    assert not engine.busy
