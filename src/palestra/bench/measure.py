@@ -128,25 +128,30 @@ class Bench:
             nonlocal total
             total += (args[0] if args else kwargs["input_ids"]).numel()
 
-        def counted_step(chunks: Any) -> Any:
-            nonlocal total
+        def counted_launch(chunks: Any) -> Any:
             planned = sum(chunk.count for chunk in chunks)
-            emissions = step(chunks)
-            total += planned + sum(len(e.token_ids) - 1 for e in emissions)  # several decode steps compute their own
-            return emissions
+            emissions = launch(chunks)
+
+            def collect() -> Any:
+                nonlocal total
+                emitted = emissions()
+                total += planned + sum(len(e.token_ids) - 1 for e in emitted)  # several decode steps compute their own
+                return emitted
+
+            return collect
 
         runner: Any = self._local.engine.runner
-        step = runner.step
+        launch = runner.launch
         hook = self._model.register_forward_pre_hook(count, with_kwargs=True) if side != "engine" else None
         if hook is None:
-            runner.step = counted_step
+            runner.launch = counted_launch
         try:
             yield lambda: total
         finally:
             if hook is not None:
                 hook.remove()
             else:
-                del runner.step  # the class's own again
+                del runner.launch  # the class's own again
 
 
 async def _sample(policy: Policy[Any], work: Workload, tokens: _Tokens) -> int:

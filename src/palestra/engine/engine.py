@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from palestra.engine.scheduler import KVMemory, Scheduler
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.stops import StopStrings
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
@@ -38,6 +40,7 @@ class Runner(KVMemory, Protocol):
     """Runs a step on one kind of device."""
 
     decode_steps: int
+    overlaps: bool  # a step that has begun goes on while the host does something else
 
     def weights_changed(self) -> None: ...
 
@@ -53,7 +56,17 @@ class Runner(KVMemory, Protocol):
         """Run the module's own layers from now on; False if that was so before."""
         ...
 
-    def step(self, chunks: Sequence[Chunk]) -> list[Emission]: ...
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], list[Emission]]:
+        """Begin a step; call what comes back to wait for it and have what each sampling chunk emitted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that has begun."""
+
+    chunks: Sequence[Chunk]
+    emissions: Callable[[], list[Emission]]
 
 
 def no_grammars(text: str) -> Grammar:
@@ -178,21 +191,35 @@ class Engine:
         if job.finish is None:
             self._end(job, "cancelled")
 
-    @torch.inference_mode()
     def step(self) -> list[Job]:
         """One step of every session that can run; the turns that ended with it."""
+        step = self.launch()
+        return self.unstick() if step is None else self.collect(step)
+
+    @torch.inference_mode()
+    def launch(self) -> Step | None:
+        """Begin a step of every session that can run; None if there is none.
+
+        Until it is collected, only sessions that take no part in it may be opened, submitted, appended to or closed.
+        """
         if self._asleep:
             raise PalestraError("the engine sleeps and has no KV memory; call wake before sampling")
         with phases("planning"):
             chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
-            return self._unstick()
-        emissions = self._run(chunks)
+            return None
+        emissions = self._within_memory(lambda: self.runner.launch(chunks))
+        return Step((), list) if emissions is None else Step(chunks, emissions)
+
+    @torch.inference_mode()
+    def collect(self, step: Step) -> list[Job]:
+        """Wait for a step; the turns that ended with it."""
+        emissions = self._within_memory(step.emissions)
         if emissions is None:
             return []
         with phases("planning"):
             ended = [e.job for e in emissions if self._accept(e)]
-            for chunk in chunks:
+            for chunk in step.chunks:
                 if chunk.job.params is None and chunk.job.pending <= 0:
                     self.scheduler.withdraw(chunk.job)
         return ended
@@ -236,10 +263,11 @@ class Engine:
             log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
             check_logprobs(self, self.model, size, capacity)
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[Emission] | None:
-        """The step itself; None where the GPU's memory ran out: then the cache is half as large, and filled again."""
+    def _within_memory(self, part: Callable[[], T]) -> T | None:
+        """What a part of a step returns; None where the GPU's memory ran out: then the cache is half as large, and
+        filled again."""
         try:
-            return self.runner.step(chunks)
+            return part()
         except torch.OutOfMemoryError:
             pass  # handled out here, where nothing holds the frames in which it happened, and so their tensors
         self.scheduler.drop_all()
@@ -315,7 +343,8 @@ class Engine:
         session.kv_len = min(session.kv_len, len(session.token_ids) - 1)  # decode steps may have gone past the end
         self.scheduler.withdraw(job)
 
-    def _unstick(self) -> list[Job]:
+    @torch.inference_mode()
+    def unstick(self) -> list[Job]:
         """No session could run: the pages do not hold even one. Its turn ends as truncated."""
         stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         if stuck is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from palestra.chat.grammars import grammar_compiler
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.engine.engine import Engine
+from palestra.engine.engine import Engine, Step
 from palestra.engine.session import Job, Session
 from palestra.policy.load_weights import load_weights
 from palestra.policy.tool_barrier import ToolBarrier
@@ -27,6 +27,9 @@ class LocalPolicy:
     The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and
     other coroutines go on while a batch is sampled, and no lock is needed. With `tool_barrier` a step waits a
     moment for sessions whose tools are quick, so that batches do not depend on the threads' timing.
+
+    On a GPU the next step begins before the turns that ended with the last one are delivered: their callers read them
+    and run their tools while it computes, and join the step after it.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class LocalPolicy:
         self.engine = Engine(model, tokenizer, compile_grammar=grammar_compiler(tokenizer), **engine_options)
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._step: Step | None = None  # under way on the device
         self._tool_barrier = ToolBarrier(enabled=tool_barrier)
 
     @property
@@ -54,21 +58,25 @@ class LocalPolicy:
         self.engine.append(session, token_ids)
 
     def close(self, session: Session) -> None:
+        if session.job is not None:
+            self._collect()
         job = session.job
         self._tool_barrier.came_back(session)
         self.engine.close(session)
         if job is not None:
-            self._deliver(job)
+            self._deliver([job])
 
     def away(self, session: Session) -> None:
         self._tool_barrier.forget(session)
 
     def update(self, weights: Weights) -> None:
         """Copy the tensors, unless the engine runs the module that holds them; cached KV is stale in both cases."""
+        self._collect()
         load_weights(self.engine.model, weights)
         self.engine.weights_changed(weights.version)
 
     def sleep(self) -> None:
+        self._collect()
         self.engine.sleep()
 
     def wake(self) -> None:
@@ -88,27 +96,53 @@ class LocalPolicy:
             return await waiter
         finally:
             self._waiters.pop(job, None)
-            self.engine.cancel(job)
+            if job.finish is None:
+                self._collect()
+                self.engine.cancel(job)
 
     async def _drive(self) -> None:
         """Step while somebody waits. A failed step fails every turn under way, not the loop."""
+        self._collect()  # a driver before this one may have been cancelled
         await asyncio.sleep(0)  # callers that start together are batched from the first step
         while self._waiters:
             try:
-                ended = self.engine.step()
+                await self._one_step()
             except Exception as error:
+                self._step = None
                 for waiter in list(self._waiters.values()):
                     if not waiter.done():
                         waiter.set_exception(error)
                 return
-            for job in ended:
-                self._deliver(job)
-            for _ in range(_YIELDS):
-                await asyncio.sleep(0)
-            await self._tool_barrier.wait()
 
-    def _deliver(self, job: Job) -> None:
-        waiter = self._waiters.get(job)
-        if waiter is not None and not waiter.done():
-            self._tool_barrier.turn_ended(job.session)
-            waiter.set_result(job.result())
+    async def _one_step(self) -> None:
+        self._step = self.engine.launch()
+        if self._step is None:  # the callers of turns that have ended may give the pages back that are missing
+            await self._others()
+            self._step = self.engine.launch()
+        if self._step is None:
+            self._deliver(self.engine.unstick())
+        elif self.engine.runner.overlaps:
+            await self._others()
+            self._collect()
+        else:
+            self._collect()
+            await self._others()
+
+    async def _others(self) -> None:
+        """Let the callers of turns that have ended go on, and wait for those that come back at once."""
+        for _ in range(_YIELDS):
+            await asyncio.sleep(0)
+        await self._tool_barrier.wait()
+
+    def _collect(self) -> None:
+        """Wait for the step under way, if there is one, and deliver the turns that ended with it."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._deliver(self.engine.collect(step))
+
+    def _deliver(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            waiter = self._waiters.get(job)
+            if waiter is not None and not waiter.done():
+                self._tool_barrier.turn_ended(job.session)
+                waiter.set_result(job.result())

@@ -34,9 +34,57 @@ def model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-@pytest.fixture
-def policy(model: Qwen3ForCausalLM) -> LocalPolicy:
-    return LocalPolicy(model, kv_memory_gib=0.01)
+@pytest.fixture(params=["in turns", "overlapped"])
+def policy(model: Qwen3ForCausalLM, request: pytest.FixtureRequest) -> LocalPolicy:
+    """`overlapped`: as on a GPU, where callers go on while the next step computes."""
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy.engine.runner.overlaps = request.param == "overlapped"
+    return policy
+
+
+def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_joins_the_one_after(
+    model: Qwen3ForCausalLM,
+) -> None:
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy.engine.runner.overlaps = True
+    events: list[str] = []
+    launch = policy.engine.runner.launch
+
+    def logged(chunks):  # type: ignore[no-untyped-def]
+        events.append(f"step of {len(chunks)}")
+        return launch(chunks)
+
+    policy.engine.runner.launch = logged  # type: ignore[method-assign]
+
+    async def twice() -> None:
+        session = policy.open(PROMPT)
+        await policy.sample(session, SamplingParams(max_new_tokens=1))
+        events.append("its tool")
+        policy.append(session, [7, 8])
+        await policy.sample(session, SamplingParams(max_new_tokens=1))
+
+    async def main() -> None:
+        long = policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=4))
+        await asyncio.gather(twice(), long)
+
+    asyncio.run(main())
+    assert events == ["step of 2", "step of 1", "its tool", "step of 2", "step of 1"]
+
+
+def test_weights_that_come_while_a_step_computes_count_from_the_next_one_on(policy: LocalPolicy) -> None:
+    async def main(update: bool) -> Turn:
+        turn = asyncio.create_task(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=8, seed=1)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        if update:
+            policy.update(Weights(5, dict, policy.engine.model))
+        return await turn
+
+    expected, got = asyncio.run(main(False)), asyncio.run(main(True))
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert set(got.versions) == {0, 5}
+    assert got.versions.tolist() == sorted(got.versions)
 
 
 def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from palestra.engine.session import Chunk, Emission, Session
 class CpuRunner:
     """Owns the KV of one model on the CPU and runs its steps."""
 
+    overlaps = False
     decode_steps = 1  # tokens a session may sample before the scheduler looks again
 
     def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:
@@ -62,6 +63,10 @@ class CpuRunner:
     def disable_fast_path(self) -> bool:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         return fast_decoder is not None
+
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], list[Emission]]:
+        emissions = self.step(chunks)
+        return lambda: emissions
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""

@@ -27,6 +27,7 @@ from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Emission, Job, Session
 from palestra.engine.supported import can_capture, is_llama_like
 
+Collect = Callable[[], list[Emission]]  # waits for the device
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -41,6 +42,7 @@ class Graph:
 class CudaRunner:
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
+    overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     look_every = 8  # steps after which the host looks whether a row has ended
 
@@ -130,23 +132,28 @@ class CudaRunner:
         self._graph_pool = None  # gone with the last graph that used it
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
-        """Run the chunks; what each sampling one emitted."""
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
+        """Enqueue the step's work on the device, as far as that needs no answer."""
         decoding = [c for c in chunks if c.count == 1 and c.samples]
         prefills = [c for c in chunks if not (c.count == 1 and c.samples)]
-        emissions: list[Emission] = []
+        parts: list[Collect] = []
         self._copy_pages()
         if prefills:
             with phases("prefill"):
-                emissions += self._prefill(prefills)
+                parts.append(self._prefill(prefills))
         if decoding:
             with phases("decode"):
                 rows = [SamplingRow.of(c.job) for c in decoding]
                 general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-                emissions += self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
-        return emissions
+                parts.append(self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows))
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> list[Emission]:
+        def collect() -> list[Emission]:
+            with phases("decode" if decoding else "prefill"):
+                return [emission for part in parts for emission in part()]
+
+        return collect
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> Collect:
         plan, ids, positions, ends = self._prefill_plan(chunks)
         if self.fast_decoder is not None:
             logits = self.fast_decoder.prefill(ids, positions, plan, ends)
@@ -155,9 +162,9 @@ class CudaRunner:
         for chunk in chunks:
             chunk.job.session.kv_len += chunk.count
         sampling = [chunk.job for chunk in chunks if chunk.samples]
-        return _emitted(sampling, logits, [SamplingRow.of(job) for job in sampling]) if sampling else []
+        return _emitted(sampling, logits, [SamplingRow.of(job) for job in sampling]) if sampling else list
 
-    def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
+    def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
         self._state.load(chunks, rows, self.page_size, self.context)
         logits = self._decode(bucket_for(len(chunks)))[: len(chunks)]
@@ -165,23 +172,33 @@ class CudaRunner:
             chunk.job.session.kv_len += 1
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
-    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> list[Emission]:
-        """Decode steps until a row ends, at most `decode_steps`."""
+    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
+        """Decode steps until a row ends, at most `decode_steps`; the first two looks' worth at once."""
         state, bucket = self._state, bucket_for(len(chunks))
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
         steps = state.load(chunks, rows, self.page_size, self.context, self.look_every if blind else self.decode_steps)
-        done = 0
         looks: list[Callable[[], bool]] = []
-        while done < steps and not (len(looks) > 1 and looks[-2]()):
+
+        def enqueue() -> int:
+            done = len(looks) * self.look_every
             for step in range(done, min(done + self.look_every, steps)):
                 state.choose(self._decode(bucket), bucket, step)
-            done = min(done + self.look_every, steps)
             looks.append(state.look(len(looks)))
-        emissions = []
-        for chunk, (ids, logprobs) in zip(chunks, state.emitted(done), strict=True):
-            chunk.job.session.kv_len += len(ids)
-            emissions.append(Emission(chunk.job, ids, logprobs))
-        return emissions
+            return min(done + self.look_every, steps)
+
+        def collect() -> list[Emission]:
+            done = min(len(looks) * self.look_every, steps)
+            while done < steps and not looks[-2]():
+                done = enqueue()
+            emissions = []
+            for chunk, (ids, logprobs) in zip(chunks, state.emitted(done), strict=True):
+                chunk.job.session.kv_len += len(ids)
+                emissions.append(Emission(chunk.job, ids, logprobs))
+            return emissions
+
+        if enqueue() < steps:
+            enqueue()
+        return collect
 
     def _decode(self, bucket: int) -> Tensor:
         """The logits [bucket, V] of one decode step over the state's first rows."""
@@ -280,7 +297,11 @@ def bucket_for(rows: int) -> int:
     return next((bucket for bucket in BUCKETS if bucket >= rows), -(-rows // 256) * 256)
 
 
-def _emitted(jobs: Sequence[Job], logits: Tensor, rows: Sequence[SamplingRow]) -> list[Emission]:
+def _emitted(jobs: Sequence[Job], logits: Tensor, rows: Sequence[SamplingRow]) -> Collect:
     tokens, logprobs = sample(logits, rows)
-    pairs = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
-    return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
+
+    def collect() -> list[Emission]:
+        pairs = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
+
+    return collect
