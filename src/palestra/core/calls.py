@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 MAX_HUNG_CALLS = 500
 MAX_IDLE_THREADS = 512
 SLOW_S = 0.01  # a call that takes longer has its thread to itself
+HURRY_S = 1.0  # after a slow call: so long the event loop does not wait for quick ones
 DELIVER_EVERY_S = 0.002
 
 
@@ -46,7 +47,8 @@ class _Desk:
     """The calls of one event loop that wait for a thread, and the outcomes on their way back.
 
     Most tools and measures take microseconds, less than a thread takes to be handed one. So one thread takes all that
-    wait, and wakes the loop now and then; more threads join as long as calls are slow.
+    wait, and the loop sleeps meanwhile: two threads that both want the interpreter take much longer than one after the
+    other. Where a call is slow the loop goes on, and more threads join as long as calls are slow.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -54,6 +56,9 @@ class _Desk:
         self.outcomes: deque[tuple[_Call, Any, BaseException | None]] = deque()
         self.lock = threading.Lock()  # a worker that leaves and a call that comes exclude each other
         self.workers: set[_Worker] = set()
+        self.drained = threading.Event()
+        self.is_lent = False  # the loop sleeps until `drained`
+        self._hurry_until = 0.0
         self._loop = loop
         self._watched = self._waking = False
 
@@ -65,7 +70,7 @@ class _Desk:
 
     def wake(self) -> None:
         """Called by workers: outcomes are there."""
-        if not self._waking:
+        if not self._waking and not self.is_lent:
             self._waking = True
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._deliver)
@@ -83,12 +88,20 @@ class _Desk:
         with self.lock:
             slow = {w for w in self.workers if time.perf_counter() - w.since > SLOW_S}
             self.workers -= slow  # they go on, and nobody counts on them
-            if not self.waiting and not self.workers:
-                self._watched = False
-                return
-            if not self.workers:
+            if slow:
+                self._hurry_until = time.perf_counter() + HURRY_S
+            begins = bool(self.waiting) and not self.workers
+            self.is_lent = begins and time.perf_counter() > self._hurry_until
+            if begins:
+                self.drained.clear()
                 self._add_workers(min(len(self.waiting), max(1, 2 * len(slow))))
-        self._loop.call_later(SLOW_S, self._watch)
+        if self.is_lent:
+            self.drained.wait(SLOW_S)
+            self.is_lent = False
+            self._deliver()
+        self._watched = bool(self.waiting or self.workers)
+        if self._watched:
+            self._loop.call_later(SLOW_S, self._watch)
 
     def _add_workers(self, count: int) -> None:
         for _ in range(count):
@@ -153,6 +166,7 @@ class _Worker:
                     call.started = True
                     return call
             desk.workers.discard(self)
+            desk.drained.set()
         desk.wake()
         return None
 
@@ -175,16 +189,22 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
 
     What `fn` raises is raised; running past the limit raises CallTimeout, and too many that do so OutOfThreads.
     """
-    scope = asyncio.timeout(timeout_s)
     call: _Call | None = None
+    if not inspect.iscoroutinefunction(fn):
+        call = _start(partial(fn, *args, **kwargs))
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            call.outcome.cancel()
+            raise
+        if call.outcome.done() and not inspect.isawaitable(call.outcome.result()[0]):
+            return _returned(call.outcome.result())  # most have ended by now, and need no clock
+    scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
-            if inspect.iscoroutinefunction(fn):
+            if call is None:
                 return await fn(*args, **kwargs)
-            call = _start(partial(fn, *args, **kwargs))
-            result, error = await call.outcome
-            if error is not None:
-                raise error
+            result = _returned(await call.outcome)
             return await result if inspect.isawaitable(result) else result
     except TimeoutError:
         if not scope.expired():
@@ -193,6 +213,13 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
         if call is not None and hangs:
             _count_hung(call)
         raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hangs else ' and was stopped'}") from None
+
+
+def _returned(outcome: tuple[Any, BaseException | None]) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 def _count_hung(call: _Call) -> None:

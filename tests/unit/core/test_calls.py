@@ -51,6 +51,41 @@ def test_a_hanging_async_function_times_out():
         call(asyncio.sleep, 30, timeout_s=0.05)
 
 
+def test_quick_calls_have_ended_in_the_next_turn_of_the_loop_all_in_one_thread():
+    async def main():
+        turns = 0
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        found = await asyncio.gather(*(call_with_limit(threading.get_ident, timeout_s=5.0) for _ in range(100)))
+        counting.cancel()
+        return turns, set(found)
+
+    turns, threads = asyncio.run(main())
+    assert turns <= 5
+    assert len(threads) == 1
+
+
+def test_the_loop_goes_on_while_a_call_is_slow(release):
+    async def main():
+        slow = asyncio.create_task(call_with_limit(release.wait, 5, timeout_s=5.0))
+        await asyncio.sleep(0.05)
+        began = time.perf_counter()
+        quick = await call_with_limit(lambda: "quick", timeout_s=5.0)
+        release.set()
+        await slow
+        return quick, time.perf_counter() - began
+
+    quick, seconds = asyncio.run(main())
+    assert quick == "quick"
+    assert seconds < 2
+
+
 def until(condition):
     deadline = time.perf_counter() + 5
     while not condition() and time.perf_counter() < deadline:
