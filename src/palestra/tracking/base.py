@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from palestra.core.types import Array, Group
@@ -15,8 +15,12 @@ class Tracker(Protocol):
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 
-    def tokens(self, step: int, table: Array) -> None:
-        """What the step found for each token of its rollouts, as `train.token_record` says."""
+    def tokens(self, step: int, table: Callable[[], Array]) -> None:
+        """What the step found for each token of its rollouts, as `train.token_record` says; it may be made later."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all of it is on disk."""
         ...
 
     def close(self) -> None: ...
@@ -36,9 +40,13 @@ class Trackers:
         for tracker in self._trackers:
             tracker.rollouts(step, groups)
 
-    def tokens(self, step: int, table: Array) -> None:
+    def tokens(self, step: int, table: Callable[[], Array]) -> None:
         for tracker in self._trackers:
             tracker.tokens(step, table)
+
+    def flush(self) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -38,7 +38,10 @@ class GuardedTracker:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         pass
 
-    def tokens(self, step: int, table: Array) -> None:
+    def tokens(self, step: int, table: Callable[[], Array]) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def close(self) -> None:

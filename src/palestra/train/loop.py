@@ -99,6 +99,7 @@ class Training:
                 if evaluate and self.evaluates_after(self.state.step):
                     self._save_if_best(evaluate(self.state.step))
                     self.watcher.phase("training", total)
+            self.tracker.flush()
         except KeyboardInterrupt:
             if self.checkpoints is None:
                 raise
@@ -200,7 +201,7 @@ class Training:
         with phases("records"):
             self.tracker.rollouts(after.step, groups)
             if record is not None:
-                self.tracker.tokens(after.step, record.table(groups, advantages, samples))
+                self.tracker.tokens(after.step, partial(record.table, groups, advantages, samples))
         metrics |= {f"{name}_seconds": seconds for name, seconds in (*times.items(), *phases.take().items())}
         self.tracker.metrics(after.step, metrics)
         self.state = after
@@ -255,6 +256,7 @@ class Training:
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
         path = step_folder(self.checkpoints, self.state.step)
+        self.tracker.flush()
         if self.ranks.is_first:
             save_checkpoint(path, self.state, self._write_checkpoint)
             best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None

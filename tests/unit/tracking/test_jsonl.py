@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score
@@ -49,7 +52,16 @@ def test_rollouts_are_thinned_as_asked(tmp_path: Path) -> None:
         tracker = JsonlTracker(run, rollouts_every=every)
         for step in (1, 2, 3, 4):
             tracker.rollouts(step, [Group("p", (rollout("p"),))])
+        tracker.flush()
         assert [row["step"] for row in run.rollouts()] == steps
+
+
+def test_rollouts_that_could_not_be_written_end_the_run_with_the_next_call(tmp_path: Path) -> None:
+    tracker = JsonlTracker(RunFolder(tmp_path / "gone"))
+    tracker.rollouts(1, [Group("p", (rollout("p"),))])
+    with pytest.raises(FileNotFoundError):
+        tracker.flush()
+    tracker.close()
 
 
 def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp_path: Path) -> None:
@@ -73,7 +85,8 @@ def test_token_files_of_steps_that_are_done_again_are_dropped(tmp_path) -> None:
     run = RunFolder(tmp_path)
     tracker = JsonlTracker(run)
     for step in (1, 2, 3):
-        tracker.tokens(step, np.zeros(step))
+        tracker.tokens(step, partial(np.zeros, step))
+    tracker.flush()
     assert len(np.load(run.tokens_file(2))) == 2
     JsonlTracker(run, resume_after=1)
     assert list(run.tokens_files()) == [1]

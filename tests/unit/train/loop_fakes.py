@@ -146,8 +146,10 @@ class FakeTracker:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         self.groups.append((step, len(groups)))
 
-    def tokens(self, step: int, table: Array) -> None:
-        self.tables[step] = table
+    def flush(self) -> None: ...
+
+    def tokens(self, step: int, table: Callable[[], Array]) -> None:
+        self.tables[step] = table()
 
     def close(self) -> None: ...
 
