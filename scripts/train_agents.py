@@ -126,8 +126,14 @@ def write_page(rows: list[dict[str, object]], settings: str) -> None:
     PAGE.write_text("\n".join(lines) + "\n")
 
 
+def why_not(program: Program) -> str:
+    if program.is_node and not (BUILD / "node" / "ready").exists():
+        return "npm is not installed here"
+    return program.why_not
+
+
 def not_run(program: Program) -> dict[str, object]:
-    why = f"not trained: {program.why_not}" if program.why_not else "not run"
+    why = f"not trained: {why_not(program)}" if why_not(program) else "not run"
     return {"file": program.file, "about": program.about, "error": why}
 
 
@@ -139,7 +145,9 @@ def main() -> None:
     install()
     results = BUILD / "results.json"
     rows = {row["file"]: row for row in json.loads(results.read_text())} if results.exists() and given.programs else {}
-    chosen = [p for p in PROGRAMS if not p.why_not and (not given.programs or p.file in given.programs)]
+    if unknown := set(given.programs) - {p.file for p in PROGRAMS}:
+        parser.error(f"{', '.join(sorted(unknown))}: no program of examples/agents that this script knows")
+    chosen = [p for p in PROGRAMS if not why_not(p) and (not given.programs or p.file in given.programs)]
     failed = []
     for program in chosen:
         row = train(program, given.settings)

@@ -29,6 +29,8 @@ def parse_assistant(text: str, form: CallForm = HERMES) -> tuple[str, tuple[Tool
 
 def strip_thinking(text: str) -> str:
     """The text without `<think>…</think>`, also where the prompt had opened it or nothing closed it."""
+    if "think>" not in text:
+        return text.strip()
     return _THINKING.sub("", _LEFT_OPEN_BY_PROMPT.sub("", text, count=1)).strip()
 
 

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Scope
 
 from palestra.core.errors import PalestraError
 from palestra.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
@@ -28,7 +29,7 @@ from palestra.gateway.dialect import Body, Event
 from palestra.gateway.request import ChatRequest, Piece
 from palestra.gateway.responses import ResponseBody
 from palestra.serve.completer import Completer
-from palestra.serve.web import MIB, error_body, make_app, parse, read_body, shortened, while_connected
+from palestra.serve.web import MIB, Endpoint, error_body, make_app, parse, read_body, shortened, while_connected
 
 _MAX_BODY = 16 * MIB
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -48,7 +49,8 @@ def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute]
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
     ]
-    return make_app([*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects], error_form=_error_form)
+    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
+    return make_app(all_routes, error_form=_error_form, find_post=api.find_post)
 
 
 class _Api:
@@ -57,9 +59,23 @@ class _Api:
     def __init__(self, model: Completer, find: FindAttempt) -> None:
         self._model = model
         self._find = find
+        self._posts: dict[str, Endpoint] = {
+            "chat/completions": self.chat_completions,
+            "responses": self.responses,
+            "messages": self.messages,
+        }
         about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
         more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
+
+    def find_post(self, scope: Scope) -> Endpoint | None:
+        """What the routes say, in short, of the posts that agents spend their time with."""
+        before, _, name = scope["path"].partition("/v1/")
+        attempt = before.removeprefix("/attempt/")
+        if name not in self._posts or (before and (attempt == before or not attempt or "/" in attempt)):
+            return None
+        scope["path_params"] = {"attempt": attempt} if attempt else {}
+        return self._posts[name]
 
     async def models(self, request: Request) -> Response:
         self._attempt(request)

@@ -251,7 +251,9 @@ class Attempt:
         turn.recorded = True
         if not calls and self._waits_for_tools is not None:
             self._waits_for_tools.away(turn.session)
-        shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
+        shown = reply
+        if calls:
+            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
         return Answer(node, shown, thinking_of(completion.text), completion, start, branch.cached_tokens)
 
     def _call_id(self, index: int) -> str:
@@ -281,6 +283,7 @@ class Attempt:
 
 
 _POLL_S = 0.01
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _PROMPT_END = 8  # tokens that show whether the prompt opened the thinking
 
 
@@ -318,7 +321,7 @@ def _read_calls(text: str, model: Completer) -> tuple[str, tuple[ToolCall, ...]]
 def _is_json(value: Any) -> bool:
     """Whether others can read it: Python's parser also takes NaN and halves of characters."""
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        _to_json(value).encode()
     except (ValueError, RecursionError):
         return False
     return True

@@ -288,6 +288,8 @@ def certain(text: str, hold: Sequence[str]) -> str:
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of the ids, special tokens included: a `<tool_call>` may be one."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:  # without the checks around it
+        return str(backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens=False))
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

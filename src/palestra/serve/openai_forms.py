@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -152,7 +152,7 @@ class ResponseFrame:
 
 def response(kind: str, model: Completer) -> ResponseFrame:
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return ResponseFrame(kind, model.name, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+    return ResponseFrame(kind, model.name, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
 
 
 def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
@@ -202,7 +202,7 @@ def read_reply(completion: Completion, model: Completer, with_tools: bool) -> tu
     if not with_tools:
         return completion.text, []
     text, calls = parse_assistant(completion.text, model.chat.call_form)
-    good = [replace(call, id=f"call_{uuid.uuid4().hex[:16]}") for call in calls if call.error is None]
+    good = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in calls if call.error is None]
     return (text, good) if good else (completion.text, [])
 
 

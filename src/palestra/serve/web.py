@@ -10,8 +10,8 @@ import logging
 import socket
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -39,6 +39,8 @@ _ZSTD_WINDOW = 1 << 27  # bytes that a sender may make us hold
 _MAX_MESSAGE = 2000  # characters: it may quote what was sent
 
 T = TypeVar("T")
+ErrorForm = Callable[[Request, int, str], dict[str, Any]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -53,30 +55,39 @@ def make_app(
     *,
     token: str | None = None,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
-    error_form: Callable[[Request, int, str], dict[str, Any]] = lambda request, status, text: error_body(status, text),
+    error_form: ErrorForm = lambda request, status, text: error_body(status, text),
+    find_post: Callable[[Scope], Endpoint | None] = lambda scope: None,
 ) -> Starlette:
-    """An application whose every error is JSON, and which requires the token where one is set."""
+    """An application whose every error is JSON, and which requires the token where one is set.
 
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        body = error_form(request, error.status_code, error.detail)
-        return JSONResponse(body, error.status_code, error.headers)
+    Posts that `find_post` has an endpoint for are answered without looking for a route.
+    """
 
-    async def bad_input(request: Request, error: PalestraError) -> Response:
-        return JSONResponse(error_form(request, 400, str(error)), 400)
+    async def handle(request: Request, error: Exception) -> Response:
+        return _error_response(request, error, error_form)
 
-    async def server_error(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_form(request, 500, f"{type(error).__name__}: {error}"), 500)
-
-    handlers: Mapping[Any, Any] = {HTTPException: http_error, PalestraError: bad_input, Exception: server_error}
     tally = Tally()
     app = Starlette(
         routes=list(routes),
-        middleware=[Middleware(RequestLog), Middleware(Counted, tally=tally), Middleware(Guard, token=token)],
-        exception_handlers=handlers,
+        middleware=[
+            Middleware(RequestLog),
+            Middleware(Counted, tally=tally),
+            Middleware(Guard, token=token),
+            Middleware(DirectPosts, find=find_post, error_form=error_form),
+        ],
+        exception_handlers={HTTPException: handle, PalestraError: handle, Exception: handle},
         lifespan=lifespan,
     )
     app.state.tally = tally
     return app
+
+
+def _error_response(request: Request, error: Exception, error_form: ErrorForm) -> Response:
+    if isinstance(error, HTTPException):
+        return JSONResponse(error_form(request, error.status_code, error.detail), error.status_code, error.headers)
+    if isinstance(error, PalestraError):
+        return JSONResponse(error_form(request, 400, str(error)), 400)
+    return JSONResponse(error_form(request, 500, f"{type(error).__name__}: {error}"), 500)
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
@@ -113,6 +124,28 @@ class RequestLog:
             request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
 
 
+class DirectPosts:
+    """Answers the posts that `find` has an endpoint for; all else goes to the routes.
+
+    The layers of a route and a mount take longer than reading and writing a small request.
+    """
+
+    def __init__(self, app: ASGIApp, find: Callable[[Scope], Endpoint | None], error_form: ErrorForm) -> None:
+        self._app, self._find, self._error_form = app, find, error_form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._find(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except (HTTPException, PalestraError) as error:
+            response = _error_response(request, error, self._error_form)
+        await response(scope, receive, send)
+
+
 class Guard:
     """Checks the token; without one, refuses requests of web pages.
 
@@ -143,7 +176,7 @@ class Guard:
                 return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
             return None
         host = request.headers.get("host", "localhost")
-        if not (is_loopback(host_of(f"//{host}")) and _from_no_other_site(request)):
+        if not (_is_loopback_host(host) and _from_no_other_site(request)):
             return 403, "without a token, only requests to a loopback address and from no other site are answered"
         return None
 
@@ -159,6 +192,12 @@ def host_of(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
+
+
+@lru_cache(256)
+def _is_loopback_host(header: str) -> bool:
+    """Of the header Host, which is the same in every request of a client."""
+    return is_loopback(host_of(f"//{header}"))
 
 
 def is_loopback(host: str) -> bool:
@@ -179,7 +218,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = bytearray()
     stream = request.stream()
     try:
-        async for chunk in _in_time(stream):
+        async for chunk in stream if _has_arrived(request) else _in_time(stream):
             body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
             if len(body) > limit:
                 await _drain(stream)
@@ -191,6 +230,13 @@ async def read_body(request: Request, limit: int) -> bytes:
     if unpack is not None and body and not unpack.eof:
         raise refuse(400, "the body is not valid gzip: it ends too early")
     return _unpack_zstd(bytes(body), limit) if encoding == "zstd" else bytes(body)
+
+
+def _has_arrived(request: Request) -> bool:
+    """Whether the server has all of the body already, as of most small requests: then nobody has to be timed."""
+    connection = request.scope.get("state", {}).get(CONNECTION)
+    cycle = None if connection is None else connection.cycle
+    return cycle is not None and cycle.scope is request.scope and not cycle.more_body
 
 
 def _unpack_zstd(body: bytes, limit: int) -> bytes:
@@ -394,6 +440,7 @@ class Server(uvicorn.Server):
                 backlog=limits.backlog,
                 timeout_graceful_shutdown=_GRACE_S * 2,
                 lifespan="on",
+                proxy_headers=False,
                 ws="none",
             )
         )
