@@ -47,7 +47,9 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
     post, get = partial(_route, "POST"), partial(_route, "GET")
     numbered = partial(_route, "POST", refused=api.count_refused)
     run, checkpoint = "/training_runs/{run_id}", "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-    routes = [
+    routes = [  # looked through in this order: what is asked for with every sample comes first
+        post("/retrieve_future", api.retrieve_future),
+        post("/asample", api.sample),
         get("/healthz", api.health),
         get("/get_server_capabilities", api.capabilities),
         post("/client/config", api.client_config),
@@ -69,8 +71,6 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         post("/weights_info", saved.weights_info),
         post("/create_sampling_session", api.create_sampling_session),
         get("/samplers/{sampling_id}", api.get_sampler),
-        post("/asample", api.sample),
-        post("/retrieve_future", api.retrieve_future),
         post("/cancel_future", api.cancel_future),
         get("/training_runs", saved.list_runs),
         get("/checkpoints", saved.list_all_checkpoints),

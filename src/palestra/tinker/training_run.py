@@ -102,25 +102,24 @@ class TrainingRun:
         self._rollouts: list[Rollout] = []
 
 
-def _rollout(datum: Datum, loss_fn: str, logprobs: Array, tokenizer: Any, version: int) -> Rollout:
+def _rollout(datum: Datum, loss_fn: str, computed: Array, tokenizer: Any, version: int) -> Rollout:
     """A row as a rollout: trained targets are the model's turns. Rewards do not travel; advantages stand for them."""
     inputs = datum.inputs
     targets = inputs["target_tokens"].values
     sampled = loss_fn != "cross_entropy"
     amount = inputs["advantages" if sampled else "weights"].values
     trained = (amount != 0) | (inputs["logprobs"].values != 0) if sampled else amount != 0
-    behaviour = inputs["logprobs"].values if sampled else logprobs
+    behaviour = inputs["logprobs"].values if sampled else computed
     tokens = np.concatenate([datum.token_ids[:1], targets])
     mask = np.concatenate([[False], trained])
     values = np.concatenate([[0.0], behaviour])
     turns: list[Turn] = []
     messages: list[Message] = []
-    for by_model, places in itertools.groupby(range(len(tokens)), key=lambda i: bool(mask[i])):
-        where = list(places)
-        ids = tokens[where]
-        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        if by_model:
-            turns.append(Turn("model", ids, values[where], np.full(len(ids), version)))
+    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    for start, ids, logprobs in zip([0, *changes], np.split(tokens, changes), np.split(values, changes), strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if mask[start]:
+            turns.append(Turn("model", ids, logprobs, np.full(len(ids), version)))
             messages.append(Message("assistant", text))
         else:
             turns.append(Turn("environment" if turns else "template", ids))
