@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
@@ -79,7 +79,7 @@ class GroupSampler:
         try:
             [group] = await collector.collect([job.problem], job.group_size, [job.seed_key])
         except Exception as error:
-            return {"error": str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"}
+            return {"error": text_of(error)}
         return group_to_record(group)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from palestra.cluster.actor import GroupJob, PackedWeights, Recipe, pack
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy
@@ -196,7 +196,7 @@ class RolloutPool:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
                 await asyncio.sleep(RELAUNCH_S)
             except Exception as error:  # the next one would fail in the same way
-                reason = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+                reason = text_of(error)
                 self._fail(PalestraError(f"a rollout actor cannot be built: {reason}"))
                 return
             finally:

@@ -28,7 +28,7 @@ from palestra.cluster.by_value import dumps
 from palestra.cluster.pool import Actor, ActorLost
 from palestra.cluster.rollout_actor import RolloutActor
 from palestra.core.config import RaySection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group
 
 CLIENT = "ray://"
@@ -217,7 +217,7 @@ def connect(options: RaySection) -> None:
 def cause_of(error: exceptions.RayTaskError) -> PalestraError:
     """What went wrong in the actor, without Ray's traceback around it."""
     cause = getattr(error, "cause", None) or error
-    text = str(cause) if isinstance(cause, PalestraError) else f"{type(cause).__name__}: {cause}"
+    text = text_of(cause)
     if isinstance(cause, ModuleNotFoundError):
         text += "; every node of the cluster needs the packages that the agent uses, and Palestra of this version"
     return PalestraError(text)

@@ -14,6 +14,11 @@ class RolloutError(PalestraError):
     """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
 
 
+def text_of(error: BaseException) -> str:
+    """An error in one line: our own explain themselves, others need their kind."""
+    return str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

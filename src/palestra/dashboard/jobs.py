@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core import children
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.serve.web import refuse
@@ -56,7 +56,7 @@ class Job:
             self.result = work(self)
             self.state = "cancelled" if self.cancelled.is_set() else "done"
         except Exception as error:
-            self.error = redact(str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}")
+            self.error = redact(text_of(error))
             self.state = "cancelled" if self.cancelled.is_set() else "failed"
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
 from palestra.rollout.collect import OnRollout
@@ -73,6 +73,6 @@ class SharedCollector:
         if error := task.exception():
             if not isinstance(error, Exception):
                 raise error
-            text = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+            text = text_of(error)
             return Collected(error=text)
         return Collected(task.result())

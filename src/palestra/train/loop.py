@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.evals.findings import run_findings
@@ -285,7 +285,7 @@ class Training:
 
     def failure(self, doing: str, error: Exception) -> PalestraError:
         """What failed, doing what, how to get by with less memory if that was it, and what is left."""
-        text = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+        text = text_of(error)
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
         return PalestraError(f"{doing}: {text.rstrip('.')}. {memory_remedy(error, self.config)}{left}")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.core.ranks import LAUNCHER, ONE_PROCESS, Place, RankFailed, Ranks
 from palestra.train.liveness import Liveness
 
@@ -222,7 +222,7 @@ class TorchRanks:
 
     def _reason_of(self, error: Exception) -> str:
         self._was_lost.wait(0.0 if isinstance(error, PalestraError) else 2.0)
-        own = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+        own = text_of(error)
         lost = (self.lost or "").partition(": ")[2] or self.lost or ""
         return own if lost in own else f"{self.lost}. {own}"
 
