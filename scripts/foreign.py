@@ -49,12 +49,13 @@ GAMES = "game_environments/gymnasium"
 ATROPOS = [
     f"community/metric_card_generator/metric_card_generator.py --env.max_token_length 256 {POSTS_ALL}",
     f"community/word_hunt/word_hunt_env.py --env.max_token_length 256 {POSTS_ALL}",
-    f"{GAMES}/blackjack/blackjack_env_no_thinking.py --with gymnasium==1.0.0 --env.max_token_length 1024 {POSTS_ALL}",
+    f"{GAMES}/blackjack/blackjack_env_no_thinking.py --with gymnasium==1.0.0 --env.max_token_length 512"
+    f" --env.max_episode_turns 2 {POSTS_ALL}",
     f"{GAMES}/blackjack/blackjack_env_thinking.py --with gymnasium==1.0.0 --env.max_token_length 256 {POSTS_ALL}",
     f"{GAMES}/gym_taxi.py --with gymnasium==1.0.0 --env.max_token_length 1024 {POSTS_ALL}",
     "community/regex_generation/regex_env.py --env.max_token_length 16",
     "community/selcube/rubiks_cube_environment.py --with matplotlib --env.max_token_length 256",
-    "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym --env.max_token_length 1024",
+    "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym --env.max_token_length 512",
 ]
 VERIFIERS = {
     "verifiers0": ["tool_test", "reasoning_gym_env", "hello_group_reward_v1", "hello_subagent_v1", "wordle"],
