@@ -66,7 +66,7 @@ def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, A
     columns: dict[str, Any] = {
         "ids": _concatenated([np.asarray(turn["token_ids"], dtype=np.int64) for turn in turns]),
         "maker": maker,
-        "turn": np.repeat(np.arange(len(turns)), lengths),
+        "turn": np.repeat(np.cumsum([turn["maker"] == "model" for turn in turns]), lengths),  # 0: the prompt
         "version": np.repeat([int(turn.get("policy_version") or 0) for turn in turns], lengths),
         "mask": by_model,
         "logprob": logprob,
