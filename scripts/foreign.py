@@ -140,7 +140,7 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
     try:
         source = shop.source(kind)
         if kind == "atropos":
-            command = f"env run-atropos {source / 'environments' / name} {SMALL} --wait-limit 20"
+            command = f"env run-atropos {source / 'environments' / name} {SMALL} --wait-limit 15"
             return _run(
                 kind, name, sys.executable, command, {"PALESTRA_CACHE": str(shop.folder / "cache")}, shop.folder
             )
@@ -214,9 +214,9 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
         "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
         "command, on a CPU with `palestra/tiny`. It should train three steps, or end within a minute with the reason.\n"
         "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n\n"
-        f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 20`.\n"
+        f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 15`.\n"
         f"Load of the machine at the first: {outcomes[0].load:.1f} on {os.cpu_count()} cores; above one a core, all\n"
-        "takes longer, and a wait of 20 s may end before a slow group arrives.\n\n"
+        "takes longer, and a wait of 15 s may end before a slow group arrives.\n\n"
         "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
         + "".join(f"{outcome.row}\n" for outcome in outcomes)
     )
