@@ -74,7 +74,7 @@ def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_jo
 def test_weights_that_come_while_a_step_computes_count_from_the_next_one_on(policy: LocalPolicy) -> None:
     async def main(update: bool) -> Turn:
         turn = asyncio.create_task(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=8, seed=1)))
-        for _ in range(4):
+        for _ in range(8):
             await asyncio.sleep(0)
         if update:
             policy.update(Weights(5, dict, policy.engine.model))
@@ -85,6 +85,30 @@ def test_weights_that_come_while_a_step_computes_count_from_the_next_one_on(poli
     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert set(got.versions) == {0, 5}
     assert got.versions.tolist() == sorted(got.versions)
+
+
+def test_turns_that_come_one_upon_the_other_begin_with_the_same_step(model: Qwen3ForCausalLM) -> None:
+    """As those of agents that are programs: the next request is read from its socket while the last one is handled."""
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    sizes: list[int] = []
+    step = policy.engine.runner.step
+
+    def noted(chunks):  # type: ignore[no-untyped-def]
+        sizes.append(len(chunks))
+        return step(chunks)
+
+    policy.engine.runner.step = noted  # type: ignore[method-assign]
+
+    async def main() -> None:
+        turns = []
+        for _ in range(20):
+            turns.append(asyncio.create_task(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=2))))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await asyncio.gather(*turns)
+
+    asyncio.run(main())
+    assert sizes == [20, 20]
 
 
 def test_concurrent_turns_share_steps(policy: LocalPolicy) -> None:
