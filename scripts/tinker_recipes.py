@@ -29,8 +29,8 @@ from palestra.models.loading import load_model
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "tinker-cookbook"
 COOKBOOK = "tinker-cookbook==0.5.8"
-# What its recipes need beside what is here. Its own list asks for other versions and for much more.
-NEEDS = "chz blobfile termcolor tiktoken pyrage cloudpickle tml-renderers aiohttp pylatexenc math-verify".split()
+# With what these recipes import beside what is here. Its own list asks for other versions and for much more.
+PACKAGES = f"{COOKBOOK} chz blobfile lxml pycryptodomex termcolor cloudpickle pylatexenc"
 MODELS = {"palestra/tiny": "role_colon", "palestra/smollm2": "qwen3_instruct"}  # and the cookbook's renderer for each
 
 
@@ -74,16 +74,15 @@ RECIPES = {
 
 def cookbook() -> Path | None:
     """The Python of an environment that has the cookbook; None where it cannot be had."""
-    python = HOME / "bin" / "python"
-    packages = HOME / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    if not (HOME / ".ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(HOME)], check=True)
+    python, ready = HOME / "bin" / "python", HOME / ".ready"
+    if not ready.exists() or ready.read_text() != PACKAGES:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(HOME)], check=True)
+        (packages,) = (HOME / "lib").glob("*/site-packages")
         (packages / "zzz_here.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        for wanted in (["--no-deps", COOKBOOK], ["-c", str(ROOT / "constraints.txt"), *NEEDS]):
-            if subprocess.run([*pip, *wanted]).returncode:
-                return None
-        (HOME / ".ready").touch()
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "--retries=1", "--timeout=20"]
+        if subprocess.run([*pip, "install", "--quiet", "--no-deps", *PACKAGES.split()]).returncode:
+            return None
+        ready.write_text(PACKAGES)
     return python
 
 
