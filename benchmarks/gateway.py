@@ -6,6 +6,10 @@ The agent is the demo's. As a program it is a plain HTTP client without an SDK, 
 attempts of a step at once (problems x 8); what it costs is told apart. By the same seeds both sides sample much the
 same: where the native loop answers a call that cannot be read with an error, the program takes it for an answer.
 CPU seconds are those of the trainer's process, whole steps: sampling, scoring, loss, backward, optimizer.
+tokens_per_s counts sampling alone. On a GPU (two minutes), where palestra/tiny is so small that a turn costs the host
+more than the device, the question is how a model of some size is kept busy:
+
+    python benchmarks/gateway.py --model palestra/smollm2 --clients 8 --steps 6
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -83,7 +87,7 @@ def train(options: argparse.Namespace) -> None:
 
     Training.step = timed  # type: ignore[method-assign]
     agent = (
-        demo.agent
+        replace(demo.agent, model=options.model)
         if options.side == "native"
         else client_agent()(name="shop", model=options.model, clients=ClientProcesses(options.clients))
     )
@@ -116,6 +120,7 @@ def train(options: argparse.Namespace) -> None:
                 "sampled_tokens": round(tokens / len(steady)),
                 "cpu_ms_per_token": round(1000 * cpu / tokens, 4),
                 "tokens_per_s": round(tokens / sampling),
+                "sample_s": round(sampling / len(steady), 4),
                 "client_cpu_s": round((0.0 if options.side == "native" else agent.clients.cpu_s) / len(steps), 4),
             }
         )

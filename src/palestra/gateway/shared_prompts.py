@@ -86,7 +86,9 @@ class SharedPrompts:
     def _most_alike(self, token_ids: Sequence[int]) -> tuple[Any, int]:
         """The session that begins most like these tokens, and how many they have in common; None if too few."""
         best, longest = None, _WORTH_SHARING - 1
-        for session in self._open.values():
+        for session in reversed(self._open.values()):
+            if session.token_ids[longest : longest + 1] != token_ids[longest : longest + 1]:
+                continue  # it cannot be better
             if (length := _in_common(token_ids, session.token_ids)) > longest:
                 best, longest = session, length
         return best, longest
