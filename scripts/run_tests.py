@@ -16,7 +16,7 @@ from pathlib import Path
 
 OK = (0, 5)  # 5: no test was selected, which one of the two parts may come to
 WORKERS = os.environ.get("TEST_WORKERS", "3")  # on two cores: many tests wait for processes that they started
-PARALLEL = ["-n", WORKERS, "--dist", "worksteal", "-m", "not serial"]
+PARALLEL = ["--workers", WORKERS, "-m", "not serial"]
 SERIAL = ["-m", "serial"]
 
 

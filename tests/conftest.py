@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,14 +12,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from forkserver import Forkserver
+from workers import run_in_workers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-HOME = tempfile.TemporaryDirectory(prefix="palestra-home-", ignore_cleanup_errors=True)
-os.environ["PALESTRA_HOME"] = HOME.name  # trainings are listed; those of tests not among the user's
 
-# Each takes a good part of a minute. They go first, half of them to each of two workers, so that none is left over
-# for the end, when the other worker has nothing more to do.
+# Files that take a good part of a minute. They go first, so that none is left over for the end, when the other workers
+# have nothing more to do.
 LONG = (
     "faults/",
     "parity/test_engine_cuda_path",
@@ -31,17 +29,26 @@ LONG = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--workers", type=int, default=1, help="processes that run tests, one file's each at a time")
+
+
 def pytest_collection_modifyitems(items):
     if not os.environ.get("PALESTRA_TEST_SLOW"):
         for item in items:
             if mark := item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason=mark.args[0] if mark.args else "make test-slow runs it"))
-    long = [item for item in items if any(name in item.nodeid for name in LONG)]
-    others = [item for item in items if item not in set(long)]
-    files = list(dict.fromkeys(item.path for item in long))  # whole files: their fixtures are made once
-    first, second = ([item for item in long if item.path in set(files[start::2])] for start in (0, 1))
-    half = (len(items) + 1) // 2 - len(first)
-    items[:] = [*first, *others[:half], *second, *others[half:]]
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+def pytest_runtestloop(session):
+    return run_in_workers(session, session.config.getoption("workers"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory):
+    """Trainings are listed there; those of tests not among the user's."""
+    os.environ["PALESTRA_HOME"] = str(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="session")

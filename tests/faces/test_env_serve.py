@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 SHAPE = ["--rollout.group_size", "4", "--train.problems_per_step", "2"]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*PALESTRA, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [*PALESTRA, *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT,
     )
 
 

@@ -17,7 +17,6 @@ from palestra.tools.tool import as_tool
 sdk = pytest.importorskip("agents", reason="pip install openai-agents")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agents_sdk.py"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 BRIEFLY = (
     "--train.max_steps 1 --train.problems_per_step 2 --rollout.group_size 2 --eval.cases 2 --train.learning_rate 1e-5"
 ).split()
@@ -30,7 +29,8 @@ def url(forkserver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert run(["train", str(EXAMPLE), *BRIEFLY, "--output_dir", str(folder / "runs")]) == 0
     (trained,) = (folder / "runs").glob("*/run.json")
     words = ("serve", trained.parent.name, "--port", "0")
-    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=folder)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.send_signal(signal.SIGTERM)

@@ -14,8 +14,6 @@ import pytest
 
 from palestra import function_tool
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
 
 @function_tool
 def add(a: int, b: int) -> int:
@@ -26,7 +24,8 @@ def add(a: int, b: int) -> int:
 @pytest.fixture(scope="module")
 def url(forkserver) -> Iterator[str]:
     words = ("serve", "palestra/tiny", "--port", "0")
-    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.send_signal(signal.SIGTERM)

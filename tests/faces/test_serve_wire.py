@@ -18,14 +18,16 @@ import pytest
 from palestra.faces.cli.settings import EnvSettings
 from palestra.faces.cli.train_wire import new_run_for
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
 
 
 @pytest.fixture
 def api(forkserver, tmp_path) -> Iterator[str]:
     words = ("trajectory", "--port", "0", "--folder", str(tmp_path / "wire"))
-    process = forkserver.popen("-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = forkserver.popen(
+        "-m", "palestra", *words, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
+    )
     assert process.stdout is not None
     yield process.stdout.readline().split()[-1]
     process.terminate()
@@ -81,7 +83,7 @@ def start(forkserver, folder: Path, *words: str) -> tuple[subprocess.Popen[str],
     """A trainer, and where its model is served."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ("-m", "palestra", "train", *words, "--json")
-    process = forkserver.popen(*command, cwd=folder, **pipes, text=True, env=ENVIRONMENT)
+    process = forkserver.popen(*command, cwd=folder, **pipes, text=True, env=os.environ | ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
         if "environments sample from" in line:
