@@ -41,7 +41,7 @@ class Forkserver:
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run`, with all that was printed as text."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with self.popen(*arguments, text=True, **pipes, **options) as process:
+        with self.popen(*arguments, text=True, **pipes | options) as process:
             out, err = process.communicate()
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 

@@ -77,7 +77,7 @@ def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_eval
 
 
 def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path, forkserver):
-    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.2)\n    return str(ctx.expect)")
+    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.1)\n    return str(ctx.expect)")
     first = forkserver.popen(
         "-c", INTERRUPTIBLE, "train", str(agent_file(slow)), "--train.max_steps", "5", "--eval.cases", "1",
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

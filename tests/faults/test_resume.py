@@ -19,10 +19,10 @@ from palestra.faces.cli.main import run as palestra
 from palestra.runs.index import Index, palestra_home
 from palestra.runs.processes import identify
 
-STEPS = 9
+STEPS = 6
 ARGUMENTS = [
-    "--train.max_steps", str(STEPS), "--checkpoint.every", "1", "--train.problems_per_step", "3",
-    "--rollout.group_size", "4", "--eval.cases", "6", "--seed", "5",
+    "--train.max_steps", str(STEPS), "--checkpoint.every", "1", "--train.problems_per_step", "2",
+    "--rollout.group_size", "4", "--eval.cases", "4", "--seed", "5",
 ]  # fmt: skip
 # What depends on the clock or on the process, not on the run.
 TIMED = ("seconds", "per_second", "per_s", "memory")
@@ -55,7 +55,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
     """Wait for some finished steps, then a random moment more, then SIGKILL."""
-    after = rng.randint(1, STEPS - 5)
+    after = rng.randint(1, STEPS - 3)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         found = list(folder.glob("runs/*/metrics.jsonl"))
@@ -94,14 +94,14 @@ train_grpo(demo.agent, demo.suite, config=demo.config | {settings}, held_out=dem
 @pytest.mark.slow
 def test_a_run_that_was_started_from_python_resumes_there(forkserver: Forkserver, tmp_path: Path) -> None:
     settings = {
-        "seed": 5, "train.max_steps": STEPS - 3, "train.problems_per_step": 2, "rollout.group_size": 4,
+        "seed": 5, "train.max_steps": STEPS, "train.problems_per_step": 2, "rollout.group_size": 4,
         "eval.cases": 4, "eval.every": 3, "checkpoint.every": 1,
     }  # fmt: skip
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     victim = spawn(forkserver, broken, "-c", SCRIPT.format(settings=settings))
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
     run = run_of(broken)
-    assert len(metrics(run)) < STEPS - 1  # an evaluation has a row of its own
+    assert len(metrics(run)) < STEPS + 2  # an evaluation has a row of its own
     options = {"config": demo.config | settings, "held_out": demo.held_out}
     resumed = train_grpo(demo.agent, demo.suite, held_out=demo.held_out, resume=run)
     expected = train_grpo(demo.agent, demo.suite, **options, folder=straight)
@@ -138,15 +138,15 @@ def test_a_run_in_which_another_process_trains_is_refused_and_left_as_it_is(tmp_
 def test_a_finished_run_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     straight, longer = tmp_path / "straight", tmp_path / "longer"
     constant = ["--train.scheduler", "constant"]  # others end where the run was to end
-    assert train(straight, *ARGUMENTS, *constant, "--train.max_steps", "5") == 0
-    assert train(longer, *ARGUMENTS, *constant, "--train.max_steps", "3") == 0
+    assert train(straight, *ARGUMENTS, *constant, "--train.max_steps", "4") == 0
+    assert train(longer, *ARGUMENTS, *constant, "--train.max_steps", "2") == 0
     run = run_of(longer)
     capsys.readouterr()
-    assert train(longer, "--resume", str(run), "--train.max_steps", "2") != 0
-    assert "has 3 steps already" in capsys.readouterr().err
-    assert train(longer, "--resume", str(run), "--train.max_steps", "5") == 0
+    assert train(longer, "--resume", str(run), "--train.max_steps", "1") != 0
+    assert "has 2 steps already" in capsys.readouterr().err
+    assert train(longer, "--resume", str(run), "--train.max_steps", "4") == 0
     assert_same_run(run, run_of(straight), "model.safetensors")
-    assert "max_steps: 5" in (run / "config.yaml").read_text()
+    assert "max_steps: 4" in (run / "config.yaml").read_text()
 
 
 def assert_same_run(one: Path, other: Path, weights: str) -> None:

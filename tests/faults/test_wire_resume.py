@@ -20,7 +20,7 @@ from forkserver import Forkserver
 from palestra.core.run_folder import RunFolder
 from palestra.wire.client import WireClient
 
-STEPS, GROUPS_PER_STEP, SIBLINGS = 6, 2, 4
+STEPS, GROUPS_PER_STEP, SIBLINGS = 5, 2, 4
 TIMED = ("seconds", "per_second", "per_s", "memory")
 
 

@@ -68,7 +68,7 @@ def turns(nap=False):
         for session in group:
             engine.append(session, more)
         params = [
-            SamplingParams(5, temperature=0.0), SamplingParams(4, seed=7), SamplingParams(5, 0.7, stop_token_ids=(1,)),
+            SamplingParams(3, temperature=0.0), SamplingParams(2, seed=7), SamplingParams(3, 0.7, stop_token_ids=(1,)),
         ]
         out += engine.sample(group, params)
         if nap:
@@ -88,8 +88,8 @@ def turns(nap=False):
         for session in (branch, second, fresh):
             engine.close(session)
     if options["grammar"]:
-        held = SamplingParams(6, seed=3, grammar="even behind odd")
-        out += engine.sample(group, [held, SamplingParams(6, seed=3), held])
+        held = SamplingParams(5, seed=3, grammar="even behind odd")
+        out += engine.sample(group, [held, SamplingParams(5, seed=3), held])
         ids = out[-1].token_ids
         assert not any(a % 2 and b % 2 for a, b in zip(ids, ids[1:])), ids
     for session in group:
@@ -126,6 +126,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
+from palestra.engine import check
 from palestra.engine.cuda import fast_decoder, paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
@@ -137,6 +138,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model.to(device)
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = 4
+check.NEW_TOKENS = 4  # from the prompt's last page, which has room for three, into the next
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
 assert engine.runner.fast_decoder is not None
 products = []
@@ -149,7 +151,7 @@ class Noted:
 
 fast_decoder.layer_kernels.gated_product = Noted()
 session = engine.open([5, 17, 9, 23, 61, 3, 42])
-[turn] = engine.sample([session], SamplingParams(5, seed=1))
+[turn] = engine.sample([session], SamplingParams(3, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
 expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1, ids[0, 7:, None])[:, 0]
 assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < 0.02, (expected, turn.logprobs)
@@ -162,6 +164,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.errors import UnsupportedModel
+from palestra.engine import check
 from palestra.engine.cuda import paged_ops, runner
 
 sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -171,6 +174,7 @@ model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 model.to("cuda" if torch.cuda.is_available() else "cpu")
 engine_module.build_runner = runner.CudaRunner
 paged_ops.DECODE_PROGRAMS = 1
+check.NEW_TOKENS = 4
 right = runner.padded_tables
 runner.padded_tables = lambda tables: right(tables)[:, ::-1].copy()  # a prompt's pages in the wrong order
 try:
