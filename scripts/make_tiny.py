@@ -25,6 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 HOME = Path(__file__).parents[1] / "src/palestra/models/tiny"
 VOCAB_SIZE = 1024
 TOKENIZER_DIALOGUES = 6000
+DIALOGUES_AT_ONCE = 2000  # sorted into batches by length
 MAX_TOKENS_PER_ROW = 420
 TOKENS_PER_BATCH = 1536
 STEPS = 3600
@@ -80,7 +81,7 @@ def batches(rows: Sequence[Row], rng: random.Random) -> list[list[Row]]:
 def endless_batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[Row]]:
     source, rng = dialogues(seed), random.Random(seed)
     while True:
-        texts = render(list(itertools.islice(source, 2000)), tokenizer.chat_template)
+        texts = render(list(itertools.islice(source, DIALOGUES_AT_ONCE)), tokenizer.chat_template)
         yield from batches(encode(texts, tokenizer), rng)
 
 

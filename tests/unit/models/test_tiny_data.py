@@ -86,6 +86,7 @@ def test_two_steps_of_making_it_twice_give_the_same_bytes(
     make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 300)
+    monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 100)
     made = []
     for name in ("one", "two"):
         arguments = ["make_tiny.py", "--steps", "2", "--threads", "1", "--out", str(tmp_path / name)]
