@@ -1,8 +1,8 @@
 """`pytest --workers N`: N processes, forked when all tests are collected, each taking one file's tests after the other.
 
-Importing torch, transformers, the SDKs and the test modules takes most of a minute, which happens once here. Files with
-long tests go first, so that no worker is left with one at the end. A worker that dies fails the test that it was at; a
-new one goes on with the rest of its file.
+Importing torch, transformers, the SDKs and the test modules takes most of a minute, which happens once here. Tests that
+are marked `serial` run when all others have ended, one after the other. A worker that dies fails the test that it was
+at, and a new one goes on with the rest of its file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Workers:
 
     def __init__(self, session: pytest.Session) -> None:
         self.session, self.config = session, session.config
-        self.files = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
+        self.serial = [item for item in session.items if item.get_closest_marker("serial")]
+        parallel = [item for item in session.items if not item.get_closest_marker("serial")]
+        self.files = [list(items) for _, items in groupby(parallel, lambda item: item.path)]
         self.queue = Queue(len(self.files))
         self.running: dict[Connection, Worker] = {}
 
@@ -59,13 +61,18 @@ class Workers:
         try:
             for _ in range(min(count, len(self.files))):
                 self.start([])
-            while self.running:
-                for connection in wait(list(self.running)):
-                    self.receive(self.running[connection])  # type: ignore[index]
-                if self.session.shouldfail:
-                    raise self.session.Failed(self.session.shouldfail)
+            self.wait_for_all()
+            self.start(self.serial)
+            self.wait_for_all()
         finally:
             self.end()
+
+    def wait_for_all(self) -> None:
+        while self.running:
+            for connection in wait(list(self.running)):
+                self.receive(self.running[connection])  # type: ignore[index]
+            if self.session.shouldfail:
+                raise self.session.Failed(self.session.shouldfail)
 
     def start(self, items: list[pytest.Item]) -> None:
         """A worker that begins with these tests."""

@@ -48,6 +48,11 @@ def test_ends_its_process():
 
 def test_comes_after_it(made):
     pass
+
+@pytest.mark.serial
+@pytest.mark.parametrize("number", range(2))
+def test_is_alone(number):
+    assert open("torn_down").read() == "xxx"  # all others have ended
 """
 
 
@@ -56,9 +61,10 @@ def test_each_test_is_reported_once_also_where_a_worker_dies(tmp_path: Path) -> 
     for number in range(3):
         (tmp_path / f"test_{number}.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--workers", "2", "--tb=short"]
+    command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "6 failed, 12 passed, 3 skipped, 3 warnings" in done.stdout
+    assert "6 failed, 18 passed, 3 skipped, 3 warnings" in done.stdout
     assert done.stdout.count("the process that ran it ended with status 7") == 3
     assert done.stdout.count("assert ['left'] == ['right']") >= 3
     assert done.stdout.count("\nits own words\n") == 3
