@@ -1,6 +1,7 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from forkserver import Forkserver
 from workers import run_in_workers
 
+gc.disable()  # while a few thousand modules are imported, of which nothing is garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -39,6 +41,11 @@ def pytest_collection_modifyitems(items):
             if mark := item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason=mark.args[0] if mark.args else "make test-slow runs it"))
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()  # what is imported stays: no need to look through it again and again
 
 
 def pytest_runtestloop(session):
