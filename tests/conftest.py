@@ -48,6 +48,10 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported stays: no need to look through it again and again
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # extension modules complain of what is left at the end
+
+
 def pytest_runtestloop(session):
     return run_in_workers(session, session.config.getoption("workers"))
 

@@ -8,7 +8,6 @@ imported is as it was in the server's.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -93,7 +92,6 @@ def serve(address: str, modules: Sequence[str]) -> None:
     listener.bind(address)
     listener.listen(16)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
-    gc.freeze()
     print("ready", flush=True)
     while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
         connection, _ = ready[0].accept()

@@ -10,7 +10,7 @@ from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.result import GRPOTrainingResult
 
-SHORT = {"train.max_steps": 7, "train.problems_per_step": 8, "train.scheduler": "constant", "eval.cases": 36}
+SHORT = {"train.max_steps": 6, "train.problems_per_step": 8, "train.scheduler": "constant", "eval.cases": 24}
 # In a second pass over the same rollouts the ratio is no longer 1: only then do these losses differ from the default.
 TWO_PASSES = {"train.max_steps": 5, "train.iterations": 2}
 
