@@ -8,7 +8,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.gateway.dialect import Event
 from palestra.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
-from palestra.gateway.tool_choice import function_tool, grammar_of, json_schema, openai_choice
+from palestra.gateway.tool_choice import function_tools, grammar_of, json_schema, openai_choice
 from palestra.serve.completer import Completer
 from palestra.serve.openai_forms import ChatBody, ResponseFrame, call_dict, chat_logprobs, response
 from palestra.serve.sampling_fields import known_fields
@@ -25,7 +25,7 @@ class ChatCompletionBody(ChatBody):
     def request(self, model: Completer) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-        tools = tuple(map(function_tool, self.tools or ()))
+        tools = function_tools(self.tools or ())
         schema = json_schema(self.response_format, "response_format")
         choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
         variables = dict(self.chat_template_kwargs or {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from palestra.chat.callforms import HERMES
@@ -25,8 +27,17 @@ class ToolChoice:
     one_call: bool = False
 
 
+def function_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The tools of Chat Completions as prompts of a training show them; the same ones come with every request."""
+    return _function_tools(marshal.dumps(tools, 2)) if tools else ()
+
+
+@lru_cache(64)
+def _function_tools(plain: bytes) -> tuple[dict[str, Any], ...]:
+    return tuple(map(function_tool, marshal.loads(plain)))
+
+
 def function_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool of Chat Completions as prompts of a training show it."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")

@@ -10,7 +10,7 @@ import logging
 import socket
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -162,29 +162,29 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(Request(scope))
+        refusal = self._refusal(dict(reversed(scope["headers"])))  # of several the first counts
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             status, message = refusal
             await JSONResponse(error_body(status, message), status)(scope, receive, send)
 
-    def _refusal(self, request: Request) -> tuple[int, str] | None:
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         if self._token:
-            sent = request.headers.get("authorization") or request.headers.get("x-api-key", "")
-            if not hmac.compare_digest(sent.removeprefix("Bearer ").encode(), self._token.encode()):
+            sent = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(sent.removeprefix(b"Bearer "), self._token.encode()):
                 return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
             return None
-        host = request.headers.get("host", "localhost")
-        if not (_is_loopback_host(host) and _from_no_other_site(request)):
+        host = headers.get(b"host", b"localhost")
+        if not (_is_loopback_host(host) and _from_no_other_site(headers)):
             return 403, "without a token, only requests to a loopback address and from no other site are answered"
         return None
 
 
-def _from_no_other_site(request: Request) -> bool:
-    if origin := request.headers.get("origin"):
-        return is_loopback(host_of(origin))
-    return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+def _from_no_other_site(headers: Mapping[bytes, bytes]) -> bool:
+    if origin := headers.get(b"origin"):
+        return is_loopback(host_of(origin.decode("latin-1")))
+    return headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
 
 
 def host_of(url: str) -> str:
@@ -195,9 +195,9 @@ def host_of(url: str) -> str:
 
 
 @lru_cache(256)
-def _is_loopback_host(header: str) -> bool:
+def _is_loopback_host(header: bytes) -> bool:
     """Of the header Host, which is the same in every request of a client."""
-    return is_loopback(host_of(f"//{header}"))
+    return is_loopback(host_of(f"//{header.decode('latin-1')}"))
 
 
 def is_loopback(host: str) -> bool:
