@@ -65,7 +65,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """A training of so many steps; means of the steps after the first two: both sides take the same, which differ in length."""
+    """A training of so many steps; means of those after the first two, which both sides take alike."""
     import cProfile
     import pstats
 
