@@ -29,7 +29,7 @@ class ToolChoice:
 
 def function_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The tools of Chat Completions as prompts of a training show them; the same ones come with every request."""
-    return _function_tools(marshal.dumps(tools, 2)) if tools else ()
+    return _function_tools(marshal.dumps(list(tools), 2)) if tools else ()
 
 
 @lru_cache(64)
