@@ -31,7 +31,7 @@ HOME = ROOT / "build" / "tinker-cookbook"
 COOKBOOK = "tinker-cookbook==0.5.8"
 # With what these recipes import beside what is here. Its own list asks for other versions and for much more.
 PACKAGES = f"{COOKBOOK} chz blobfile lxml pycryptodomex termcolor cloudpickle pylatexenc"
-MODELS = {"palestra/tiny": "role_colon", "palestra/smollm2": "qwen3_instruct"}  # and the cookbook's renderer for each
+RENDERER = "role_colon"  # the cookbook's chat format for any model
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ RECIPES = {
     "math_rl": Recipe(
         "palestra/smollm2",
         "-m tinker_cookbook.recipes.math_rl.train env=arithmetic model_name={model} renderer_name={renderer} "
-        "base_url={url} groups_per_batch=16 group_size=16 learning_rate=1e-3 max_steps={steps} "
+        "base_url={url} groups_per_batch=16 group_size=8 max_tokens=4 lora_rank=8 learning_rate=5e-4 max_steps={steps} "
         "save_every=0 eval_every=0 log_path={log} behavior_if_log_dir_exists=delete",
-        24,
+        20,
         "env/all/correct",
         0.3,
     ),
@@ -106,7 +106,7 @@ def run(name: str, recipe: Recipe, python: Path, folder: Path, short: bool) -> b
     log, packages = folder / name, next((HOME / "lib").glob("*/site-packages/tinker_cookbook"))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with server([path], folder) as url:
-        values = {"model": path, "renderer": MODELS[model], "url": url, "log": log, "cookbook": packages}
+        values = {"model": path, "renderer": RENDERER, "url": url, "log": log, "cookbook": packages}
         command = recipe.command.format(**values, steps=2 if short else recipe.steps)
         print(f"$ python {command}", flush=True)
         environment = {**os.environ, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
