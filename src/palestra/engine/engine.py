@@ -200,7 +200,8 @@ class Engine:
     def launch(self) -> Step | None:
         """Begin a step of every session that can run; None if there is none.
 
-        Until it is collected, only sessions that take no part in it may be opened, submitted, appended to or closed.
+        Until it is collected, only sessions that take no part in it may be opened, submitted, appended to or closed;
+        all may be branched.
         """
         if self._asleep:
             raise PalestraError("the engine sleeps and has no KV memory; call wake before sampling")

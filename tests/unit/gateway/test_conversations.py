@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scripted_model import END, TOOL, attempt, completer
+from scripted_model import END, TOOL, BranchingPolicy, ScriptedPolicy, attempt, completer
 
 from palestra.gateway.anthropic_messages import MessagesBody
 from palestra.gateway.chat_completions import ChatCompletionBody
@@ -203,7 +203,8 @@ def test_edits_branches_and_choices_are_trained_once_each(tiny_tokenizer, client
     @several
     @given(st.lists(steps, min_size=1, max_size=6), st.lists(replies, min_size=3, max_size=3), st.integers(0, 2**30))
     def check(plan, script, seed):
-        model = completer(tiny_tokenizer, lambda i: written(script[i % len(script)]))
+        policy = BranchingPolicy if seed % 2 else ScriptedPolicy
+        model = completer(tiny_tokenizer, lambda i: written(script[i % len(script)]), kind=policy)
         one = attempt(model)
         rng = random.Random(seed)
         talk = CLIENTS[client](model, one, rng)
@@ -218,5 +219,6 @@ def test_edits_branches_and_choices_are_trained_once_each(tiny_tokenizer, client
                 states.append([*history, *talk.said_again(reply), *talk.answered(reply, [text, "more"])])
         rows = check_rows(model, one)
         assert len(rows) == one.counts.lineages
+        assert policy is ScriptedPolicy or one.counts.recomputed_tokens == 0
 
     check()

@@ -87,6 +87,26 @@ def test_weights_that_come_while_a_step_computes_count_from_the_next_one_on(poli
     assert got.versions.tolist() == sorted(got.versions)
 
 
+def test_a_session_is_branched_while_a_step_computes_it(policy: LocalPolicy) -> None:
+    async def main() -> tuple[Turn, Turn, Turn]:
+        session = policy.open(PROMPT)
+        await policy.sample(session, SamplingParams(max_new_tokens=2, seed=1))
+        known = list(session.token_ids)
+        under_way = asyncio.create_task(policy.sample(session, SamplingParams(max_new_tokens=8, seed=2)))
+        while len(session.token_ids) < len(known) + 2:
+            await asyncio.sleep(0)
+        branch = policy.branch(session, len(known))
+        assert branch.kv_len >= len(known) - 2  # the last token of a turn is computed with the next
+        turn = await policy.sample(branch, SamplingParams(max_new_tokens=6, seed=3))
+        fresh = await policy.sample(policy.open(known), SamplingParams(max_new_tokens=6, seed=3))
+        return turn, fresh, await under_way
+
+    turn, fresh, whole = asyncio.run(main())
+    assert turn.token_ids.tolist() == fresh.token_ids.tolist()
+    assert turn.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+    assert len(whole.token_ids) == 8
+
+
 def test_turns_that_come_one_upon_the_other_begin_with_the_same_step(model: Qwen3ForCausalLM) -> None:
     """As those of agents that are programs: the next request is read from its socket while the last one is handled."""
     policy = LocalPolicy(model, kv_memory_gib=0.01)
