@@ -112,13 +112,17 @@ class Request:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise self._unanswered(error) from error
 
-    def parse(self, reply: Reply) -> Any:
-        """What `reply` holds; HttpError for an error status."""
+    def check(self, reply: Reply) -> None:
+        """HttpError for an error status."""
         if not 200 <= reply.status < 300:
             reason = reply.body[:_QUOTED].decode(errors="replace")
             if target := reply.headers.get("Location"):
                 reason = f"it redirects to {target}, which is not followed with a key or a body; give that URL itself"
             raise HttpError(self.url, reason, reply.status, _retry_after_s(reply))
+
+    def parse(self, reply: Reply) -> Any:
+        """What `reply` holds; HttpError for an error status."""
+        self.check(reply)
         try:
             return json.loads(reply.body)
         except ValueError as error:

@@ -85,12 +85,12 @@ class VllmServerPolicy(TokenSessions):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             weights.save(folder / "model.safetensors")
-            self._ask("/pause?mode=keep")
+            self._tell("/pause?mode=keep")
             try:
-                self._ask("/collective_rpc", {"method": self._reload, "kwargs": {"weights_path": str(folder)}})
-                self._ask("/reset_prefix_cache?reset_running_requests=true")
+                self._tell("/collective_rpc", {"method": self._reload, "kwargs": {"weights_path": str(folder)}})
+                self._tell("/reset_prefix_cache?reset_running_requests=true")
             finally:
-                self._ask("/resume")
+                self._tell("/resume")
         except HttpError as error:
             raise PalestraError(
                 f"{self.url} did not take new weights: {error}. Restart it, as they may be half loaded. {_SERVE}"
@@ -109,7 +109,7 @@ class VllmServerPolicy(TokenSessions):
 
     def _control(self, path: str, option: str) -> None:
         try:
-            self._ask(path)
+            self._tell(path)
         except HttpError as error:
             raise PalestraError(
                 f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with {option}; or set it to false"
@@ -145,7 +145,7 @@ class VllmServerPolicy(TokenSessions):
 
     def _has_extension(self) -> bool:
         try:
-            self._ask("/collective_rpc", {"method": "palestra_version"})
+            self._tell("/collective_rpc", {"method": "palestra_version"})
             return True
         except HttpError as error:
             if error.status == 404:
@@ -159,6 +159,11 @@ class VllmServerPolicy(TokenSessions):
         turn = read_completion(self._ask("/v1/completions", body), self.version)
         gap = check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}")
         log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+
+    def _tell(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Some versions of vLLM answer a command with nothing."""
+        request = self._request(path, body if body is not None else {})
+        request.check(request.send())
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         retries = Retries(attempts=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.core.types import SamplingParams
@@ -92,9 +92,9 @@ class FakeVllm:
                     return JSONResponse({"error": str(error)}, status_code=500)
         return JSONResponse({"results": [None]})
 
-    async def control(self, request: Request) -> JSONResponse:
+    async def control(self, request: Request) -> Response:
         self.calls.append(request.url.path.strip("/") + (f"?{request.url.query}" if request.url.query else ""))
-        return JSONResponse({})
+        return Response()  # as vLLM 0.24 does; 0.28 says a word of JSON
 
 
 @contextmanager
