@@ -115,30 +115,18 @@ def command(
         raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *settings.typed_words()], nproc))
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
-    if own.given and (env or env_url or resume):
-        raise PalestraError(
-            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
-        )
-    if env is not None and agent_file is not None:
-        raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
-    if from_checkpoint is not None and resume is None:
-        raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
+    _refuse_together(
+        own, agent_file, env=env, env_url=env_url, resume=resume, from_checkpoint=from_checkpoint, dry_run=dry_run,
+        detach=detach, folder=folder,
+    )  # fmt: skip
     options = with_model_of_run(settings.from_options(parameters))
     if dry_run:
-        if detach or resume or env_url or folder:
-            raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
         _dry_run(agent_file, env, own, config_file, options, console)
         return
     if detach:
-        if resume or env_url or folder:
-            raise PalestraError(
-                "--detach starts a new run in a folder of its own; `palestra runs resume` continues one"
-            )
         _detach(agent_file, env, own, config_file, options, wire or None, nproc or 1, console, as_json)
         return
     if env_url is not None:
-        if agent_file is not None:
-            raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
         require_serve_extra()
         going_on = None if resume is None else _resume_of(resume, from_checkpoint, options, config_file)
         run = (
@@ -171,6 +159,35 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
             f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"
         )
     return place is None and nproc > 1
+
+
+def _refuse_together(
+    own: AgentOptions,
+    agent_file: str | None,
+    *,
+    env: str | None,
+    env_url: str | None,
+    resume: str | None,
+    from_checkpoint: str | None,
+    dry_run: bool,
+    detach: bool,
+    folder: Path | None,
+) -> None:
+    """An error for options that exclude each other."""
+    if own.given and (env or env_url or resume):
+        raise PalestraError(
+            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
+        )
+    if env is not None and agent_file is not None:
+        raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    if env_url is not None and agent_file is not None:
+        raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
+    if from_checkpoint is not None and resume is None:
+        raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
+    if dry_run and (detach or resume or env_url or folder):
+        raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
+    if detach and (resume or env_url or folder):
+        raise PalestraError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
 
 
 def _dry_run(
