@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 LONG = (
     "faults/",
     "parity/test_engine_cuda_path",
+    "contract/test_ranks",
     "contract/test_two_processes",
     "learn/",
     "faces/test_rl_",
