@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 # Some packages hold files that are no valid Python; pip ignores those, too. Nobody imports the tests of packages.
-COMPILE := $(BIN)/python -m compileall -qq -x /tests/
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -x /tests/
 BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 INSTALLED_DEV := $(VENV)/.ready-dev

@@ -96,8 +96,8 @@ def trained(family: str) -> tuple[Any, Any]:
     longest = max(map(len, lines))
     inputs = torch.tensor([line + line[-1:] * (longest - len(line)) for line in lines])
     labels = torch.tensor([line + [-100] * (longest - len(line)) for line in lines])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(80):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    for _ in range(40):
         loss = model(inputs, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
