@@ -1,4 +1,4 @@
-"""Run the tests in several processes, and then those marked `serial` one after the other (tests/workers.py).
+"""Run the tests in several processes, and then those marked `serial` one after the other (tests/support/workers.py).
 
 python scripts/run_tests.py [pytest arguments]
 """

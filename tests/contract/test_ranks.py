@@ -13,9 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks_program import STEPS, apart, local, take_step, weights_of
-
 from forkserver import Forkserver
+from ranks_program import STEPS, apart, local, take_step, weights_of
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 SCENARIOS = ("full", "lora", "shares", "stop", "killed", "stuck", "raises", "differ")

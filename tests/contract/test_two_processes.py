@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from forkserver import Forkserver
+
 from palestra import demo
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss

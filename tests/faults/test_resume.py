@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forkserver import Forkserver
 from safetensors.torch import load_file
 
-from forkserver import Forkserver
 from palestra import demo, train_grpo
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.main import run as palestra

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forkserver import Forkserver
 from safetensors.torch import load_file
 
-from forkserver import Forkserver
 from palestra.core.run_folder import RunFolder
 from palestra.wire.client import WireClient
 

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from forkserver import Forkserver
 
 IMPORTED = (

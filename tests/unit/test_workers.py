@@ -8,7 +8,7 @@ from pathlib import Path
 
 CONFTEST = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
 from workers import run_in_workers
 
 def pytest_addoption(parser):

@@ -15,9 +15,9 @@ import torch
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from forkserver import Forkserver
 from small_models import trained
 
-from forkserver import Forkserver
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
