@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 from palestra.models.loading import load_model
+from palestra.train.interrupt import sigterm_as_ctrl_c
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "tinker-cookbook"
@@ -143,7 +144,7 @@ def main() -> int:
     if python is None:
         print(f"SKIPPED: {', '.join(options.names or RECIPES)}: {COOKBOOK} could not be installed")
         return 0
-    with tempfile.TemporaryDirectory(prefix="tinker-recipes-") as folder:
+    with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="tinker-recipes-") as folder:  # the server ends, too
         names = options.names or list(RECIPES)
         return int(not all([run(name, RECIPES[name], python, Path(folder), options.short) for name in names]))
 
