@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +20,9 @@ from palestra.policy.tool_barrier import ToolBarrier
 # loop until its first turn is submitted, and each would otherwise be a step that it misses.
 _YIELDS = 4
 # On a CPU a step holds up everything else, and what comes during it begins a step later. So requests that come one upon
-# the other, as those of the agents of a step do, are gathered first; the work on them is to be done anyway.
-_GATHER_S = 0.05
+# the other, as those of the agents of a step do, are gathered first; the work on them is to be done anyway. Counted in
+# rounds, not by a clock: who shares a step with whom must be the same in every run of a seed.
+_ROUNDS = 32
 
 
 class LocalPolicy:
@@ -141,12 +141,11 @@ class LocalPolicy:
 
     async def _gather(self) -> None:
         """Let callers submit their turns; where nothing overlaps a step, as long as more of them come."""
-        calls, until = -1, time.perf_counter() + _GATHER_S
-        while calls != self._calls and time.perf_counter() < until:
+        for _ in range(1 if self.engine.runner.overlaps else _ROUNDS):
             calls = self._calls
             for _ in range(_YIELDS):
                 await asyncio.sleep(0)
-            if self.engine.runner.overlaps:
+            if calls == self._calls:
                 return
 
     def _collect(self) -> None:

@@ -9,7 +9,7 @@ from statistics import median
 
 from palestra.engine.session import Session
 
-_WINDOW = 8  # tool calls after which the median follows a change
+_WINDOW = 8  # rounds of tool calls after which the median follows a change
 
 
 class ToolBarrier:
@@ -24,8 +24,10 @@ class ToolBarrier:
         self._enabled = enabled
         self._quick_s = quick_s
         self._patience_s = patience_s
-        # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time.
+        # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time. One
+        # value for all that were away together: a pause of the garbage collector makes all of them slow at once.
         self._recent_s: deque[float] = deque([0.0] * _WINDOW, maxlen=2 * _WINDOW - 1)
+        self._this_round_s: list[float] = []
         self._left_at: dict[Session, float] = {}
         self._awaited: set[Session] = set()
         self._all_back = asyncio.Event()
@@ -38,7 +40,7 @@ class ToolBarrier:
         """Its next turn begins, or it is closed."""
         left_at = self._left_at.get(session)
         if left_at is not None:
-            self._recent_s.append(time.perf_counter() - left_at)
+            self._this_round_s.append(time.perf_counter() - left_at)
         self.forget(session)
 
     def forget(self, session: Session) -> None:
@@ -57,3 +59,6 @@ class ToolBarrier:
             except TimeoutError:  # once is enough: nobody waits until as many have been quick again
                 self._recent_s.extend([self._patience_s] * _WINDOW)
         self._awaited.clear()
+        if self._this_round_s:
+            self._recent_s.append(median(self._this_round_s))
+            self._this_round_s.clear()

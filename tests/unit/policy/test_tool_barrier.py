@@ -32,11 +32,15 @@ def waits(barrier: ToolBarrier) -> bool:
     return asyncio.run(step())
 
 
-def run_tool(barrier: ToolBarrier, clock: SimpleNamespace, seconds: float) -> None:
-    session = Session([1])
-    barrier.turn_ended(session)
+def run_tool(barrier: ToolBarrier, clock: SimpleNamespace, seconds: float, sessions: int = 1) -> None:
+    """Between two steps, for so many sessions at once."""
+    away = [Session([1]) for _ in range(sessions)]
+    for session in away:
+        barrier.turn_ended(session)
     clock.now += seconds
-    barrier.came_back(session)
+    for session in away:
+        barrier.came_back(session)
+    asyncio.run(barrier.wait())
 
 
 @pytest.mark.serial
@@ -44,6 +48,13 @@ def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one(clock: SimpleNamesp
     barrier = ToolBarrier(quick_s=0.05, patience_s=0.01)
     for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
         run_tool(barrier, clock, seconds)
+    assert waits(barrier)
+
+
+@pytest.mark.serial
+def test_a_pause_of_the_machine_counts_once_however_many_were_away(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(quick_s=0.05, patience_s=0.01)
+    run_tool(barrier, clock, 0.5, sessions=64)
     assert waits(barrier)
 
 
