@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -153,7 +152,7 @@ class ResponseFrame:
 
 def response(kind: str, model: Completer) -> ResponseFrame:
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return ResponseFrame(kind, model.name, f"{prefix}-{random.getrandbits(128):032x}", int(time.time()))
+    return ResponseFrame(kind, model.name, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
 
 
 def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
