@@ -27,7 +27,7 @@ from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
 from palestra.engine.sampler import check_params
 from palestra.engine.scheduler import KVMemory, Scheduler
-from palestra.engine.session import Chunk, Emission, Job, Session
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session
 from palestra.engine.stops import StopStrings
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Runner(KVMemory, Protocol):
         """Run the module's own layers from now on; False if that was so before."""
         ...
 
-    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], list[Emission]]:
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
         """Begin a step; call what comes back to wait for it and have what each sampling chunk emitted."""
         ...
 
@@ -66,7 +66,7 @@ class Step:
     """A step that has begun."""
 
     chunks: Sequence[Chunk]
-    emissions: Callable[[], list[Emission]]
+    emissions: Collect
 
 
 def no_grammars(text: str) -> Grammar:

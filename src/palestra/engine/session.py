@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,3 +77,6 @@ class Emission(NamedTuple):
     job: Job
     token_ids: list[int]
     logprobs: list[float]
+
+
+Collect = Callable[[], list[Emission]]  # waits for a step that has begun; what each sampling chunk emitted

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, text_of
 from palestra.serve.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.serve.tally import Counted, Tally
 
@@ -85,9 +85,8 @@ def make_app(
 def _error_response(request: Request, error: Exception, error_form: ErrorForm) -> Response:
     if isinstance(error, HTTPException):
         return JSONResponse(error_form(request, error.status_code, error.detail), error.status_code, error.headers)
-    if isinstance(error, PalestraError):
-        return JSONResponse(error_form(request, 400, str(error)), 400)
-    return JSONResponse(error_form(request, 500, f"{type(error).__name__}: {error}"), 500)
+    status = 400 if isinstance(error, PalestraError) else 500
+    return JSONResponse(error_form(request, status, text_of(error)), status)
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_engine import BYTES_PER_TOKEN, computed_tokens, sharp_model
+from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
@@ -17,45 +18,15 @@ from palestra.engine.session import Job, Session
 
 VOCABULARY, PAGE = 64, 4
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 7, 30]
-BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return model
+    return sharp_model(VOCABULARY, 256)
 
 
 def engine_of(model: Any, tokens: int = 10_000) -> Engine:
     return Engine(model, page_size=PAGE, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), self_check=False)
-
-
-def counted(engine: Engine) -> list[int]:
-    """The tokens that each step from here on computes."""
-    counts: list[int] = []
-    step = engine.runner.step
-
-    def counting(chunks: Any) -> Any:
-        counts.append(sum(chunk.count for chunk in chunks))
-        return step(chunks)
-
-    engine.runner.step = counting  # type: ignore[method-assign]
-    return counts
 
 
 def own_logprobs(model: Any, ids: list[int], start: int) -> list[float]:
@@ -74,7 +45,7 @@ def test_a_branch_samples_what_a_fresh_session_does_and_computes_only_what_is_ne
     branch = engine.branch(session, length)
     assert branch.token_ids == before[:length]
     engine.append(branch, [1, 2, 3])
-    counts = counted(engine)
+    counts = computed_tokens(engine)
     [turn] = engine.sample([branch], SamplingParams(5, seed=2))
     assert counts[0] == 4  # the last shared token, from which the next is computed, and three new ones
     [fresh] = engine.sample([engine.open([*before[:length], 1, 2, 3])], SamplingParams(5, seed=2))
@@ -107,7 +78,7 @@ def test_a_branch_of_a_fork_that_has_not_run_shares_its_source(model: Any) -> No
     first, second = engine.fork(engine.open(PROMPT), 2)
     engine.sample([first], SamplingParams(2, seed=1))
     branch = engine.branch(second, 8)
-    counts = counted(engine)
+    counts = computed_tokens(engine)
     engine.sample([branch], SamplingParams(1))
     assert counts == [1]
 
@@ -121,7 +92,7 @@ def test_new_weights_make_the_kv_of_a_branch_stale(model: Any) -> None:
     engine.weights_changed(1)
     assert branch.kv_len == session.kv_len == 0
     assert engine.pool.free == engine.pool.pages
-    counts = counted(engine)
+    counts = computed_tokens(engine)
     engine.sample([branch], SamplingParams(1))
     assert counts == [8]
 

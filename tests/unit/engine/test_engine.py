@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_engine import BYTES_PER_TOKEN, computed_tokens, sharp_model
+from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
@@ -19,46 +20,16 @@ from palestra.policy.local import LocalPolicy
 
 VOCABULARY, CONTEXT = 96, 160
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 77, 30]
-BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return model
+    return sharp_model(VOCABULARY, CONTEXT)
 
 
 def engine_with(model: Any, tokens: int, **options: Any) -> Engine:
     """An engine whose memory holds so many tokens, in pages of 8."""
     return Engine(model, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), page_size=8, **options)
-
-
-def computed_tokens(engine: Engine) -> list[int]:
-    """How many tokens each step from here on computes."""
-    counts: list[int] = []
-    step = engine.runner.step
-
-    def counted(chunks: Any) -> Any:
-        counts.append(sum(chunk.count for chunk in chunks))
-        return step(chunks)
-
-    engine.runner.step = counted  # type: ignore[method-assign]
-    return counts
 
 
 def test_prompt_of_a_group_is_computed_once(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from palestra.engine.cpu.memory import give_freed_memory_back, keep_freed_memory
 from palestra.engine.cpu.plan import DecodeRows, PrefillChunk, SharedPrefixes, SlotPlan
 from palestra.engine.kv_shape import KVShape
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Emission, Session
+from palestra.engine.session import Chunk, Collect, Emission, Session
 
 
 class CpuRunner:
@@ -64,7 +64,7 @@ class CpuRunner:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         return fast_decoder is not None
 
-    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], list[Emission]]:
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
         emissions = self.step(chunks)
         return lambda: emissions
 

@@ -24,10 +24,9 @@ from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.state import DecodeState, padded_tables
 from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Emission, Job, Session
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session
 from palestra.engine.supported import can_capture, is_llama_like
 
-Collect = Callable[[], list[Emission]]  # waits for the device
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 

@@ -1,0 +1,45 @@
+"""A model that is small and has sharp choices, and what an engine computes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from palestra.engine.engine import Engine
+
+BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
+
+
+def sharp_model(vocabulary: int, context: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=context,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def computed_tokens(engine: Engine) -> list[int]:
+    """How many tokens each step from here on computes."""
+    counts: list[int] = []
+    step = engine.runner.step  # type: ignore[attr-defined]
+
+    def counted(chunks: Any) -> Any:
+        counts.append(sum(chunk.count for chunk in chunks))
+        return step(chunks)
+
+    engine.runner.step = counted  # type: ignore[attr-defined]
+    return counts
