@@ -64,9 +64,11 @@ class Environment(threading.Thread):
     def attempt(self, number: int, env_id: int) -> None:
         prompt = [5 + number % 20, 6, 7, 8]
         sampling = {"n": 4, "temperature": 1.0, "max_new_tokens": 12}
-        results = self.inference.post(
-            "/generate", json={"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        ).json()
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        answer = self.inference.post("/generate", json=body)
+        if answer.status_code == 503:  # the trainer ends, and its server a moment later
+            raise httpx.TransportError(answer.text)
+        results = answer.json()
         rows = [result["meta_info"]["output_token_logprobs"] for result in results]
         tokens = [prompt + [i for _, i, _ in row] for row in rows]
         masks = [[-100] * len(prompt) + [i for _, i, _ in row] for row in rows]

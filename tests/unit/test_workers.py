@@ -61,7 +61,8 @@ def test_each_test_is_reported_once_also_where_a_worker_dies(tmp_path: Path) -> 
     for number in range(3):
         (tmp_path / f"test_{number}.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--workers", "2", "--tb=short"]
-    command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
+    # No short summary: where the variable CI is set, it repeats each message in full.
+    command += ["-rN", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "6 failed, 18 passed, 3 skipped, 3 warnings" in done.stdout
