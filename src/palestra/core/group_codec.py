@@ -237,7 +237,15 @@ def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
 
 
 def _verdicts(rollout: Rollout) -> dict[str, Any]:
-    return {name: _fields(score) for name, score in rollout.scores.items()}
+    return {name: _verdict(score) for name, score in rollout.scores.items()}
+
+
+def _verdict(score: Score) -> dict[str, Any]:
+    """`counts` only where it is False: readers of an earlier version know no such key."""
+    verdict = _fields(score)
+    if score.counts:
+        del verdict["counts"]
+    return verdict
 
 
 def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:

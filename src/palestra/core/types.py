@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
+HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
 
 
@@ -136,12 +137,19 @@ class Score:
     """One measure's verdict: a value, whether it counts as passed (None: it has no say in that), and why.
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
+    `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.
     """
 
     value: float
     passed: bool | None
     reason: str = ""
     error: bool = False
+    counts: bool = True
+
+    @property
+    def decides(self) -> bool:
+        """Whether it has a say in whether the rollout passed."""
+        return self.counts and self.passed is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,11 @@ class Problem:
     input: str | tuple[Message, ...]
     expect: Any = None
     row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_id(self) -> str:
+        """Its id in its own suite, by which evaluations are seeded."""
+        return self.id.removeprefix(HELD_OUT_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +205,8 @@ class Rollout:
 
     @property
     def passed(self) -> bool:
-        """Every measure passed."""
-        verdicts = [s.passed for s in self.scores.values() if s.passed is not None]
+        """Every measure that counts passed."""
+        verdicts = [s.passed for s in self.scores.values() if s.decides]
         return bool(verdicts) and all(verdicts)
 
     @property

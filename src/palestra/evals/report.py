@@ -76,7 +76,7 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed.
+    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed, witnesses (weight 0) aside.
 
     A verdict of a measure that failed by itself (a judge that cannot be reached) is left out.
     """
@@ -96,7 +96,7 @@ class EvalReport:
     def of(
         cls, rollouts: Sequence[Rollout], seconds: float, split: Literal["held_out", "train"] = "held_out"
     ) -> EvalReport:
-        judged = [r for r in rollouts if not any(s.error and s.passed is not None for s in r.scores.values())]
+        judged = [r for r in rollouts if not any(s.error and s.decides for s in r.scores.values())]
         results = [result for rollout in rollouts for result in rollout.tool_results]
         names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
         return cls(

@@ -39,7 +39,7 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "context_full_rate": statistics.fmean(r.stop == "context_full" for r in good),
         "looping_rate": statistics.fmean(r.cut_off and loops(r) for r in good),
     }
-    if judged := [r for r in good if any(s.passed is not None for s in r.scores.values())]:
+    if judged := [r for r in good if any(s.decides for s in r.scores.values())]:
         out["pass_rate"] = statistics.fmean(r.passed for r in judged)
     out |= _tool_stats(good)
     for name, scores in _scores(good).items():

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from palestra.core.errors import PalestraError
 from palestra.core.messages import as_messages
-from palestra.core.types import Message, Problem
+from palestra.core.types import HELD_OUT_PREFIX, Message, Problem
 from palestra.evals.measures import as_measures
 
 Record = Mapping[str, Any]
@@ -146,8 +146,14 @@ class EvalSuite:
 
 
 def hold_out(suite: EvalSuite, held_out: EvalSuite | float | None) -> tuple[EvalSuite, EvalSuite | None]:
-    """(train, held-out) for a held-out suite or a share. None is held out by 0 or None, or of a suite of one case."""
+    """(train, held-out) for a held-out suite or a share. None is held out by 0 or None, or of a suite of one case.
+
+    Held-out cases that share an id with other training cases get another one, so that an id means one case.
+    """
     if isinstance(held_out, EvalSuite):
+        trained = {case.id: case for case in suite}
+        if any(trained.get(case.id, case) is not case for case in held_out):
+            held_out = replace(held_out, cases=[replace(c, id=HELD_OUT_PREFIX + c.id) for c in held_out])
         return suite, held_out
     if held_out is None or held_out == 0 or (len(suite) == 1 and isinstance(held_out, float)):
         return suite, None

@@ -33,7 +33,7 @@ async def evaluate(
 ) -> EvalReport:
     """Attempt every problem `samples_per_case` times and report pass rates with their intervals."""
     began = time.perf_counter()
-    keys = [f"eval/{seed}/{problem.id}" for problem in problems]
+    keys = [f"eval/{seed}/{problem.own_id}" for problem in problems]
     groups = await collector.collect(problems, samples_per_case, keys, on_rollout)
     require_one_good(groups)
     rollouts = [r for group in groups for r in group.rollouts]

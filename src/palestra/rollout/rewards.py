@@ -138,7 +138,8 @@ class RewardFunctions:
 
     def _rewarded(self, rollout: Rollout, weights: Mapping[str, float]) -> Rollout:
         error = rollout.error or self._why_unknown(rollout.scores, weights)
-        return replace(rollout, reward=weighted_reward(rollout, weights), error=error)
+        scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in rollout.scores.items()}
+        return replace(rollout, reward=weighted_reward(rollout, weights), scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
         """Why there is no reward: a measure that counts has failed, which is not the model's doing, or none looked."""

@@ -34,9 +34,9 @@ class JsonlTracker:
         append_jsonl(self._folder.metrics_file, [{"step": step, **row}])
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        self.flush()
         if not self._rollouts_every or step % self._rollouts_every:
             return
-        self.flush()
         self._written.append(self._thread.submit(self._write_rollouts, step, groups))
 
     def _write_rollouts(self, step: int, groups: Sequence[Group]) -> None:

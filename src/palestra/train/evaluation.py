@@ -11,7 +11,7 @@ from pathlib import Path
 from palestra.core.config import RunConfig
 from palestra.core.files import read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
-from palestra.core.types import Problem
+from palestra.core.types import HELD_OUT_PREFIX, Problem
 from palestra.envs.base import Split
 from palestra.evals.report import EvalReport
 from palestra.rollout.evaluate import CollectsGroups, evaluate
@@ -51,8 +51,15 @@ def write_evaluation(path: Path, report: EvalReport) -> None:
     write_jsonl(path, (rollout_to_dict(rollout) for rollout in report.rollouts))
 
 
-def read_evaluation(path: Path, split: Split = "held_out") -> EvalReport | None:
-    """What `write_evaluation` wrote; None where there is none."""
+def read_evaluation(path: Path, split: Split = "held_out", problems: Sequence[Problem] = ()) -> EvalReport | None:
+    """What `write_evaluation` wrote; None where there is none.
+
+    It was of these problems: their ids get the prefix that an older version did not write.
+    """
     rollouts = [rollout_from_dict(row) for row in read_jsonl(path)] if path.is_file() else []
+    if problems and problems[0].id != problems[0].own_id:
+        rollouts = [
+            replace(r, problem_id=HELD_OUT_PREFIX + r.problem_id.removeprefix(HELD_OUT_PREFIX)) for r in rollouts
+        ]
     seconds = max((rollout.seconds for rollout in rollouts), default=0.0)
     return EvalReport.of(rollouts, seconds, split) if rollouts else None

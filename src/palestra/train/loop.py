@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -202,7 +203,9 @@ class Training:
             self.tracker.rollouts(after.step, groups)
             if record is not None:
                 self.tracker.tokens(after.step, partial(record.table, groups, advantages, samples))
-        metrics |= {f"{name}_seconds": seconds for name, seconds in (*times.items(), *phases.take().items())}
+        spent = Counter(times)  # with groups ahead, the engine decodes while this step samples and while it learns
+        spent.update(phases.take())
+        metrics |= {f"{name}_seconds": seconds for name, seconds in spent.items()}
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics

@@ -210,9 +210,10 @@ class Run:
         path = self.folder.eval_file(name)
         if self.evaluator is None:
             return None
-        known = read_evaluation(path, self.evaluator.split) if self.resume_from and not again else None
-        if known is not None:
-            return known
+        if self.resume_from and not again:
+            known = read_evaluation(path, self.evaluator.split, self.evaluator.problems)
+            if known is not None:
+                return known
         try:
             report = self._score(f"scoring {name}")
             if self.training.ranks.is_first:

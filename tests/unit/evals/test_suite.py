@@ -149,9 +149,18 @@ def test_a_suite_of_one_case_is_trained_on_whole():
 def test_a_share_or_a_suite_is_held_out_and_all_else_is_refused():
     suite = EvalSuite.from_records([{"input": str(i)} for i in range(5)])
     assert [len(part) for part in hold_out(suite, 0.4)] == [3, 2]
-    other = EvalSuite.from_records([{"input": "x"}])
+    other = EvalSuite.from_records([{"input": "x"}], name="other")
     assert hold_out(suite, other) == (suite, other)
+    assert hold_out(suite, suite) == (suite, suite)
     with pytest.raises(PalestraError, match="held_out is a str; expected an EvalSuite, a share, or 0 for none"):
         hold_out(suite, "half")
     with pytest.raises(PalestraError, match=r"held_out=1\.5"):
         hold_out(suite, 1.5)
+
+
+def test_a_held_out_case_never_has_the_id_of_another_training_case_and_keeps_its_seed():
+    suite, other = (EvalSuite.from_records([{"input": text}, {"input": "0"}]) for text in "ab")
+    trained, held_out = hold_out(suite, other)
+    assert held_out is not None
+    assert not {case.id for case in trained} & {case.id for case in held_out}
+    assert [case.own_id for case in held_out] == [case.id for case in other]

@@ -1,6 +1,7 @@
 """Reward functions in all of TRL's forms, reward models, and what happens when they fail."""
 
 import asyncio
+import json
 import logging
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from palestra.core.errors import PalestraError
+from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score, Turn
+from palestra.evals.report import EvalReport
+from palestra.evals.rollout_stats import rollout_stats
 from palestra.rollout.rewards import RewardFunctions, TrainerState
 
 PROBLEM = Problem("p", "What is 2 + 3?", "5", {"difficulty": 2, "completions": "a column of that name"})
@@ -179,3 +183,30 @@ def test_functions_have_names_of_their_own():
     assert values == {"right": 1.0, "right_2": 1.0, "right_3": 2.0}
     assert group.rewards == [3.5]
     assert replace(group.rollouts[0], scores={}).passed is False
+
+
+def test_a_witness_of_weight_0_changes_neither_the_reward_nor_what_passes():
+    good, bad = Score(1.0, True), Score(0.0, False)
+    failed = Score(0.0, False, "the judge is away", error=True)
+    rollouts = [attempt("5", scores={"right": good, "witness": verdict}) for verdict in (good, bad, failed)]
+    group = reward(RewardFunctions(), *rollouts, right=1.0, witness=0.0)
+    assert [(r.reward, r.passed, r.error) for r in group.rollouts] == [(1.0, True, None)] * 3
+    report, stats = EvalReport.of(group.rollouts, 1.0), rollout_stats(group.rollouts)
+    assert (report.pass_rate.passed, report.pass_rate.n) == (3, 3)
+    assert {m.name: (m.pass_rate.passed, m.pass_rate.n) for m in report.measures} == {
+        "right": (3, 3),
+        "witness": (1, 2),
+    }
+    assert (stats["pass_rate"], stats["pass_rate/witness"], stats["measure_errors"]) == (1.0, 0.5, 1.0)
+
+
+def test_what_counts_is_in_the_record_and_records_without_it_count_all():
+    group = reward(
+        RewardFunctions(), attempt("5", scores={"right": Score(1.0, True), "seen": Score(0.0, False)}), seen=0.0
+    )
+    record = json.loads(json.dumps(rollout_to_dict(group.rollouts[0])))
+    assert record["passed"] is True
+    assert "counts" not in record["scores"]["right"]
+    assert rollout_from_dict(record).passed
+    del record["scores"]["seen"]["counts"]
+    assert not rollout_from_dict(record).passed

@@ -6,10 +6,11 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Group, Message, Rollout, Score
+from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.evals.report import EvalReport
 from palestra.runs.reader import progress
 from palestra.tracking.jsonl import JsonlTracker
@@ -64,6 +65,24 @@ def test_rollouts_that_could_not_be_written_end_the_run_with_the_next_call(tmp_p
     tracker.close()
 
 
+@pytest.mark.parametrize("every", [0, 100])
+def test_tokens_that_could_not_be_written_end_the_run_in_the_next_step(tmp_path: Path, every: int) -> None:
+    tracker = JsonlTracker(RunFolder(tmp_path / "gone"), rollouts_every=every)
+    tracker.rollouts(1, [])
+    tracker.tokens(1, lambda: np.zeros(1))
+    with pytest.raises(FileNotFoundError):
+        tracker.rollouts(2, [])
+    tracker.close()
+
+
+def test_an_evaluation_of_an_older_version_gets_the_ids_that_its_problems_have_now(tmp_path: Path) -> None:
+    path = tmp_path / "before.jsonl"
+    write_evaluation(path, EvalReport.of([rollout("suite-0")], 1.0))
+    read = read_evaluation(path, problems=[Problem("held_out/suite-0", "hi")])
+    assert read is not None
+    assert [r.problem_id for r in read.rollouts] == ["held_out/suite-0"]
+
+
 def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     write_evaluation(run.eval_file("before"), EvalReport.of([rollout("a"), rollout("b")], 1.0))
@@ -80,8 +99,6 @@ def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp
 
 
 def test_token_files_of_steps_that_are_done_again_are_dropped(tmp_path) -> None:
-    import numpy as np
-
     run = RunFolder(tmp_path)
     tracker = JsonlTracker(run)
     for step in (1, 2, 3):

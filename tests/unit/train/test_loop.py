@@ -19,7 +19,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Rollout, Score, Turn
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
-from palestra.train.group_source import draw
+from palestra.train.group_source import StepRollouts, draw
 from palestra.train.loop import Interrupted, total_steps
 from palestra.train.schedule import learning_rate_at
 from palestra.train.watcher import Watcher
@@ -599,3 +599,11 @@ def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
     assert text.startswith("step 3: the reward of rollout 0 in the group of problem")
     assert "is nan" in text
     assert f"The last good checkpoint is {tmp_path / 'step-000002'}" in text
+
+
+def test_the_time_of_a_phase_is_that_while_sampling_and_that_while_learning() -> None:
+    loop = make_loop(steps=1)
+    sampled = StepRollouts([Group("p", tuple(differ(0, "p")))], 0, 1.0)
+    metrics = loop.training.learn(sampled, {"learner": 100.0, "decode": 2.0})  # a phase of the step's second half, too
+    assert metrics["learner_seconds"] > 100.0
+    assert metrics["decode_seconds"] == 2.0

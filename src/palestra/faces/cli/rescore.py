@@ -87,7 +87,7 @@ def problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mappin
     file = load_agent_file(None if source == "demo" else str(source))
     trained, held_out = hold_out(file.suite, file.held_out)
     cases = trained if split == "train" or held_out is None else held_out
-    return {case.id: case for case in cases}
+    return {case.own_id: case for case in cases} | {case.id: case for case in cases}  # old runs have their own ids
 
 
 def _print(console: Console, found: Mapping[str, Any]) -> None:
