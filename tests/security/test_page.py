@@ -10,7 +10,7 @@ from palestra.faces import mcp_server
 from palestra.faces.rl_tools import RlTools
 from palestra.faces.rl_tools.clients import MAX_SESSIONS
 from palestra.runs.manager import RunManager
-from palestra.serve import completer, connections, inference, web
+from palestra.serve import body, completer, connections, inference
 from palestra.serve.sampling_fields import MAX_PROMPTS
 from palestra.wire import posts, stalls
 from palestra.wire.types import MAX_VALUE
@@ -36,7 +36,7 @@ def test_the_limits_that_the_pages_name_are_those_of_the_code():
 
     says(
         "docs/wire.md",
-        f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {web._SILENCE_S:g} s",
+        f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {body._SILENCE_S:g} s",
         f"up to {connections._MAX_CONNECTIONS:,} connections",
         f"up to {MAX_PROMPTS:,} completions (prompts × n) and {completer._MAX_TOKENS >> 20} M prompt tokens × n",
         f"in {inference._MAX_BODY >> 20} MiB",

@@ -17,9 +17,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
-from palestra.serve import web
+from palestra.serve import body, web
+from palestra.serve.body import read_body
 from palestra.serve.connections import Connections, LimitLines
-from palestra.serve.web import make_app, open_port, read_body, request_log
+from palestra.serve.http_errors import error_body
+from palestra.serve.web import make_app, open_port, request_log
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -187,7 +189,7 @@ def test_the_connection_limit_leaves_files_for_the_rest_of_the_process():
 
 
 def test_a_body_that_stops_in_the_middle_is_refused(serve, monkeypatch):
-    monkeypatch.setattr(web, "_SILENCE_S", 1)
+    monkeypatch.setattr(body, "_SILENCE_S", 1)
     client = connect(serve(app()), b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
     assert b" 408 " in client.recv(4096)
 
@@ -240,7 +242,7 @@ async def _get(path: str) -> None:
 
 
 def test_an_error_does_not_repeat_all_that_was_sent():
-    assert len(web.error_body(400, "x" * 10**6)["error"]["message"]) < 3000
+    assert len(error_body(400, "x" * 10**6)["error"]["message"]) < 3000
 
 
 def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
@@ -254,7 +256,7 @@ def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
         ScoredGroup: {"tokens": [wrong] * 10, "masks": [wrong], "scores": wrong},
         SglangBody: {"input_ids": [[5]] * 10_000},
     }
-    for form, body in bodies.items():
+    for form, sent in bodies.items():
         with pytest.raises(ValidationError) as error:
-            form.model_validate(body)
+            form.model_validate(sent)
         assert error.value.error_count() < 10

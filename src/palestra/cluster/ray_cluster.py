@@ -27,7 +27,7 @@ from palestra.cluster.actor import GroupJob, GroupSampler, PackedWeights, Recipe
 from palestra.cluster.by_value import dumps
 from palestra.cluster.pool import Actor, ActorLost
 from palestra.cluster.rollout_actor import RolloutActor
-from palestra.core.config import RaySection
+from palestra.core.config_sections import RaySection
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group
 

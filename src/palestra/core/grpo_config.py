@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from palestra.core.config import FULL_LEARNING_RATE, LORA_LEARNING_RATE, RunConfig, explain
+from palestra.core.config import RunConfig, explain
+from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from palestra.dashboard.launcher import Launcher, Subject
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.run_routes import RunRoutes
 from palestra.dashboard.summaries import actions
-from palestra.serve.web import read_model
+from palestra.serve.body import read_model
 
 
 class _Body(BaseModel):

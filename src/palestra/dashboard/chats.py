@@ -27,7 +27,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.dashboard.catalog import Catalog
-from palestra.serve.web import MIB, read_model, refuse
+from palestra.serve.body import MIB, read_model
+from palestra.serve.http_errors import refuse
 
 _MAX_CHATS = 3  # each holds a model
 _IDLE_S = 600.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,44 +21,17 @@ from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
-from palestra.engine.cpu.runner import CpuRunner
-from palestra.engine.kv_shape import CacheTooLarge, KVShape
+from palestra.engine.kv_shape import CacheTooLarge
 from palestra.engine.pages import PagePool
 from palestra.engine.probe import kv_shape, text_config
+from palestra.engine.runner import GIB, Runner, build_runner, default_kv_bytes
 from palestra.engine.sampler import check_params
-from palestra.engine.scheduler import KVMemory, Scheduler
+from palestra.engine.scheduler import Scheduler
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session
 from palestra.engine.stops import StopStrings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-GIB = 1 << 30
-
-
-class Runner(KVMemory, Protocol):
-    """Runs a step on one kind of device."""
-
-    decode_steps: int
-    overlaps: bool  # a step that has begun goes on while the host does something else
-
-    def weights_changed(self) -> None: ...
-
-    def release_memory(self) -> None:
-        """Give the KV memory back; no session has KV at this moment."""
-        ...
-
-    def reserve_memory(self, pages: int) -> None:
-        """Take it again, with so many pages; CacheTooLarge where there is not enough."""
-        ...
-
-    def disable_fast_path(self) -> bool:
-        """Run the module's own layers from now on; False if that was so before."""
-        ...
-
-    def launch(self, chunks: Sequence[Chunk]) -> Collect:
-        """Begin a step; call what comes back to wait for it and have what each sampling chunk emitted."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,23 +365,3 @@ class Engine:
             raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
         if session.job is not None:
             raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
-
-
-def default_kv_bytes(device: torch.device) -> float:
-    """Half of what the GPU has free; on a CPU a quarter of the machine's memory, at most 4 GiB (taken as it fills)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * 0.5
-    import os
-
-    return min(4 * GIB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
-
-
-def build_runner(
-    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
-) -> Runner:
-    """The runner for the device that the model is on."""
-    if next(model.parameters()).device.type != "cuda":
-        return CpuRunner(model, shape, pages, page_size)
-    from palestra.engine.cuda.runner import CudaRunner
-
-    return CudaRunner(model, shape, pages, page_size, max_running, context)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.config import Section
+from palestra.core.config_sections import Section
 from palestra.core.types import Message, Problem, Rollout, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.problems import Drawn, Stream

@@ -23,7 +23,9 @@ from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.answers import Answer
 from palestra.faces.rl_tools.clients import Clients, call_in_thread
 from palestra.faces.rl_tools.tools import TOOLS, RlTool, RlTools
-from palestra.serve.web import MIB, Guard, read_body, while_connected
+from palestra.serve.body import MIB, read_body
+from palestra.serve.guard import Guard
+from palestra.serve.web import while_connected
 
 SESSION_HEADER = "Palestra-Session"
 _SESSION_ID = re.compile(r"[\w-]{8,64}", re.ASCII)

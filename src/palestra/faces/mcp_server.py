@@ -20,7 +20,8 @@ from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.clients import MAX_SESSIONS, Clients, call_in_thread, is_refusal
 from palestra.faces.rl_tools.tools import TOOLS, Effect, RlTools
-from palestra.serve.web import MIB, Guard, WholeBody
+from palestra.serve.body import MIB, WholeBody
+from palestra.serve.guard import Guard
 
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected

@@ -28,8 +28,10 @@ from palestra.gateway.chat_completions import ChatCompletionBody
 from palestra.gateway.dialect import Body, Event
 from palestra.gateway.request import ChatRequest, Piece
 from palestra.gateway.responses import ResponseBody
+from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.completer import Completer
-from palestra.serve.web import MIB, Endpoint, error_body, make_app, parse, read_body, shortened, while_connected
+from palestra.serve.http_errors import error_body, shortened
+from palestra.serve.web import Endpoint, make_app, while_connected
 
 _MAX_BODY = 16 * MIB
 _OBJECT = TypeAdapter(dict[str, Any])

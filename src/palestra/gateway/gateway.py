@@ -25,7 +25,8 @@ from palestra.gateway.attempt import Attempt
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.rollout.collect import seed_of
 from palestra.serve.completer import Completer
-from palestra.serve.web import Server, open_port, refuse, url_of
+from palestra.serve.http_errors import refuse
+from palestra.serve.web import Server, open_port, url_of
 
 _ENDED = 20_000
 

@@ -26,8 +26,9 @@ from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import case_of, one_rollout
 from palestra.harness.outside import RewardBody
+from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.completer import Completer
-from palestra.serve.web import MIB, parse, read_body, refuse
+from palestra.serve.http_errors import refuse
 
 _MAX_BODY = 4 * MIB
 

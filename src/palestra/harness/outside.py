@@ -21,7 +21,9 @@ from starlette.routing import Route
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.program_result import ProgramResult
-from palestra.serve.web import MIB, parse, read_body, refuse, while_connected
+from palestra.serve.body import MIB, parse, read_body
+from palestra.serve.http_errors import refuse
+from palestra.serve.web import while_connected
 
 TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one
 _MAX_BODY = 4 * MIB

@@ -22,7 +22,9 @@ from starlette.routing import Route
 from palestra.core import http
 from palestra.core.files import append_jsonl
 from palestra.harness.traces import Dialect, Traces, dialect_of, read_answer
-from palestra.serve.web import MIB, make_app, read_body, refuse
+from palestra.serve.body import MIB, read_body
+from palestra.serve.http_errors import refuse
+from palestra.serve.web import make_app
 
 log = logging.getLogger("palestra")
 OPENAI, ANTHROPIC = "https://api.openai.com", "https://api.anthropic.com"

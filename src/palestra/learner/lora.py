@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from palestra.core.config import LoraSection
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from palestra.core.config import TrainSection
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from palestra.core.config import LORA_RANK, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LORA_RANK
 from palestra.plan.device import Device
 from palestra.plan.work import Method, StepWork
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from palestra.core.config import Section, explain
+from palestra.core.config import explain
+from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask_async
 from palestra.core.messages import from_dict, to_dict

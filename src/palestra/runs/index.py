@@ -7,16 +7,16 @@ import random
 import secrets
 import socket
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.runs.database import Database, insert
 from palestra.runs.limits import Demand, Running, fits
 from palestra.runs.processes import Process
-from palestra.runs.rebuild import REBUILT, remember, rows_from_folders
+from palestra.runs.rebuild import REBUILT, remember
 
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
@@ -25,37 +25,8 @@ PARTS = ("api", "trainer", "env")  # the processes of a run over the wire, in th
 
 # Below the range from which systems choose the ports of outgoing connections.
 _PORTS = range(20_000, 30_000)
-_BUSY_S = 30.0
 _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # without those that look alike
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    run_id TEXT NOT NULL UNIQUE,
-    name TEXT NOT NULL,
-    environment TEXT NOT NULL,
-    folder TEXT NOT NULL UNIQUE,
-    kind TEXT NOT NULL,
-    state TEXT NOT NULL,
-    reason TEXT,
-    created REAL NOT NULL,
-    started REAL,
-    ended REAL,
-    launched REAL NOT NULL,
-    host TEXT NOT NULL,
-    pid INTEGER,
-    born TEXT,
-    heartbeat REAL,
-    gpus INTEGER NOT NULL DEFAULT 0,
-    memory_gib REAL NOT NULL DEFAULT 0,
-    max_runs INTEGER
-);
-CREATE TABLE IF NOT EXISTS processes (
-    run_id TEXT NOT NULL, part TEXT NOT NULL, pid INTEGER NOT NULL, born TEXT NOT NULL, exit_code INTEGER,
-    PRIMARY KEY (run_id, part)
-);
-CREATE TABLE IF NOT EXISTS ports (port INTEGER PRIMARY KEY, run_id TEXT NOT NULL, part TEXT NOT NULL);
-"""
 _GPU_SCHEMA = "CREATE TABLE IF NOT EXISTS gpus (device TEXT PRIMARY KEY, run_id TEXT NOT NULL)"  # 0.1 has none
 
 
@@ -127,74 +98,11 @@ class Index:
 
     def __init__(self, home: Path, *, create: bool = True) -> None:
         self.path = home / "runs.db"
-        self._writes = create
-        if create:
-            try:
-                self._connection().close()
-            except (OSError, sqlite3.Error) as error:
-                raise PalestraError(
-                    f"the index of runs {self.path} cannot be opened ({error}); "
-                    "set PALESTRA_HOME to a folder that you may write to"
-                ) from None
-
-    def _make(self) -> None:
-        """Make it, with the runs of the folders; what was there before is damaged, and kept under another name.
-
-        Made aside and renamed, so that whoever finds the file finds its tables in it.
-        """
-        import fcntl  # Windows has none, and runs are not listed there
-
-        home = self.path.parent
-        home.mkdir(parents=True, exist_ok=True)
-        with (home / "runs.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for a lock when it switches to WAL
-            if self.path.exists():
-                with _connect(self.path) as db:
-                    if _is_whole(db):  # another process was faster
-                        return
-                for path in home.glob("runs.db*"):
-                    path.rename(path.with_name(f"damaged-{path.name}"))
-            aside = self.path.with_suffix(".new")
-            aside.unlink(missing_ok=True)
-            with _connect(aside) as db:
-                db.execute("PRAGMA journal_mode=WAL")
-                _fill(db, home)
-            aside.rename(self.path)
-
-    def _connection(self) -> sqlite3.Connection:
-        """A connection for one use: none is carried through a fork or into another thread."""
-        for _ in range(2):
-            if self.path.exists():
-                db = _connected(self.path)
-                if _is_whole(db):
-                    return db
-                db.close()
-            if not self._writes:
-                db = _connected(":memory:")
-                _fill(db, self.path.parent)
-                return db
-            self._make()
-        raise sqlite3.DatabaseError("it is damaged, and was damaged again as soon as it was made anew")
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        with closing(self._connection()) as db:
-            yield db
-
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._open() as db:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-            except BaseException:
-                db.execute("ROLLBACK")
-                raise
-            db.execute("COMMIT")
+        self._database = Database(self.path, writes=create)
 
     def new_id(self) -> str:
         """Eight letters and digits that no run has."""
-        with self._open() as db:
+        with self._database.open() as db:
             taken = {run_id for (run_id,) in db.execute("SELECT run_id FROM runs")}
         while (run_id := "".join(secrets.choice(_ID_LETTERS) for _ in range(8))) in taken:
             pass
@@ -202,21 +110,21 @@ class Index:
 
     def add(self, *, max_active: int | None = None, **values: Any) -> None:
         """Add a run, unless `max_active` runs are running or queued already: then PalestraError."""
-        with self._change() as db:
+        with self._database.change() as db:
             if max_active is not None and (active := len(_active_ids(db))) >= max_active:
                 raise TooManyRuns(
                     f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
                 )
-            _insert(db, values)
+            insert(db, values)
         remember(self.path.parent, values)
 
     def keep(self, row: Row, devices: Sequence[str] = ()) -> None:
         """A supervisor's sign of life; its run is listed again, with its GPUs, if the index was lost meanwhile."""
-        with self._change() as db:
+        with self._database.change() as db:
             found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
             if found is None or found[0] == REBUILT:
                 db.execute("DELETE FROM runs WHERE run_id = ? OR folder = ?", (row.run_id, row.folder))
-                _insert(db, {name: getattr(row, name) for name in _COLUMNS if name != "number"})
+                insert(db, {name: getattr(row, name) for name in _COLUMNS if name != "number"})
                 _hold_gpus(db, row.run_id, devices)
             else:
                 mine = (row.heartbeat, row.run_id, row.launched)
@@ -225,30 +133,30 @@ class Index:
     def rows(self, limit: int | None = None, offset: int = 0) -> list[Row]:
         """The newest runs first; all without a limit."""
         query = f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC LIMIT ? OFFSET ?"
-        with self._open() as db:
+        with self._database.open() as db:
             return [Row(*row) for row in db.execute(query, (-1 if limit is None else limit, offset))]
 
     def active_rows(self) -> list[Row]:
-        with self._open() as db:
+        with self._database.open() as db:
             return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE state IN {ACTIVE}")]
 
     def row_of(self, folder: str) -> Row | None:
         """The run in this folder."""
-        with self._open() as db:
+        with self._database.open() as db:
             row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE folder = ?", (folder,)).fetchone()
         return None if row is None else Row(*row)
 
     def count(self) -> int:
-        with self._open() as db:
+        with self._database.open() as db:
             return int(db.execute("SELECT count(*) FROM runs").fetchone()[0])
 
     def active_ids(self) -> list[str]:
         """The runs that are running or queued, newest first."""
-        with self._open() as db:
+        with self._database.open() as db:
             return _active_ids(db)
 
     def row(self, run_id: str) -> Row:
-        with self._open() as db:
+        with self._database.open() as db:
             row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 ids = [found for (found,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
@@ -268,7 +176,7 @@ class Index:
         changes = {"state": to, **values}
         assignments = ", ".join(f"{name} = ?" for name in changes)
         states = ", ".join("?" * len(come_from))
-        with self._change() as db:
+        with self._database.change() as db:
             done = db.execute(
                 f"UPDATE runs SET {assignments} "
                 f"WHERE run_id = ? AND state IN ({states}) AND launched = ifnull(?, launched)",
@@ -280,12 +188,12 @@ class Index:
 
     def update(self, run_id: str, **values: Any) -> None:
         assignments = ", ".join(f"{name} = ?" for name in values)
-        with self._change() as db:
+        with self._database.change() as db:
             db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", [*values.values(), run_id])
 
     def remove(self, run_id: str) -> bool:
         """Remove a run that has ended from the index."""
-        with self._change() as db:
+        with self._database.change() as db:
             done = db.execute(f"DELETE FROM runs WHERE run_id = ? AND state IN {ENDED}", (run_id,)).rowcount == 1
             if done:
                 db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
@@ -303,7 +211,7 @@ class Index:
 
         A run that needs GPUs gets its own of `devices`; `gpus` says which.
         """
-        with self._change() as db:
+        with self._database.change() as db:
             me = Row(*db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone())
             if me.state != "pending":
                 return None
@@ -331,7 +239,7 @@ class Index:
 
     def claim_port(self, run_id: str, part: str) -> int:
         """A free loopback port that no other run has claimed."""
-        with self._change() as db:
+        with self._database.change() as db:
             taken = {port for (port,) in db.execute("SELECT port FROM ports")}
             for port in random.sample(_PORTS, len(_PORTS)):
                 if port not in taken and _is_free(port):
@@ -342,30 +250,30 @@ class Index:
 
     def gpus(self, run_id: str) -> list[str]:
         """The devices that a run was given, by the names that CUDA_VISIBLE_DEVICES takes."""
-        with self._change() as db:
+        with self._database.change() as db:
             db.execute(_GPU_SCHEMA)
             return [device for (device,) in db.execute("SELECT device FROM gpus WHERE run_id = ?", (run_id,))]
 
     def ports(self, run_id: str) -> dict[str, int]:
-        with self._open() as db:
+        with self._database.open() as db:
             return dict(db.execute("SELECT part, port FROM ports WHERE run_id = ? ORDER BY part", (run_id,)).fetchall())
 
     def parts(self, run_id: str) -> list[PartRow]:
-        with self._open() as db:
+        with self._database.open() as db:
             rows = db.execute("SELECT part, pid, born, exit_code FROM processes WHERE run_id = ?", (run_id,)).fetchall()
         return [PartRow(part, Process(pid, born), code) for part, pid, born, code in rows]
 
     def part_started(self, run_id: str, part: str, process: Process) -> None:
-        with self._change() as db:
+        with self._database.change() as db:
             row = (run_id, part, process.pid, process.born)
             db.execute("INSERT OR REPLACE INTO processes VALUES (?, ?, ?, ?, NULL)", row)
 
     def part_ended(self, run_id: str, part: str, exit_code: int | None) -> None:
-        with self._change() as db:
+        with self._database.change() as db:
             db.execute("UPDATE processes SET exit_code = ? WHERE run_id = ? AND part = ?", (exit_code, run_id, part))
 
     def forget_parts(self, run_id: str) -> None:
-        with self._change() as db:
+        with self._database.change() as db:
             db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
 
 
@@ -385,43 +293,6 @@ def _assign_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str], co
 def _hold_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str]) -> None:
     db.execute(_GPU_SCHEMA)
     db.executemany("INSERT OR REPLACE INTO gpus VALUES (?, ?)", [(device, run_id) for device in devices])
-
-
-def _insert(db: sqlite3.Connection, values: Mapping[str, Any]) -> None:
-    names = ", ".join(values)
-    db.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", list(values.values()))
-
-
-def _fill(db: sqlite3.Connection, home: Path) -> None:
-    """The tables, with the runs whose folders are known."""
-    db.executescript(_SCHEMA)
-    for values in rows_from_folders(home):
-        _insert(db, values)
-
-
-def _is_whole(db: sqlite3.Connection) -> bool:
-    """Whether all tables are there and can be read."""
-    try:
-        for table in ("runs", "processes", "ports"):
-            db.execute(f"SELECT count(*) FROM {table}").fetchone()
-    except sqlite3.OperationalError as error:
-        if "no such table" not in str(error):  # it is locked, or cannot be opened
-            raise
-        return False
-    except sqlite3.DatabaseError:
-        return False
-    return True
-
-
-def _connected(path: Path | str) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-    with suppress(sqlite3.DatabaseError):  # it is damaged, which is found out next
-        db.execute("PRAGMA synchronous=NORMAL")
-    return db
-
-
-def _connect(path: Path | str) -> closing[sqlite3.Connection]:
-    return closing(_connected(path))
 
 
 def _is_free(port: int) -> bool:

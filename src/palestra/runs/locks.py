@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from palestra.core.config import RunConfig, Section, explain
+from palestra.core.config import RunConfig, explain
+from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.yaml_config import load_yaml
 

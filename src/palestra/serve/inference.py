@@ -27,10 +27,12 @@ from starlette.routing import Route
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
+from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.completer import Completer, Completion, SamplingRequest
 from palestra.serve.generate_forms import generate_body
+from palestra.serve.http_errors import error_body, refuse
 from palestra.serve.sampling_fields import known_fields
-from palestra.serve.web import MIB, error_body, make_app, parse, read_body, refuse, while_connected
+from palestra.serve.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB
 _LARGE = MIB // 4

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from palestra.core.config import LoraSection
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model

@@ -15,7 +15,8 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from palestra.serve.web import read_model, refuse
+from palestra.serve.body import read_model
+from palestra.serve.http_errors import refuse
 from palestra.tinker import requests as bodies
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath
 from palestra.tinker.futures import NotHere

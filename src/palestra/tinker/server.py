@@ -19,7 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
-from palestra.serve.web import MIB, make_app, parse, read_body, refuse
+from palestra.serve.body import MIB, parse, read_body
+from palestra.serve.http_errors import refuse
+from palestra.serve.web import make_app
 from palestra.tinker import requests as bodies
 from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.checkpoint_api import CheckpointApi

@@ -16,7 +16,7 @@ import torch
 
 from palestra.core.types import SamplingParams
 from palestra.core.whole_folder import check_whole
-from palestra.engine.engine import GIB, default_kv_bytes
+from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.tinker.futures import Gone, NotHere, OrderedWorker, Request, Requests, Result, TooBusy

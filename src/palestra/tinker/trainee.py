@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import MicroBatch, Tree
-from palestra.core.config import TrainSection
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array
 from palestra.learner import state as learner_state

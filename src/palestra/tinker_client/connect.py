@@ -8,7 +8,8 @@ from typing import Any
 
 import tinker
 
-from palestra.core.config import LORA_LEARNING_RATE, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LORA_LEARNING_RATE
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.tinker_client.errors import refusal
 from palestra.tinker_client.model import TinkerModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.core.config import RunConfig, TrackSection
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.tracking.base import Tracker, Trackers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from palestra.core.config import RolloutSection, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import RolloutSection
 from palestra.core.types import SamplingParams
 from palestra.rollout.agent_loop import AttemptLimits
 

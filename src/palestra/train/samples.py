@@ -11,7 +11,7 @@ import torch
 
 from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
-from palestra.core.config import TrainSection
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import CUT_OFF, Group, Lineage, Rollout, Sample
 

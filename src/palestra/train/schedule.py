@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from palestra.algo.echo import coefficient_at
 from palestra.algo.entropy import next_entropy_coefficient
-from palestra.core.config import FULL_LEARNING_RATE, RunConfig, TrainSection
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError
 
 

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from palestra.core.secrets import clean_environment
-from palestra.serve.web import MIB, explain, read_body, refuse
+from palestra.serve.body import MIB, explain, read_body
+from palestra.serve.http_errors import refuse
 from palestra.wire.types import ScoredGroup
 
 _LARGE = 4 * MIB

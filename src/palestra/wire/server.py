@@ -26,8 +26,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from palestra.serve.body import MIB, read_model
+from palestra.serve.http_errors import refuse
 from palestra.serve.tally import Tally
-from palestra.serve.web import MIB, make_app, read_model, refuse
+from palestra.serve.web import make_app
 from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
 from palestra.wire.posts import PostedGroup, PostReader
 from palestra.wire.types import EnvIdentifier, EnvRegistration, Registration

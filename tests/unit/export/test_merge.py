@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gguf"))
 
 from forkserver import Forkserver
 
-from palestra.core.config import LoraSection
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.hf import save_hf, to_hf

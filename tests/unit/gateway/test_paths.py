@@ -13,7 +13,7 @@ from real_gateway import open_attempt, with_gateway
 from scripted_model import END, completer
 
 from palestra.gateway import app
-from palestra.serve.web import refuse
+from palestra.serve.http_errors import refuse
 
 PATHS = [
     "/v1/chat/completions",

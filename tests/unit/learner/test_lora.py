@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from palestra.core.config import LoraSection, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
 from palestra.train import setup

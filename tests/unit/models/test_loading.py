@@ -127,7 +127,7 @@ def test_padding_and_ends_are_set_where_a_model_has_none(tmp_path: Path) -> None
 
 def save_adapter(folder: Path, base: LoadedModel) -> torch.Tensor:
     """An adapter with an effect, saved without its base; gives the logits of both together."""
-    from palestra.core.config import LoraSection
+    from palestra.core.config_sections import LoraSection
     from palestra.learner.lora import add_lora
 
     torch.manual_seed(0)

@@ -122,7 +122,7 @@ def test_a_run_in_a_terminal_goes_on_while_the_index_is_locked(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PALESTRA_HOME", str(home))
-    monkeypatch.setattr("palestra.runs.index._BUSY_S", 0.05)
+    monkeypatch.setattr("palestra.runs.database._BUSY_S", 0.05)
     folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
     lock = sqlite3.connect(home / "runs.db", isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
@@ -141,7 +141,7 @@ def test_a_run_trains_where_there_can_be_no_index(tmp_path: Path, monkeypatch: p
 
 def many_runs(index: Index) -> None:
     now = time.time()
-    with index._change() as db:
+    with index._database.change() as db:
         db.executemany(
             "INSERT INTO runs (run_id, name, environment, folder, kind, state, created, launched, host) "
             "VALUES (?, 'n', 'e', ?, 'managed', 'completed', ?, ?, 'h')",

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.core.config import TrainSection
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Lineage, Rollout, Score, Turn
 from palestra.train.metrics import rollout_metrics

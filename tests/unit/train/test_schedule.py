@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.core.config import TrainSection
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.train.schedule import learning_rate_at
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from palestra.core.config import LoraSection, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora
 from palestra.train import StepTrainer

@@ -13,7 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.core.config import LORA_RANK, RunConfig
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import PalestraError
 from palestra.faces.cli import settings
 from palestra.faces.cli.common import config_option, debug_option, json_option

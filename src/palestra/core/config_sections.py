@@ -1,0 +1,324 @@
+"""The sections of the config: every setting of a run with its type, limits, default and one-line description."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FULL_LEARNING_RATE = 1e-5  # all weights, from about 100 M of them
+LORA_LEARNING_RATE = 1e-4  # adapters want about ten times as much
+LORA_RANK = 16  # where LoRA is implied, not given
+TINKER_LORA_RANK = 32  # as the SDK has it
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model, and how it is held in memory."""
+
+    name: str = Field("palestra/tiny", description="palestra/tiny, a hub id, a local folder or a .gguf file")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
+    gpus: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="GPUs that a run in the background is given, and waits for; default one, if there is any",
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads; default: 1 for a small model, else the processors that are idle at the start",
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
+    master_weights: bool = Field(
+        True, description="full fine-tuning in bfloat16 keeps float32 master weights: small updates are not lost"
+    )
+    engine: Literal["auto", "paged", "plain"] = Field(
+        "auto", description="the sampler: auto takes the paged engine where the model allows it"
+    )
+    kv_memory_gib: float | None = Field(
+        None, gt=0, description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4"
+    )
+
+    @model_validator(mode="after")
+    def _gpus_of_any_number(self) -> ModelSection:
+        if self.gpus is not None and self.device not in ("auto", "cuda"):
+            raise ValueError(
+                f"model.gpus = {self.gpus} asks for any GPUs that are free, and model.device = {self.device} for "
+                "another device; leave one of them out"
+            )
+        return self
+
+
+class TrainSection(Section):
+    """The objective and the optimizer."""
+
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="none suits it to the model: 1e-4 for LoRA; all weights: 1e-5, more where they are below 100 M",
+    )
+    epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the training cases")
+    max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
+    problems_per_step: int = Field(
+        4, ge=1, le=65_536, description="problems in one optimizer step; each gets a group of rollouts"
+    )
+    loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="importance ratio per token or per sequence (GSPO)"
+    )
+    epsilon: float = Field(0.2, ge=0, description="lower clip")
+    epsilon_high: float | None = Field(
+        None, ge=0, description="upper clip, 0.28 unless given; for cispo the cap of the ratio itself, 5 unless given"
+    )
+    delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    beta: float = Field(0.0, ge=0, description="KL to the reference; 0 loads no reference at all")
+    kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
+    importance_correction: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = Field(
+        "auto",
+        description="correct for sampler and learner disagreeing; auto: token_truncate where they may, with "
+        "rollout.max_staleness or vLLM, else none",
+    )
+    importance_cap: float = Field(2.0, gt=0)
+    off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    leave_one_out: bool = Field(False, description="baseline of a rollout: its siblings without itself")
+    combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
+        "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
+    )
+    entropy_coefficient: float = Field(0.0, description="bonus on the entropy of sampled positions")
+    target_entropy: float | None = Field(None, description="steer the coefficient towards this entropy (nats a token)")
+    iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
+    minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
+    mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
+    filter_equal_groups: bool = Field(True, description="groups whose rewards are all equal are replaced by fresh ones")
+    stop_when_solved: int = Field(
+        0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"
+    )
+    refill_limit: int = Field(
+        2, ge=0, le=1000, description="how many times a step may draw fresh problems for filtered groups"
+    )
+    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    tokens_per_micro_batch: int = Field(16384, ge=1, description="token budget of one forward and backward")
+    share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
+
+
+class RolloutSection(Section):
+    """How attempts are made."""
+
+    group_size: int = Field(4, ge=1, le=65_536, description="rollouts per problem")
+    temperature: float = Field(0.8, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(1024, ge=1, le=10_000_000, description="all turns of a rollout together")
+    max_tool_rounds: int = Field(5, ge=0, le=10_000)
+    tool_timeout_s: float = Field(30.0, gt=0)
+    max_tool_result_chars: int = Field(
+        20_000, ge=100, description="a longer tool result is cut, and says so, before the model reads it"
+    )
+    max_open_episodes: int = Field(
+        1024, ge=1, description="attempts that are open at once; environments with a sandbox have a limit of their own"
+    )
+    policy_url: str | None = Field(
+        None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
+    )
+    weights_folder: str = Field("weights", description="where a server at policy_url finds each step's weights")
+    constrain_tool_calls: bool = Field(
+        False,
+        description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
+        "train.importance_correction weighs it); needs palestra[constrain]",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="policy versions that a rollout may lag behind when it is trained; above 0 sampling goes on while "
+        "tools run and the learner works",
+    )
+
+    @model_validator(mode="after")
+    def _groups_need_siblings(self) -> RolloutSection:
+        if self.group_size == 1:
+            raise ValueError(
+                "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
+            )
+        return self
+
+
+class AgentSection(Section):
+    """Agents with a loop of their own: a command, a function, or programs elsewhere."""
+
+    timeout_s: float = Field(300.0, gt=0, description="an attempt that takes longer is ended, and counts as failed")
+    max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
+    max_output_bytes: int = Field(
+        4_000_000, ge=1000, description="a program that writes more is ended, and counts as failed"
+    )
+    fork_server: bool = Field(
+        False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
+    )
+    sandbox: bool = Field(
+        False, description="shut each attempt of a command in: it reaches the model and nothing else of the network"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_start(self) -> AgentSection:
+        if self.sandbox and self.fork_server:
+            raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not shut in")
+        return self
+
+
+class VllmSection(Section):
+    """vLLM as the sampler."""
+
+    mode: Literal["off", "server", "colocate"] = Field(
+        "off", description="server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"
+    )
+    url: str = Field("http://127.0.0.1:8000", description="server: where it answers; rollout.weights_folder is shared")
+    timeout_s: float = Field(300.0, gt=0, description="server: how long it may be away or silent before the run ends")
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1, description="colocate: its share of the GPU's memory")
+    max_model_len: int | None = Field(None, ge=1, description="colocate: tokens of a conversation; default the model's")
+    tensor_parallel_size: int = Field(1, ge=1, description="colocate: GPUs that share the model")
+
+    @model_validator(mode="after")
+    def _of_this_mode(self) -> VllmSection:
+        """A setting of another mode would have no effect."""
+        modes = {"url": "server", "timeout_s": "server"}
+        modes |= dict.fromkeys(("gpu_memory_utilization", "max_model_len", "tensor_parallel_size"), "colocate")
+        for name, mode in modes.items():
+            if self.mode != mode and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"vllm.{name} is for vllm.mode = {mode}, and that is {self.mode}; leave it out")
+        return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters: off while r is 0."""
+
+    r: int = Field(0, ge=0, description="rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters")
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
+    target_modules: list[str] | None = Field(None, description="default: all linear layers")
+    load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
+
+    @model_validator(mode="after")
+    def _four_bits_imply_lora(self) -> LoraSection:
+        if self.load_in_4bit and not self.r:
+            self.r = LORA_RANK
+        return self
+
+    def peft_arguments(self) -> dict[str, Any]:
+        """This section as the arguments of peft's LoraConfig."""
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules or "all-linear",
+            "task_type": "CAUSAL_LM",
+        }
+
+
+class TinkerSection(Section):
+    """Where a model is trained with `backend: tinker`; the key is in TINKER_API_KEY."""
+
+    base_url: str | None = Field(
+        None, description="a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"
+    )
+
+
+class RaySection(Section):
+    """Rollout actors on a Ray cluster, with `backend: ray`."""
+
+    address: str = Field(
+        "auto",
+        description="auto: the running cluster (RAY_ADDRESS); local: one that is started for this run; HOST:PORT, or "
+        "ray://HOST:PORT of Ray Client",
+    )
+    actors: int = Field(2, ge=1, le=4096, description="rollout actors; one that finds no room joins when there is some")
+    cpus_per_actor: float = Field(1.0, gt=0)
+    gpus_per_actor: float = Field(0.0, ge=0, description="0 samples on the CPU")
+    timeout_s: float = Field(
+        120.0, gt=0, description="how long the cluster may not answer, or have no actor, before the run ends"
+    )
+
+
+class RanksSection(Section):
+    """Several processes that train together: `--nproc` or torchrun (docs/scaling.md)."""
+
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="how long a rank waits for the others, for their rollouts above all, until the run ends",
+    )
+
+
+class EchoSection(Section):
+    """ECHO: also learn to predict what the tools answer."""
+
+    coefficient: float = Field(0.0, ge=0, description="weight of the world-model loss; 0 is off")
+    normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
+    schedule: Literal["constant", "linear", "step"] = "constant"
+    final_coefficient: float = Field(0.0, ge=0, description="where linear and step schedules end")
+    step_every: int = Field(10, ge=1, description="step schedule: halve after this many steps")
+
+
+class EvalSection(Section):
+    """Scoring on held-out cases, before and after."""
+
+    cases: int | None = Field(None, ge=1, description="how many held-out cases; default all")
+    samples_per_case: int = Field(1, ge=1, le=10_000)
+    temperature: float = Field(0.0, ge=0, description="0 takes the most likely token")
+    every: int = Field(0, ge=0, description="also evaluate every this many steps; 0 only before and after")
+
+
+class CheckpointSection(Section):
+    """What is kept on disk while training."""
+
+    every: int = Field(
+        50, ge=0, description="steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"
+    )
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = Field(
+        True, description="also keep the best: by its held-out reward if eval.every is set, else by its training reward"
+    )
+
+
+class TrackSection(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    report_to: list[Literal["wandb", "tensorboard", "mlflow", "trackio"]] = Field(default_factory=list)
+    project: str = "palestra"
+    run_name: str | None = None
+    entity: str | None = None
+    log_every: int = Field(1, ge=1, description="steps between lines for people")
+    rollouts_every: int = Field(
+        1, ge=0, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
+    )
+    tokens_every: int = Field(
+        1,
+        ge=0,
+        description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
+    )
+
+    def records_rollouts(self, step: int) -> bool:
+        return self.rollouts_every > 0 and step % self.rollouts_every == 0
+
+    def records_tokens(self, step: int) -> bool:
+        return self.records_rollouts(step) and self.tokens_every > 0 and step % self.tokens_every == 0
