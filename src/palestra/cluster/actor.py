@@ -33,6 +33,7 @@ class PackedWeights:
 
     version: int
     tensors: Mapping[str, tuple[str, tuple[int, ...], Any]] | None  # name -> dtype, shape, bytes
+    served_model: str | None = None  # what the server calls them, where that changes with every version
 
 
 def pack(weights: Weights) -> PackedWeights:
@@ -70,6 +71,8 @@ class GroupSampler:
     def update(self, packed: PackedWeights) -> None:
         if packed.tensors is None:
             self.policy.version = packed.version  # type: ignore[misc]  # of a server that others update
+            if packed.served_model is not None:
+                self.policy.served_model = packed.served_model  # type: ignore[attr-defined]
         else:
             self.policy.update(unpack(packed))
 

@@ -19,7 +19,7 @@ from palestra.cluster.actor import GroupJob, PackedWeights, Recipe, pack
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
-from palestra.policy.base import Policy
+from palestra.policy.base import Policy, Releases
 from palestra.policy.token_sessions import TokenSessions
 from palestra.rollout.collect import OnRollout
 
@@ -309,7 +309,12 @@ class PoolPolicy(TokenSessions):
             self.pool.update(pack(weights))
         else:
             self._server.update(weights)
-            self.pool.update(PackedWeights(weights.version, None))
+            self.pool.update(PackedWeights(weights.version, None, getattr(self._server, "served_model", None)))
+
+    def release(self) -> None:
+        self.pool.close()
+        if isinstance(self._server, Releases):
+            self._server.release()
 
     async def sample(self, session: Any, params: Any) -> Any:
         raise PalestraError("this run samples whole groups with a pool of rollout actors, not turn by turn")

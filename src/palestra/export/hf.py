@@ -46,6 +46,19 @@ def save_hf(
     return folder
 
 
+def save_base(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save the model without its adapter, or as it is where it has none; weights are not copied in memory."""
+    if not hasattr(model, "peft_config"):
+        return save_hf(model, tokenizer, folder)
+    base = model.get_base_model()
+    state = base.state_dict().items()  # its layers are wrapped, and the adapter's are inside
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
+    with _written_aside(folder) as partial:
+        base.save_pretrained(partial, state_dict=tensors)
+        tokenizer.save_pretrained(partial)
+    return folder
+
+
 def save_downloaded(
     download: Callable[[Path], Any], tokenizer: Any, folder: Path, *, base: str, record: Mapping[str, Any]
 ) -> Path:

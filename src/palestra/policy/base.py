@@ -82,6 +82,13 @@ class Branches(Protocol):
 
 
 @runtime_checkable
+class Releases(Protocol):
+    """A policy that holds something outside of this process until the run ends: adapters at a server, actors."""
+
+    def release(self) -> None: ...
+
+
+@runtime_checkable
 class WaitsForTools(Protocol):
     """A policy whose steps wait a moment for sessions between two turns, as long as these usually come back at once."""
 

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError, RolloutError
@@ -14,6 +16,7 @@ from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.vllm_adapters import AdapterFolders, rank_limit
 from palestra.policy.vllm_forms import (
     PROBE_TEXT,
     PROBE_TOKENS,
@@ -29,9 +32,19 @@ WORKER = "palestra.policy.vllm_worker.PalestraWorker"
 
 
 class VllmColocatePolicy(TokenSessions):
-    """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory."""
+    """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory; with
+    `lora_rank` its weights stay, and it is given adapters of that rank."""
 
-    def __init__(self, model: str, tokenizer: Any, *, temperature: float, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        *,
+        temperature: float,
+        lora_rank: int = 0,
+        max_staleness: int = 0,
+        **options: Any,
+    ) -> None:
         """`model` is a folder or a hub id; `options` are those of vLLM's `LLM`."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, too
         try:
@@ -41,6 +54,9 @@ class VllmColocatePolicy(TokenSessions):
                 f"vllm.mode = colocate needs vLLM in this environment ({error}); pip install 'palestra[vllm]', or use "
                 "vllm.mode = server"
             ) from None
+        if lora_rank:
+            slots = 2 if max_staleness else 1  # turns under way keep their adapter, and others have the next one
+            options |= {"enable_lora": True, "max_lora_rank": rank_limit(lora_rank), "max_loras": slots}
         try:
             self._llm = LLM(
                 model,
@@ -59,6 +75,8 @@ class VllmColocatePolicy(TokenSessions):
         self._context = int(self._llm.model_config.max_model_len)
         self._temperature = temperature
         self._probe_ids = [int(i) for i in tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+        self._folders = AdapterFolders(Path(tempfile.gettempdir()), max_staleness) if lora_rank else None
+        self._adapter: Any = None  # vLLM's LoRARequest of the last version
         self._numbers = itertools.count()
         self._waiters: dict[str, asyncio.Future[Any]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -84,7 +102,8 @@ class VllmColocatePolicy(TokenSessions):
 
     def _add(self, request: str, ids: Sequence[int], fields: dict[str, Any]) -> None:
         try:
-            self._engine.add_request(request, {"prompt_token_ids": list(ids)}, vllm_params(fields))
+            prompt = {"prompt_token_ids": list(ids)}
+            self._engine.add_request(request, prompt, vllm_params(fields), lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses the request: {error}") from None
 
@@ -107,11 +126,32 @@ class VllmColocatePolicy(TokenSessions):
             await asyncio.sleep(0)
 
     def update(self, weights: Weights) -> None:
+        if self._folders is None:
+            self._load_whole(weights)
+        else:
+            self._load_adapter(weights, self._folders)
+        self.version = weights.version
+        self._check(weights)
+
+    def _load_whole(self, weights: Weights) -> None:
         """Copy the tensors into vLLM's own; turns under way are computed again with them, from their first token."""
         self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        self.version = weights.version
-        self._check(weights)
+
+    def _load_adapter(self, weights: Weights, folders: AdapterFolders) -> None:
+        """Beside the earlier ones; turns under way go on with theirs."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = folders.write(weights)
+        self._adapter = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+        try:
+            self._engine.add_lora(self._adapter)
+        except Exception as error:
+            raise PalestraError(
+                f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
+                "our own engine (vllm.mode = off)"
+            ) from error
+        folders.take_outdated()
 
     def sleep(self) -> None:
         self._sleep_mode("sleep")
@@ -133,9 +173,11 @@ class VllmColocatePolicy(TokenSessions):
             return
         params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
         prompt = {"prompt_token_ids": self._probe_ids}
-        [output] = self._llm.generate([prompt], vllm_params(sampling_fields(params)), use_tqdm=False)
+        fields = vllm_params(sampling_fields(params))
+        [output] = self._llm.generate([prompt], fields, use_tqdm=False, lora_request=self._adapter)
         turn = read_output(output, self.version)
-        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process")
+        remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
+        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
         log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
 
 

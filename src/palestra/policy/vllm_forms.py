@@ -60,7 +60,9 @@ def turn_of(token_ids: Sequence[int], logprobs: Sequence[float], version: int, f
     return Turn("model", token_ids, logprobs, version, cast(Finish, finish))  # type: ignore[arg-type]
 
 
-def check_agreement(turn: Turn, prompt_ids: Sequence[int], weights: Weights, temperature: float, who: str) -> float:
+def check_agreement(
+    turn: Turn, prompt_ids: Sequence[int], weights: Weights, temperature: float, who: str, remedy: str
+) -> float:
     """The mean gap between the sampler's logprobs of a turn and those of the learner's module; PalestraError where
     they are not of the same model. 0 where the module is in another process: training measures it then."""
     if weights.module is None:
@@ -72,8 +74,6 @@ def check_agreement(turn: Turn, prompt_ids: Sequence[int], weights: Weights, tem
     if not gap <= MAX_MEAN_GAP:  # NaN, too
         raise PalestraError(
             f"{who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after version "
-            f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. Let it serve the model "
-            "that is trained, with --logprobs-mode processed_logprobs and, on a CPU, --worker-extension-cls "
-            "palestra.policy.vllm_worker.PalestraWorker (docs/scaling.md)"
+            f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {remedy}"
         )
     return gap

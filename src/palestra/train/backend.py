@@ -16,7 +16,7 @@ from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import Policy
+from palestra.policy.base import Policy, Releases
 from palestra.train.setup import parameter_count, policy_for, samples_from_server, with_adapter
 
 Record = Mapping[str, Any]  # of the run folder
@@ -50,22 +50,22 @@ def backend_of(
     config.refuse(["tinker"], "it is for backend: tinker")
     config = config.suited_to(parameter_count(loaded.model))
     model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
-    pool = None
     if config.backend == "ray":
         config = ray_config(config, model)
         pool = ray_pool(config)
         policy = PoolPolicy(pool, policy_for(model, tokenizer, config) if samples_from_server(config) else None)
     else:
         config.refuse(["ray"], "it is for backend: ray")
+        policy = policy or policy_for(model, tokenizer, config)
     return Backend(
         config,
         model,
         tokenizer,
         learner or learner_of(model, config, tokenizer.pad_token_id or 0, ranks),
-        policy or policy_for(model, tokenizer, config),
+        policy,
         lambda folder, record: write_beside(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
-        lambda good: None if pool is None else pool.close(),
+        lambda good: policy.release() if isinstance(policy, Releases) else None,
     )
 
 

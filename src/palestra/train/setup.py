@@ -17,7 +17,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.export.hf import save_hf
+from palestra.export.hf import save_base
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.loading import LoadedModel, device_named, load_config, load_model, load_tokenizer
 from palestra.policy.base import Policy
@@ -113,7 +113,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     config.refuse(["rollout.policy_url"], "vLLM samples")
     config.refuse(["model.engine", "model.kv_memory_gib"], "they are those of our engine, and vLLM samples")
     config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
-    config.refuse(["lora.r"], "vLLM is given whole weights, and LoRA trains an adapter")
+    config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
     options, temperature = config.vllm, config.rollout.temperature
     if options.mode == "server":
         from palestra.policy.vllm_server import VllmServerPolicy
@@ -123,6 +123,8 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             tokenizer,
             weights_folder=Path(config.rollout.weights_folder),
             temperature=temperature,
+            lora_rank=config.lora.r,
+            max_staleness=config.rollout.max_staleness,
             token=os.environ.get("VLLM_API_KEY"),
             timeout_s=options.timeout_s,
         )
@@ -130,11 +132,13 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
 
     config.refuse(["rollout.weights_folder"], "vLLM in this process is given weights from memory")
     with tempfile.TemporaryDirectory() as folder:  # any model that was loaded here, GGUF files and adapters too
-        save_hf(model, tokenizer, Path(folder) / "model")
+        save_base(model, tokenizer, Path(folder) / "model")
         return VllmColocatePolicy(
             str(Path(folder) / "model"),
             tokenizer,
             temperature=temperature,
+            lora_rank=config.lora.r,
+            max_staleness=config.rollout.max_staleness,
             dtype=str(model.dtype).removeprefix("torch."),
             seed=config.seed,
             gpu_memory_utilization=options.gpu_memory_utilization,

@@ -160,7 +160,7 @@ def test_an_aborted_turn_fails_its_rollout() -> None:
 @pytest.mark.parametrize(
     ("layer", "complaint"),
     [
-        ({"lora.r": 4}, "lora.r = 4 has no effect here: vLLM is given whole weights"),
+        ({"lora.load_in_4bit": True}, "lora.load_in_4bit"),
         ({"model.engine": "paged"}, "model.engine"),
         ({"rollout.constrain_tool_calls": True}, "rollout.constrain_tool_calls"),
         ({"rollout.policy_url": "http://x"}, "rollout.policy_url"),
