@@ -1,9 +1,10 @@
 """A training that samples from a real `vllm serve`, and one from our own engine: how far sampler and learner differ.
 
-    python benchmarks/vllm_server.py [--steps 3] [--backend FLASH_ATTN] [--model palestra/tiny]      3 minutes on a GPU
+    python benchmarks/vllm_server.py [--lora 16] [--steps 3] [--model palestra/tiny]      3 minutes on a GPU, 6 on a CPU
 
-vLLM must be importable here (for its own environment on a CPU there is `make test-vllm`). It serves the embedded model
-in bfloat16 on the GPU that the training has too, with a share of its memory; weights are synchronised after each step.
+vLLM must be importable here. It serves the embedded model in bfloat16 on the GPU that the training has too, with a
+share of its memory; weights are synchronised after each step, with `--lora` as an adapter of that rank. Without a GPU
+all is in float32, and smaller.
 """
 
 from __future__ import annotations
@@ -22,26 +23,41 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from palestra.core.run_folder import RunFolder
 from palestra.export.hf import save_hf
 from palestra.models.loading import load_model
+from palestra.policy.vllm_adapters import rank_limit
 from palestra.train.evaluation import read_evaluation
 
+ON_GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if ON_GPU else "float32"
 RUN = [
-    *("--train.problems_per_step", "16", "--rollout.group_size", "8", "--rollout.max_new_tokens", "96"),
-    *("--eval.cases", "60", "--checkpoint.every", "0", "--model.dtype", "bfloat16"),
+    *("--train.problems_per_step", "16" if ON_GPU else "4", "--rollout.group_size", "8" if ON_GPU else "4"),
+    *("--rollout.max_new_tokens", "96", "--eval.cases", "60" if ON_GPU else "8"),
+    *("--checkpoint.every", "0", "--model.dtype", DTYPE),
 ]
+WHOLE = ["--worker-extension-cls", "palestra.policy.vllm_worker.PalestraWorker"]
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+} | ({} if ON_GPU else {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--backend", default="FLASH_ATTN")
+    parser.add_argument("--lora", type=int, default=0, help="the rank of an adapter; 0 trains all weights")
+    parser.add_argument("--backend", default="FLASH_ATTN", help="attention on a GPU")
     parser.add_argument("--model", default="palestra/tiny")
     parser.add_argument("--wait", type=float, default=150.0, help="seconds until the server must answer")
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp())
     run = [*RUN, "--train.max_steps", str(arguments.steps), "--model.name", arguments.model]
+    run += ["--lora.r", str(arguments.lora)] if arguments.lora else []
     rows = [("our own engine", train(work / "own", run))]
     loaded = load_model(arguments.model)
     server, url = serve(save_hf(loaded.model, loaded.tokenizer, work / "model"), arguments, work / "vllm.log")
@@ -62,11 +78,14 @@ def serve(folder: Path, arguments: argparse.Namespace, log: Path) -> tuple[subpr
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--gpu-memory-utilization", "0.2"]
-    command += ["--logprobs-mode", "processed_logprobs", "--attention-config.backend", arguments.backend]
-    command += ["--worker-extension-cls", "palestra.policy.vllm_worker.PalestraWorker"]
-    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    server = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env={**os.environ, **settings})
+    command += ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", "2048", "--logprobs-mode", "processed_logprobs"]
+    command += ["--enable-lora", "--max-lora-rank", str(rank_limit(arguments.lora))] if arguments.lora else WHOLE
+    if ON_GPU:
+        command += ["--gpu-memory-utilization", "0.2", "--attention-config.backend", arguments.backend]
+    else:
+        command += ["--no-enable-chunked-prefill"]  # docs/scaling.md
+    environment = {**os.environ, **ENVIRONMENT}
+    server = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
     began = time.monotonic()
     while True:
         try:

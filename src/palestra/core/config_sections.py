@@ -141,7 +141,9 @@ class RolloutSection(Section):
     policy_url: str | None = Field(
         None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
     )
-    weights_folder: str = Field("weights", description="where a server at policy_url finds each step's weights")
+    weights_folder: str = Field(
+        "weights", description="where a server at policy_url or vllm.url finds each step's weights"
+    )
     constrain_tool_calls: bool = Field(
         False,
         description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
