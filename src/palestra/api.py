@@ -14,6 +14,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.import_file import refuse_in_import
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
@@ -183,6 +184,7 @@ class GRPOTrainer:
 
         `record` is more to be written down in the run folder's run.json.
         """
+        refuse_in_import("a training")
         going_on = Resume.of(resume)
         if going_on is not None:
             run = RunFolder.open(going_on.folder)
@@ -269,6 +271,7 @@ def evaluate(
     watcher: Watcher | None = None,
 ) -> EvalReport:
     """Score an agent on a suite, without training."""
+    refuse_in_import("an evaluation")
     trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)
     environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
 

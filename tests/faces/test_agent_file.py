@@ -60,3 +60,18 @@ def test_file_may_import_its_neighbours(cli, agent_file, tmp_path):
     (tmp_path / "my_prices_for_the_test.py").write_text("PRICES = {'red lamp': 1, 'blue mug': 2}")
     path = agent_file(more="import my_prices_for_the_test")
     assert cli("config", str(path)).code == 0
+
+
+@pytest.mark.parametrize("call", ["train_grpo(agent, suite)", "suite.evaluate(agent)"])
+def test_a_file_that_trains_by_itself_is_refused_before_it_does(cli, agent_file, tmp_path, call):
+    file = agent_file()
+    file.write_text(f"{file.read_text()}\nfrom palestra import train_grpo\n{call}\n")
+    answer = cli("eval", str(file))
+    assert answer.code == 2
+    assert 'is read. Put the call below `if __name__ == "__main__":`' in answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_is_not_an_agent_file(cli, tmp_path):
+    answer = cli("train", str(tmp_path))
+    assert (answer.code, "is a folder; give a Python file" in answer.err) == (2, True)

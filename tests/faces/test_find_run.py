@@ -165,3 +165,13 @@ def test_what_cannot_be_finished_is_told(cli: Any, add_run: AddRun) -> None:
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     assert f"{run.path} has no checkpoint, so there is nothing to score" in cli("runs", "finish", "k3f9").err
     assert "name the run with --resume" in cli("train", "--from-checkpoint", "5").err
+
+
+def test_a_mistyped_run_is_answered_with_the_one_that_was_meant(add_run: AddRun, capsys: Any) -> None:
+    add_run("k3f9aaaa", "stock-clerk", "stock-clerk-20260131-101500")
+    with pytest.raises(PalestraError, match=r"there is no run 'stok-clerk'\. Did you mean 'stock-clerk'\?"):
+        model_of("stok-clerk")
+    with pytest.raises(PalestraError, match=r"my_agent\.py is a Python file, no run and no model; `palestra train my_"):
+        model_of("my_agent.py")
+    assert model_of("gpt2") == ("gpt2", Path("export"))
+    assert "there is no run 'gpt2'; looking for a model of this name" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,29 @@ def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
     assert process.stdout.read() == ""
     assert answers[2]["structuredContent"]["environment"] == "echo-number"
     assert answers[3]["isError"] is True
+
+
+def test_ctrl_c_ends_the_stdio_server_though_its_client_is_silent(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import sys; sys.argv = ['palestra', 'mcp']; from palestra.faces.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=rl_agent.server_environment(tmp_path),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(INITIALIZE) + "\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert process.stderr is not None
+    assert process.stderr.read().endswith("Stopped.\n")
 
 
 def test_the_session_that_was_silent_longest_is_forgotten_first():

@@ -66,6 +66,14 @@ def test_runs_are_listed_with_their_numbers_newest_first(cli, add_run):
     assert data["runs"][0]["progress"]["reward_mean"] == 0.75
 
 
+@pytest.mark.parametrize(("columns", "size"), [("80", False), ("140", True)])
+def test_a_list_on_a_narrow_terminal_keeps_the_names(cli, add_run, monkeypatch, columns, size):
+    monkeypatch.setenv("COLUMNS", columns)
+    add_run("aaaa2222", [0.25])
+    heading, row = cli("runs", "list").out.splitlines()
+    assert ("size" in heading, "clerk" in row) == (size, True)
+
+
 def test_a_run_is_shown_by_the_beginning_of_its_id_or_by_its_folder(cli, add_run):
     folder = add_run("aaaa2222", [0.5], state="failed", reason="the trainer was killed by SIGKILL")
     add_run("bbbb3333", [0.5])

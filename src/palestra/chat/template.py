@@ -17,7 +17,7 @@ from palestra.chat.callforms import MISTRAL, CallForm, form_of
 from palestra.chat.render import render
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.core.errors import PalestraError
-from palestra.core.messages import to_dict
+from palestra.core.messages import encodable, to_dict
 from palestra.core.types import Maker, Message, ToolCall, Turn
 
 _END_OF_TURN = (
@@ -261,7 +261,7 @@ class ChatFormat:
         if backend.padding is not None:
             backend.no_padding()
         backend.encode_special_tokens = split_special_tokens
-        encoded = backend.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
+        encoded = backend.encode(encodable("".join(piece.text for piece in pieces)), add_special_tokens=False)
         if not any(piece.is_body for piece in pieces):
             return [(token_id, "template") for token_id in encoded.ids]
         in_body = [piece.is_body for piece in pieces for _ in piece.text]

@@ -10,6 +10,17 @@ from types import ModuleType
 
 from palestra.core.errors import PalestraError
 
+_importing: list[str] = []  # files that are being imported, as their users named them
+
+
+def refuse_in_import(what: str) -> None:
+    """Raise where a file that the command line reads would train or score by itself, too."""
+    if _importing:
+        raise PalestraError(
+            f"{what} is called while {_importing[-1]} is read. "
+            'Put the call below `if __name__ == "__main__":`, or run the file with python'
+        )
+
 
 def import_file(path: Path, given: str, wanted: str) -> ModuleType:
     """Import a file by its path. `given` is how the user named it, `wanted` what it should have been."""
@@ -21,10 +32,13 @@ def import_file(path: Path, given: str, wanted: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickles look their module up
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    _importing.append(given)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise PalestraError(f"{given}{_line(error, path)}: {_reason(error)}") from error
+    finally:
+        _importing.pop()
     return module
 
 

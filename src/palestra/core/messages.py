@@ -41,8 +41,17 @@ def from_dict(plain: Mapping[str, Any]) -> Message:
 def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
     """A text is one user message; a sequence holds messages or plain dicts."""
     if isinstance(value, str):
-        return (Message("user", value),)
+        return (Message("user", encodable(value)),)
     return tuple(item if isinstance(item, Message) else from_dict(item) for item in value)
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which no tokenizer, file or database takes.
+
+    >>> encodable("half of an emoji: \ud83d")
+    'half of an emoji: ?'
+    """
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _call_to_dict(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def _text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return encodable(content)
     parts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else None
@@ -77,4 +86,4 @@ def _text(content: Any) -> str:
             shown = repr(part) if len(repr(part)) < 200 else f"{repr(part)[:100]} …"  # an image is long
             raise PalestraError(f"a message has a content part that is not text: {shown}; only text is supported")
         parts.append(text)
-    return "".join(parts)
+    return encodable("".join(parts))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import sys
+import threading
 from importlib.metadata import version
 from typing import Any
 
@@ -26,6 +29,7 @@ from palestra.serve.guard import Guard
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
+_END_S = 2.0  # that work under way gets to end after Ctrl-C
 _HINTS: dict[Effect, types.ToolAnnotations] = {
     "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
     "edits": types.ToolAnnotations(
@@ -130,6 +134,31 @@ async def serve_stdio(server: Server[Any]) -> None:
 
     async with stdio_server() as (reads, writes):
         await server.run(reads, writes, server.create_initialization_options())
+
+
+def run_stdio(server: Server[Any]) -> None:
+    """`serve_stdio` until its client closes stdin, or Ctrl-C.
+
+    It has a thread of its own: a read of stdin cannot be interrupted, and the interpreter cannot end around one.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve_stdio(server))
+
+    def serve() -> None:
+        with contextlib.suppress(BaseException):  # the task keeps it
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(task.cancel)  # stops what tools have under way
+        thread.join(_END_S)
+        sys.stderr.write("Stopped.\n")
+        sys.stderr.flush()
+        os._exit(130)
+    task.result()
 
 
 def http_app(server: Server[Any], token: str | None) -> ASGIApp:

@@ -10,6 +10,7 @@ from typing import Any
 
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import did_you_mean
+from palestra.core.messages import encodable
 from palestra.core.types import ToolCall, ToolResult
 from palestra.tools.arguments import ArgumentError, read_arguments
 from palestra.tools.tool import Tool
@@ -32,7 +33,7 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
     def failed(text: str, *, raised: bool = False) -> ToolResult:
         short = text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
         seconds = time.perf_counter() - started
-        return ToolResult(call, _encodable(f"Error: {short}"), ok=False, seconds=seconds, raised=raised)
+        return ToolResult(call, encodable(f"Error: {short}"), ok=False, seconds=seconds, raised=raised)
 
     if call.error is not None:
         return failed(call.error)
@@ -65,12 +66,7 @@ def shorten(text: str, max_chars: int) -> str:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, str):
-        return _encodable(value)
+        return encodable(value)
     from pydantic_core import to_jsonable_python
 
-    return _encodable(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False))
-
-
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return encodable(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False))

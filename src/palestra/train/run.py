@@ -168,7 +168,7 @@ class Run:
             if before is not None and self.resume_from is None:
                 training.watcher.note(overview.time_text(before))
             if self.resume_from is not None:
-                training.watcher.note(f"going on from step {self.resume_from[1].step}")
+                training.watcher.note(self._going_on(self.resume_from[1].step))
                 training.resume(*self.resume_from)
                 ranks.from_first(lambda: drop_after(self.folder, training.state.step))
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
@@ -246,6 +246,11 @@ class Run:
         """Another rank is gone, and this one waits for it in vain."""
         if self.training.ranks.is_first:
             mark_failed(self.folder.path, reason)
+
+    def _going_on(self, step: int) -> str:
+        if step < (self.training.total_steps or 0):
+            return f"going on from step {step}"
+        return f"all {step} steps were taken already, so it is only scored again; train.max_steps={2 * step} takes more"
 
     def _lacks_evaluation(self) -> bool:
         """Whether the run was killed during the evaluation that was due after its checkpoint."""

@@ -57,3 +57,9 @@ def test_a_text_is_a_user_message():
         Message("user", "hi"),
         Message("assistant", "ho"),
     )
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark():
+    half = "half \ud83d, whole 😀"
+    assert [message.text for message in as_messages(half)] == ["half ?, whole 😀"]
+    assert from_dict({"role": "user", "content": [{"type": "text", "text": half}]}).text == "half ?, whole 😀"

@@ -304,3 +304,11 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
         other.kill()
         other.wait()
     lab.train(lab.resume(max_steps=7))  # the kernel gave the lock back
+
+
+def test_the_resume_of_a_finished_run_says_how_to_take_more_steps(lab: Lab) -> None:
+    lab.train()
+    lab.notes.lines.clear()
+    done = lab.train(lab.resume()).training.state.step
+    expected = f"all {done} steps were taken already, so it is only scored again; train.max_steps={2 * done} takes more"
+    assert expected in lab.notes.lines

@@ -74,6 +74,8 @@ def open_agent_file(
 
 
 def _import_file(path: Path, shown: str) -> ModuleType:
+    if path.is_dir():
+        raise PalestraError(f"{shown} is a folder; give a Python file. {_EXPECTED}")
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
         raise PalestraError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")

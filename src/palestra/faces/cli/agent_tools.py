@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -36,14 +36,16 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
     `palestra locks` shows the settings that an agent may not change.
     """
     with missing_extra("mcp"):
-        from palestra.faces.mcp_server import http_app, make_server, serve_stdio
+        from palestra.faces.mcp_server import http_app, make_server, run_stdio
     from palestra.serve.web import open_port
 
     server = make_server(_clients())
     if over_http:
         run_server(http_app(server, token), open_port(host, port, token), "the tools are served at", "/mcp")
     else:
-        asyncio.run(serve_stdio(server))
+        if sys.stdin.isatty():
+            click.echo("a client starts this and talks with it on stdin; Ctrl-C ends it, --http serves many", err=True)
+        run_stdio(server)
 
 
 @click.command("http")

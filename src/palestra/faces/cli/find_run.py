@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.faces.cli.common import show_path
 
@@ -86,6 +86,7 @@ def model_of(word: str) -> tuple[str, Path]:
     this name; and the folder for what is exported from it. A run without a model gives its newest checkpoint."""
     run = find_run(word)
     if run is None:
+        _explain_missing(word)
         return word, Path("export")
     folder = RunFolder.open(run.folder.path)
     _, _, name = word.partition("@")
@@ -103,6 +104,18 @@ def model_of(word: str) -> tuple[str, Path]:
         )
     click.echo(f"{show_path(folder.path)} was not finished; this is its checkpoint of step {step_of(last)}", err=True)
     return str(last), folder.export
+
+
+def _explain_missing(word: str) -> None:
+    """Before a model of that name is looked for, on the network in the end: what else may have been meant."""
+    if word.endswith(".py"):
+        raise PalestraError(f"{word} is a Python file, no run and no model; `palestra train {word}` makes a run of it")
+    if "/" in word or word.endswith(".gguf") or Path(word).expanduser().exists():
+        return
+    names = [name for row in _index_rows() for name in (row.run_id, row.name, Path(row.folder).name)]
+    if near := did_you_mean(word, [*names, *(path.name for path in recent_runs())]):
+        raise PalestraError(f"there is no run {word!r}.{near} `palestra runs list` shows all")
+    click.echo(f"there is no run {word!r}; looking for a model of this name", err=True)
 
 
 def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:

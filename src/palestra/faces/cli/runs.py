@@ -57,7 +57,8 @@ def list_command(show_all: bool, as_json: bool) -> None:
     elif not shown:
         click.echo("No runs yet; `palestra train --detach` starts one.")
     else:
-        Console().print(runs_table(shown))
+        console = Console()
+        console.print(runs_table(shown, console.width))
         if len(shown) < count:
             click.echo(f"{count - len(shown)} older ones: --all")
 

@@ -16,32 +16,41 @@ from palestra.evals.findings import recorded_findings
 from palestra.faces.cli.common import show_path, show_seconds, show_size
 from palestra.runs.reader import Run
 
+_WIDE = 100  # characters
 STATE_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
+def runs_table(runs: Sequence[Run], width: int) -> Table:
+    """A narrow terminal has no room for the columns that matter least."""
+    headings = ["step", "reward", "correct", "scored", "age", "took", "left", "size"]
+    left_out = {"left"} if not any(run.is_active for run in runs) else set()
+    left_out |= {"size", "age"} if width < _WIDE else set()
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", no_wrap=True)
-    table.add_column("name", overflow="fold")  # wraps on a narrow terminal
+    table.add_column("name", overflow="fold", min_width=12)
     table.add_column("state", no_wrap=True)
-    for heading in ("step", "reward", "correct", "scored", "age", "took", "left", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in headings:
+        if heading not in left_out:
+            table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
-        numbers = run.progress
-        table.add_row(
-            run.run_id,
-            run.name,
-            Text(run.state, style=STATE_COLOURS.get(run.state, "")),
-            _step(run),
-            _number(numbers.get("reward_mean"), ".2f"),
-            _number(numbers.get("percent_correct"), ".0%"),
-            _number(numbers.get("eval_percent_correct"), ".0%"),
-            _about(time.time() - run.created),
-            _about(run.seconds),
-            _about(numbers["seconds_left"]) if run.is_active and "seconds_left" in numbers else "",
-            show_size(folder_size(run.folder)),
-        )
+        state = Text(run.state, style=STATE_COLOURS.get(run.state, ""))
+        cells = zip(headings, _cells(run), strict=True)
+        table.add_row(run.run_id, run.name, state, *(cell for heading, cell in cells if heading not in left_out))
     return table
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    numbers = run.progress
+    return (
+        _step(run),
+        _number(numbers.get("reward_mean"), ".2f"),
+        _number(numbers.get("percent_correct"), ".0%"),
+        _number(numbers.get("eval_percent_correct"), ".0%"),
+        _about(time.time() - run.created),
+        _about(run.seconds),
+        _about(numbers["seconds_left"]) if run.is_active and "seconds_left" in numbers else "",
+        show_size(folder_size(run.folder)),
+    )
 
 
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:

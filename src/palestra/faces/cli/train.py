@@ -107,8 +107,8 @@ def command(
     With --agent-cmd each attempt is a process of yours: it finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or
     the same of ANTHROPIC), and its case on stdin. Without --cases it is asked the demo's questions.
 
-    Every setting of a run is an option, --section.key, with the sections model, train, rollout, agent, lora, echo,
-    eval, checkpoint and track. `palestra config --keys` lists them all. The command line wins over the YAML
+    Every setting of a run is an option, --section.key, with sections such as model, train, rollout, lora, eval and
+    checkpoint. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
