@@ -1,22 +1,37 @@
-"""The progress of a run that is started from Python: a bar on a terminal and in notebooks, lines of text elsewhere."""
+"""The progress of long work: a live bar on a terminal and in notebooks, lines of text in a log.
+
+Runs have a display, which is a `Watcher`; everything else that takes long is a `task`:
+
+>>> with task(Console(), "saving", total=len(files)) as phase:          # doctest: +SKIP
+...     for done, file in enumerate(files, 1):
+...         save(file)
+...         phase.advance(done)
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
 from palestra.train.watcher import Watcher
 
-LINE_EVERY_S = 30.0
+LINE_EVERY_S = 30.0  # a log says something at least this often
+_SPARKLINE_WIDTH = 60
 
-
+Unit = Literal["steps", "rollouts", "bytes", ""]
 OnStep = Callable[[int, dict[str, float]], dict[str, float]]  # a step's number and metrics -> those that are shown
 
 
@@ -24,110 +39,240 @@ def _all_metrics(step: int, metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def console_progress(console: Console | None = None, on_step: OnStep = _all_metrics) -> Bar | Lines:
-    """What suits the place where the output goes; to be used in a `with` statement."""
-    console = console or Console(stderr=True)
-    has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    return Bar(console, on_step) if console.is_terminal or has_widgets else Lines(console, on_step)
+@dataclass
+class Phase:
+    """A part of the work that is in progress."""
+
+    name: str
+    total: int | None = None  # None where it is not known
+    unit: Unit = ""
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    first: int | None = None  # `done` at the start of the phase: a resumed run does not start at 0
+    ends: float | None = None  # when it will be over, as estimated after the last step
+    rollouts: int = 0  # of the step in progress
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, done: int, metrics: dict[str, float] | None = None) -> None:
+        if self.first is None:
+            self.first = done - 1
+        self.done, self.metrics, self.rollouts = done, metrics or {}, 0
+        if self.total is not None:
+            now = time.perf_counter()
+            self.ends = now + (now - self.began) / max(1, done - self.first) * (self.total - done)
+
+    @property
+    def is_over(self) -> bool:
+        return self.total is not None and self.done >= self.total
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Extrapolated from the steps so far; it falls within a step. None before the first one."""
+        return None if self.ends is None else max(0.0, self.ends - time.perf_counter())
+
+    @property
+    def position(self) -> str:
+        """
+        >>> Phase("training", 15, "steps", done=2, rollouts=9).position
+        'step 2/15, 9 rollouts of the next'
+        >>> Phase("tiny.gguf", 5_000_000, "bytes", done=2_000_000).position, Phase("scoring", unit="rollouts").position
+        ('2 MB of 5 MB', '')
+        """
+        if self.total is None:
+            return f"{self.done} {self.unit}".rstrip() if self.done else ""
+        if self.unit == "bytes":
+            return f"{show_size(self.done)} of {show_size(self.total)}"
+        rollouts = f", {self.rollouts} rollouts of the next" if self.rollouts else ""
+        return f"{'step ' if self.unit == 'steps' else ''}{self.done}/{self.total}{rollouts}"
+
+    @property
+    def numbers(self) -> list[str]:
+        """The main metrics, as text."""
+        row = self.metrics
+        out = [f"reward {row['reward_mean']:.2f}"] if "reward_mean" in row else []
+        if "reward_max" in row:  # the scale: what the worst and the best rollout earned
+            out[0] += f" ({row['reward_min']:.3g} to {row['reward_max']:.3g})"
+        out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
+        out += [f"{row['sample_tokens_per_second']:,.0f} tokens/s"] if "sample_tokens_per_second" in row else []
+        out += [f"epoch {row['epoch']:.2f}"] if "epoch" in row else []
+        return out
 
 
-class Bar(Watcher):
-    """A progress bar for each phase."""
+class Display(Watcher):
+    """A watcher that keeps the run folder and is a context manager."""
 
-    def __init__(self, console: Console, on_step: OnStep = _all_metrics) -> None:
+    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> None:
+        self.console = console
+        self.log_every = log_every
+        self.run_dir: Path | None = None
+        self.on_start: Callable[[], None] = lambda: None
         self._on_step = on_step
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=console,
+        self._phase = Phase("starting")
+        self._phases: dict[str, Phase] = {}  # by name: training goes on after an evaluation in between
+
+    def started(self, folder: Path) -> None:
+        self.on_start()
+        self.run_dir = folder
+        self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
+
+    def phase(self, name: str, total: int) -> None:
+        unit: Unit = "steps" if name == "training" else "rollouts"
+        self.begin(self._phases.setdefault(name, Phase(name, total, unit)))
+
+    def busy(self, name: str) -> None:
+        self.begin(Phase(name))
+
+    def begin(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        shown = self._on_step(done, metrics) if self._phase.unit == "steps" else metrics
+        self._phase.advance(done, shown)
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(visible(text), style="dim"))
+
+    def rollout(self) -> None:
+        self._phase.rollouts += 1
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text(f"! {text}", style="yellow"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class LineDisplay(Display):
+    """Lines for a log file: one every `log_every` steps, at the start and end of an evaluation, and every 30 s."""
+
+    def __init__(
+        self,
+        console: Console,
+        log_every: int = 1,
+        on_step: OnStep = _all_metrics,
+        *,
+        silence_s: float = LINE_EVERY_S,
+    ) -> None:
+        super().__init__(console, log_every, on_step)
+        self._silence_s = silence_s
+        self._printed = threading.Event()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._break_silence, daemon=True, name="palestra-progress").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._printed.set()
+
+    def phase(self, name: str, total: int) -> None:
+        is_new = name not in self._phases
+        super().phase(name, total)
+        if is_new:
+            self._print(f"{name}: {total} {self._phase.unit}")
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        super().advance(done, metrics)
+        phase = self._phase
+        if phase.unit != "steps":
+            if phase.is_over:
+                self._print(f"{phase.name}: done in {show_seconds(phase.seconds)}")
+        elif done % self.log_every == 0 or phase.is_over:
+            left = f"{show_seconds(phase.seconds_left or 0)} left"
+            self._print(f"step {done}/{phase.total}  " + "  ".join([*phase.numbers, left]))
+
+    def _break_silence(self) -> None:
+        while not self._closed:
+            if self._printed.wait(self._silence_s):
+                self._printed.clear()
+            elif not (phase := self._phase).is_over:
+                left = "" if phase.seconds_left is None else f", {show_seconds(phase.seconds_left)} left"
+                position = f": {phase.position} after" if phase.position else " …"
+                self._print(f"{phase.name}{position} {show_seconds(phase.seconds)}{left}")
+
+    def _print(self, line: str) -> None:
+        self._printed.set()
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveDisplay(Display):
+    """A progress bar, the metrics of the last step, and a sparkline of the pass rate."""
+
+    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> None:
+        super().__init__(console, log_every, on_step)
+        self._pass_rates: list[float] = []
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_phase()
+        self._live.stop()
+
+    def begin(self, phase: Phase) -> None:
+        self._close_phase()
+        super().begin(phase)
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        super().advance(done, metrics)
+        if "pass_rate" in metrics:
+            self._pass_rates.append(metrics["pass_rate"])
+
+    def _close_phase(self) -> None:
+        """Print one line about a phase of the run that has ended."""
+        phase = self._phase
+        if phase.name in self._phases and phase.done:
+            mark = "[green]✓[/]" if phase.is_over else "[yellow]…[/]"
+            self.console.print(
+                f"{mark} {phase.name}  [dim]{phase.done} {phase.unit} in {show_seconds(phase.seconds)}[/]",
+                highlight=False,
+            )
+
+    def _render(self) -> RenderableType:
+        phase = self._phase
+        left = phase.seconds_left
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(
+            Text(phase.name, style="bold"),
+            ProgressBar(total=phase.total, completed=phase.done, width=32, pulse=phase.total is None),
+            Text(phase.position),
+            Text(f"{show_seconds(left)} left" if left is not None else show_seconds(phase.seconds), style="cyan"),
         )
-        self._task: TaskID | None = None
-        self._numbers, self._rollouts = "", 0  # of the last step, and in the one that is under way
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def started(self, folder: Path) -> None:
-        self.note(f"run folder {folder}")
-
-    def phase(self, name: str, total: int) -> None:
-        same = next((task for task in self._progress.tasks if task.description == name), None)
-        self._task = same.id if same else self._progress.add_task(name, total=total, numbers="")
-
-    def advance(self, done: int, metrics: dict[str, float]) -> None:
-        self._numbers, self._rollouts = _numbers(self._on_step(done, metrics)), 0
-        if self._task is not None:
-            self._progress.update(self._task, completed=done, numbers=self._numbers)
-
-    def rollout(self) -> None:
-        self._rollouts += 1
-        if self._task is not None:
-            self._progress.update(self._task, numbers=f"{self._numbers}  {self._rollouts} rollouts".lstrip())
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        lines: list[RenderableType] = [grid]
+        if phase.numbers:
+            lines.append(Text("   ".join(phase.numbers)))
+        if phase.unit == "steps" and len(self._pass_rates) > 1:
+            lines.append(
+                Text.assemble((sparkline(self._pass_rates, _SPARKLINE_WIDTH), "green"), ("  pass rate", "dim"))
+            )
+        return Group(*lines)
 
 
-class Lines(Watcher):
-    """A line when a phase begins and ends, and one every 30 s in between, also while nothing advances."""
-
-    def __init__(self, console: Console, on_step: OnStep = _all_metrics, every_s: float = LINE_EVERY_S) -> None:
-        self._console = console
-        self._on_step = on_step
-        self._every_s = every_s
-        self._status = "starting"
-        self._rollouts = 0  # in the step that is under way
-        self._name, self._total, self._began = "", 0, time.perf_counter()
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._tell, name="palestra-progress", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    def started(self, folder: Path) -> None:
-        self.note(f"run folder {folder}")
-
-    def phase(self, name: str, total: int) -> None:
-        self._name, self._total, self._began = name, total, time.perf_counter()
-        self._status = f"{name}: 0/{total}"
-        self.note(f"{name}: {total} {'steps' if name == 'training' else 'rollouts'}")
-
-    def rollout(self) -> None:
-        self._rollouts += 1
-
-    def advance(self, done: int, metrics: dict[str, float]) -> None:
-        self._rollouts = 0
-        self._status = f"{self._name}: {done}/{self._total}  {_numbers(self._on_step(done, metrics))}".rstrip()
-        if done == self._total:
-            self.note(self._line())
-
-    def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _line(self) -> str:
-        more = f"  {self._rollouts} rollouts since" if self._rollouts else ""
-        return f"{self._status}{more}  ({time.perf_counter() - self._began:.0f} s)"
-
-    def _tell(self) -> None:
-        while not self._ended.wait(self._every_s):
-            self.note(self._line())
+def make_display(console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> Display:
+    """The live display on a terminal and in notebooks, lines of text elsewhere."""
+    has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+    kind = LiveDisplay if console.is_terminal or has_widgets else LineDisplay
+    return kind(console, log_every, on_step)
 
 
-def _numbers(metrics: Mapping[str, float]) -> str:
-    shown = (
-        ("loss", "loss {:.4f}"),
-        ("reward_mean", "reward {:.3f}"),
-        ("pass_rate", "pass rate {:.0%}"),
-        ("epoch", "epoch {:.2f}"),
-    )
-    return "  ".join(text.format(metrics[name]) for name, text in shown if name in metrics)
+def console_progress(on_step: OnStep = _all_metrics) -> Display:
+    """The display of a run that is started from Python."""
+    return make_display(Console(stderr=True), on_step=on_step)
+
+
+@contextmanager
+def task(console: Console, name: str, total: int | None = None, unit: Unit = "") -> Iterator[Phase]:
+    """Show work that is no run while it lasts; where there is no terminal, only what takes longer than 30 s."""
+    with make_display(console) as display:
+        phase = Phase(name, total, unit)
+        display.begin(phase)
+        yield phase

@@ -174,6 +174,7 @@ class Run:
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
             training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
             after = self._evaluate("after", again=True)
+            training.watcher.busy("saving the model")
             try:
                 path = ranks.from_first(lambda: self.backend.save_model(self.folder.model, self.folder.record))
             except Exception as error:

@@ -17,6 +17,9 @@ class Watcher:
     def phase(self, name: str, total: int) -> None:
         """A stretch of work begins: `total` rollouts to score or steps to train."""
 
+    def busy(self, name: str) -> None:
+        """Work begins whose end cannot be told, such as saving the model."""
+
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         """`done` of the phase's total are finished."""
 

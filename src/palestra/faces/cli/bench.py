@@ -17,6 +17,7 @@ from palestra.faces.cli.common import debug_option, load_libraries, plot_option
 from palestra.plan.calibration import save_calibration
 from palestra.plan.device import Efficiency
 from palestra.report.charts import bar_panels_svg
+from palestra.train.progress import task
 
 if TYPE_CHECKING:
     from palestra.bench.measure import Bench
@@ -81,7 +82,7 @@ def _load(console: Console, model: str, work: Workload, threads: int | None) -> 
     load_libraries(console, model)
     from palestra.bench.measure import Bench
 
-    with console.status(f"loading {model} …"):
+    with task(console, f"loading {model}"):
         bench = Bench(model, work, threads)
     threads_used = f"{bench.threads} thread{'s' * (bench.threads > 1)}"
     console.print(f"{model} on {bench.device}, {threads_used}: {_describe(work)}", highlight=False, soft_wrap=True)
@@ -96,14 +97,14 @@ def _describe(work: Workload) -> str:
 
 
 def _measure(console: Console, bench: Bench, work: Workload) -> Results:
-    """Measure every side of every scenario, with a spinner on a terminal and a line for each elsewhere."""
+    """Measure every side of every scenario; without a terminal, which has a table at the end, print a line for each."""
     results: Results = {name: {} for name in work.scenarios}
-    total, done = len(work.scenarios) * len(SIDES), 0
-    for name, rounds in work.scenarios.items():
-        for side in SIDES:
-            done += 1
-            with console.status(f"{done}/{total}  {name}: {side} …"):
-                measured = results[name][side] = bench.measure(side, rounds)
+    pairs = [(name, side) for name in work.scenarios for side in SIDES]
+    with task(console, "measuring", len(pairs)) as phase:
+        for done, (name, side) in enumerate(pairs, 1):
+            phase.name = f"{name}: {side}"
+            measured = results[name][side] = bench.measure(side, work.scenarios[name])
+            phase.advance(done)
             if not console.is_terminal:
                 console.print(f"{name}: " + "  ".join([side, *_cells(measured)]), highlight=False, soft_wrap=True)
     return results
@@ -117,7 +118,7 @@ def _calibrate(console: Console, bench: Bench, model: str) -> Efficiency | None:
     if device is None or shape is None:
         console.print("not calibrated: `palestra plan` knows dense decoders on listed GPUs", highlight=False)
         return None
-    with console.status("learning one step …"):
+    with task(console, "learning one step"):
         reached = bench.calibrate(model, device, shape)
     file = save_calibration(device, reached)
     console.print(

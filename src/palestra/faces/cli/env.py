@@ -13,18 +13,19 @@ from rich.console import Console
 
 from palestra.core.config import RunConfig
 from palestra.core.files import slug
+from palestra.core.show import show_path
 from palestra.env_api import evaluate_env, process_env, serve_env
 from palestra.envs.load import find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.faces.cli import run_atropos, settings
-from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries, show_path
-from palestra.faces.cli.display import make_display
+from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
 from palestra.faces.cli.find_run import with_model_of_run
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.summary import print_evaluation
 from palestra.faces.process_page import write_page
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
+from palestra.train.progress import make_display
 from palestra.wire.client import WireClient
 
 

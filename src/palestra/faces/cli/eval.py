@@ -15,9 +15,9 @@ from palestra.faces.cli import settings
 from palestra.faces.cli.agent_file import AgentFile
 from palestra.faces.cli.agent_options import AgentOptions, agent_options
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
-from palestra.faces.cli.display import make_display
 from palestra.faces.cli.find_run import with_model_of_run
 from palestra.faces.cli.summary import print_evaluation
+from palestra.train.progress import make_display
 
 
 @click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn
-from rich.progress import Progress as Bar
 
 from palestra.core.files import slug
 from palestra.faces.cli.common import debug_option, json_line_option, load_libraries
 from palestra.faces.cli.find_run import model_of
+from palestra.train.progress import task
 
 if TYPE_CHECKING:
     from palestra.export.source import ModelSource
@@ -70,14 +69,14 @@ def command(
 def _open(console: Console, model: str, name: str | None) -> ModelSource:
     from palestra.export.source import open_source
 
-    with console.status("opening the model …"):
+    with task(console, "opening the model"):
         return open_source(model, name)
 
 
 def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
     from palestra.export.hf import to_hf
 
-    with console.status("saving …"):
+    with task(console, "saving the model"):
         to_hf(model, folder)
     console.print(f"{folder}", soft_wrap=True)
     return {"path": str(folder)}
@@ -90,7 +89,7 @@ def _to_gguf(
 
     kind = options["type"].lower()
     path = out or folder / f"{source.name}-{kind}.gguf"
-    with _bar(console, path.name) as progress:
+    with _writing(console, path.name) as progress:
         to_gguf(source, path, progress=progress, **options)
     console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
     return {"path": str(path), "type": kind}
@@ -99,7 +98,7 @@ def _to_gguf(
 def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     from palestra.export.ollama import to_ollama
 
-    with _bar(console, source.name) as progress:
+    with _writing(console, source.name) as progress:
         made = to_ollama(source, source.name, folder, progress=progress, **options)
     console.print(f"{made.gguf}\n{made.modelfile}", soft_wrap=True)
     next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
@@ -109,8 +108,12 @@ def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dic
 
 
 @contextmanager
-def _bar(console: Console, label: str) -> Iterator[Progress]:
-    """A progress bar for the bytes written."""
-    with Bar(TextColumn(label), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _writing(console: Console, label: str) -> Iterator[Progress]:
+    """The display of a file that is being written, as what is called with the bytes of it."""
+    with task(console, label, unit="bytes") as phase:
+
+        def advance(done: int, total: int) -> None:
+            phase.total = total
+            phase.advance(done)
+
+        yield advance

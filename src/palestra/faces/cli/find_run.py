@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.faces.cli.common import show_path
+from palestra.core.show import show_path
 
 if TYPE_CHECKING:
     from palestra.runs.index import Row

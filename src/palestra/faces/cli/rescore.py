@@ -15,14 +15,16 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import read_jsonl
 from palestra.core.import_file import import_file
 from palestra.core.run_folder import RunFolder
+from palestra.core.show import visible
 from palestra.core.types import Problem
 from palestra.envs.load import load_env
 from palestra.evals.measures import Measure, as_measures
 from palestra.evals.suite import hold_out
 from palestra.faces.cli.agent_file import load_agent_file
-from palestra.faces.cli.common import debug_option, json_line_option, visible
+from palestra.faces.cli.common import debug_option, json_line_option
 from palestra.faces.cli.find_run import require_run, run_argument
 from palestra.rollout.rescore import rescore
+from palestra.train.progress import task
 
 
 @click.command("rescore")
@@ -46,10 +48,8 @@ def command(run: str, file: Path, kind: str, limit: int | None, agent_file: str 
     measures = measures_of(file)
     path = rollouts_path(folder, kind)
     problems = problems_of(folder, "train" if kind == "train" else "held_out", agent_file)
-    with console.status("scoring …") as status:
-        found = rescore(
-            read_jsonl(path), measures, problems, limit=limit, on_progress=lambda n: status.update(f"{n} rollouts …")
-        )
+    with task(console, "scoring", unit="rollouts") as phase:
+        found = rescore(read_jsonl(path), measures, problems, limit=limit, on_progress=phase.advance)
     _print(console, found)
     if as_json:
         click.echo(json.dumps(found))

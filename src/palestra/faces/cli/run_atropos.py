@@ -29,6 +29,7 @@ from palestra.policy.openai import OpenAISettings
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
+from palestra.train.progress import task
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import (
     EnvProcess,
@@ -55,7 +56,8 @@ class AtroposEnv:
 
     def python(self, console: Console) -> Path:
         folder = venv_folder(self.packages)
-        return ensure_python(folder, self.packages, lambda text: console.print(text, highlight=False))
+        with task(console, "preparing the environment's venv"):
+            return ensure_python(folder, self.packages, lambda text: console.print(text, highlight=False))
 
     def command(
         self, python: Path, config: RunConfig, steps: int | None, url: str, inference: str, tokenizer: Path

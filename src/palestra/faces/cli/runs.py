@@ -16,7 +16,8 @@ from rich.live import Live
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume
 from palestra.core.secrets import redact
-from palestra.faces.cli.common import debug_option, json_line_option, plot_option, visible
+from palestra.core.show import visible
+from palestra.faces.cli.common import debug_option, json_line_option, plot_option
 from palestra.faces.cli.find_run import require_run, require_run_id, run_argument
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_prune import prune

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.errors import PalestraError
-from palestra.faces.cli.common import show_seconds, sparkline
+from palestra.core.show import show_seconds, sparkline
 from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg

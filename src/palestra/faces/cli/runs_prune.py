@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from palestra.core.run_folder import RunFolder
-from palestra.faces.cli.common import debug_option, show_path, show_size
+from palestra.core.show import show_path, show_size
+from palestra.faces.cli.common import debug_option
 from palestra.faces.cli.find_run import require_run, run_argument
 from palestra.runs.prune import cache_garbage, run_garbage
 from palestra.runs.reader import RunReader

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
+from palestra.core.show import show_path, show_seconds, show_size
 from palestra.evals.findings import recorded_findings
-from palestra.faces.cli.common import show_path, show_seconds, show_size
 from palestra.runs.reader import Run
 
 _WIDE = 100  # characters

@@ -15,6 +15,7 @@ from rich.console import Console
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import model_of
+from palestra.train.progress import task
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -75,11 +76,13 @@ def command(
 
     model, _ = model_of(run_or_model)
     socket = open_port(host, port, token)
-    load_libraries(Console(stderr=True), model)
+    console = Console(stderr=True)
+    load_libraries(console, model)
     from palestra.serve.inference import inference_app
     from palestra.serve.loading import load_completer
 
-    completer = load_completer(model, dtype=dtype, device=device, engine=engine)
+    with task(console, f"loading {model}"):
+        completer = load_completer(model, dtype=dtype, device=device, engine=engine)
     app = inference_app(completer, token=token, weights_folder=weights_from)
     _show_requests()
     run_server(app, socket, f"{model} is served at", "/v1")

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.run_folder import RunFolder
+from palestra.core.show import show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score, ToolCall
 from palestra.evals.findings import Finding, evaluation_findings
 from palestra.evals.report import Change, EvalReport, Mean, Rate, compare, compare_means, opening, pick_transcripts
-from palestra.faces.cli.common import show_path, show_seconds, visible
 from palestra.result import GRPOTrainingResult
 
 if TYPE_CHECKING:

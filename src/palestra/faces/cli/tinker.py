@@ -10,6 +10,7 @@ from rich.console import Console
 
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
+from palestra.train.progress import task
 
 SWITCH_S = 0.001  # threads that train and sample give way to the one that answers: at 5 ms, requests come in too slowly
 
@@ -57,12 +58,14 @@ def command(
 
     socket = open_port(host, port, token)
     names = models or ("palestra/tiny",)
-    load_libraries(Console(stderr=True), names[0])
+    console = Console(stderr=True)
+    load_libraries(console, names[0])
     from palestra.tinker.base_model import BaseModel
     from palestra.tinker.server import tinker_app
     from palestra.tinker.service import Limits, Service
 
-    bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
+    with task(console, f"loading {', '.join(names)}"):
+        bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
     limits = Limits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
     for base in bases:
         if base.path != base.name:

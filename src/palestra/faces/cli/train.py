@@ -22,12 +22,13 @@ from palestra.core.errors import PalestraError
 from palestra.core.launch import launch_ranks
 from palestra.core.ranks import Place, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.show import show_path
 from palestra.env_api import train_env
 from palestra.envs.load import find_env, load_env
 from palestra.faces.cli import settings
 from palestra.faces.cli.agent_file import AgentFile
 from palestra.faces.cli.agent_options import AgentOptions, agent_options
-from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option, show_path
+from palestra.faces.cli.common import absolute_name, config_option, debug_option, json_line_option
 from palestra.faces.cli.display import DryRun, training_display
 from palestra.faces.cli.env import open_env
 from palestra.faces.cli.find_run import require_run, with_model_of_run

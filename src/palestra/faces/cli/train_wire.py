@@ -13,9 +13,10 @@ from rich.console import Console
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.show import show_path, show_seconds
 from palestra.env_api import train_wire
 from palestra.envs.load import env_class, find_env
-from palestra.faces.cli.common import absolute_name, show_path, show_seconds
+from palestra.faces.cli.common import absolute_name
 from palestra.faces.cli.display import training_display
 from palestra.faces.cli.settings import EnvSettings
 from palestra.faces.cli.summary import change_table, outcome_summary, print_findings
