@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,8 +37,4 @@ def reveal(text: Any) -> str:
 
 def _page(title: str, rollouts: list[Mapping[str, Any]], problem: str, step: int, kind: str) -> str:
     values = {"title": title, "rollouts": rollouts, "problem": problem, "step": step, "kind": kind}
-    return fill_template(_TEMPLATE, {"reveal": reveal, "as_text": _as_text}, values)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return fill_template(_TEMPLATE, {"reveal": reveal}, values)

@@ -13,7 +13,9 @@ from pydantic import BaseModel, Field
 from palestra.core.config_sections import Section
 from palestra.core.types import Message, Problem, Rollout, ToolResult
 from palestra.envs.base import Split
-from palestra.envs.problems import Drawn, Stream
+from palestra.envs.problems import LazyProblems, Stream
+
+_HELD_OUT_SEED = 1_000_000
 
 
 class EnvConfig(Section):
@@ -25,6 +27,13 @@ class EnvConfig(Section):
     )
     held_out_size: int = Field(100, ge=1, le=1_000_000, description="problems kept aside for evaluation")
     held_out_share: float = Field(0.2, gt=0, lt=1, description="share of all possible problems that are held out")
+
+
+def seeded_problems(config: EnvConfig, split: Split, question: str) -> list[Problem]:
+    """Problems of an environment that makes them itself, from the seed in each problem's row."""
+    first = config.seed + (0 if split == "train" else _HELD_OUT_SEED)
+    size = config.train_size if split == "train" else config.held_out_size
+    return [Problem("", question, row={"seed": seed}) for seed in range(first, first + size)]
 
 
 class Env:
@@ -87,7 +96,7 @@ class Env:
         if next_item is not None:
             self._stream = self._stream or Stream(next_item, share)
             return self._stream.take(split, size)
-        return Drawn(self.make_problem, split, size, share, self.config.seed)
+        return LazyProblems(self.make_problem, split, size, share, self.config.seed)
 
     def start(self) -> str | None:
         """Begin an attempt at `self.problem`, on its own copy of the environment; a text is added to the question."""

@@ -51,7 +51,7 @@ class NoProblem(PalestraError):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class LazyProblems:
     """`size` problems of a split, each from a random generator of its own."""
 
     make: Callable[[random.Random], Any]
@@ -143,7 +143,7 @@ def problem_list(items: Any, split: Split, limit: int) -> ProblemList:
     """What an environment gave as its problems: indexable things stay lazy, iterators are cut at `limit`."""
     if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
         items = list(itertools.islice(items, limit))
-    if isinstance(items, Drawn):
+    if isinstance(items, LazyProblems):
         try:
             items[0]
         except NoProblem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ _TEMPLATE = Path(__file__).with_name("process_page.html")
 def write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> Path:
     """Write the page for the records of a process JSONL file."""
     values = {"environment": environment, "model": model, "groups": [_group(record) for record in records]}
-    write_text(path, fill_template(_TEMPLATE, {"as_text": _as_text}, values))
+    write_text(path, fill_template(_TEMPLATE, {}, values))
     return path
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
+from palestra.engine.lora import base_model
 from palestra.learner.head import ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
@@ -48,7 +49,7 @@ class Scorer(nn.Module):
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         """
         super().__init__()
-        self.model = causal_lm(model)
+        self.model = base_model(model)
         self.pad_token_id = pad_token_id
         self.head = ScoringHead(self.model.get_output_embeddings(), logit_rule(self.model, temperature))
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
@@ -215,8 +216,3 @@ def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     costly = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.palestra.tree_attention.default)
     return CheckpointPolicy.MUST_SAVE if operation in costly else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def causal_lm(model: Any) -> Any:
-    """The Hugging Face model itself, out of its adapter wrapper if it has one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

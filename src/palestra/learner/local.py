@@ -25,9 +25,10 @@ from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
+from palestra.engine.lora import base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import Batch
-from palestra.learner.forward import Scorer, causal_lm
+from palestra.learner.forward import Scorer
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
@@ -145,7 +146,7 @@ class LocalLearner:
                 "lora.r > 0 but the model has no adapter; wrap it with palestra.learner.lora.add_lora first"
             )
         if config.model.gradient_checkpointing:
-            hf = causal_lm(model)
+            hf = base_model(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
         temperature = config.rollout.temperature

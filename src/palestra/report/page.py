@@ -49,11 +49,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
-    """A page of HTML: values are escaped, and a name that is missing is an error."""
+    """A page of HTML: values are escaped, and a name that is missing is an error. Every page has the filter as_text."""
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= filters
+    page.filters |= {"as_text": as_text, **filters}
     return page.from_string(template.read_text(encoding="utf-8")).render(values)
 
 
@@ -104,11 +104,14 @@ def _marker(step: float, name: str, rate: float, low: float | None = None, high:
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for key, value in config.items():
-        rows += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", _text(value))]
+        rows += (
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", as_text(value))]
+        )
     return rows
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Text as it is; all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.group_queue import GroupQueue
+from palestra.train.group_source import GroupSource
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
@@ -115,15 +117,8 @@ class Run:
         done = resume_from[1].step if resume_from else state.step
         parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks)
         source, evaluator = task.source(parts), task.evaluator(parts)
-        queue = None
-        if config.rollout.max_staleness and source.concurrent:
-            queue = GroupQueue(
-                source,
-                per_step=config.train.problems_per_step,
-                max_staleness=config.rollout.max_staleness,
-                journal_file=folder.queue_file if keeps_checkpoints and config.checkpoint.every else None,
-                steps_left=lambda: training.steps_left,
-            )
+        journal = folder.queue_file if keeps_checkpoints and config.checkpoint.every else None
+        queue = queue_for(source, config, journal, lambda: training.steps_left)
         (queue or source).restore(state.source)
         training = Training(
             config,
@@ -265,6 +260,21 @@ class Run:
             write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
         return report.mean_reward
+
+
+def queue_for(
+    source: GroupSource, config: RunConfig, journal: Path | None, steps_left: Callable[[], int | None]
+) -> GroupQueue | None:
+    """A queue around the source, where groups are sampled ahead of their step."""
+    if not (config.rollout.max_staleness and source.concurrent):
+        return None
+    return GroupQueue(
+        source,
+        per_step=config.train.problems_per_step,
+        max_staleness=config.rollout.max_staleness,
+        journal_file=journal,
+        steps_left=steps_left,
+    )
 
 
 def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[Path, TrainState] | None:

@@ -9,9 +9,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem
 from palestra.envs.base import Split
-from palestra.envs.env import Env, EnvConfig
-
-_HELD_OUT_SEED = 1_000_000
+from palestra.envs.env import Env, EnvConfig, seeded_problems
 
 
 class GymEnv(Env):
@@ -55,9 +53,7 @@ class GymEnv(Env):
             raise PalestraError(f"{len(self._actions)} names for {self._count} actions; name every one of {space}")
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        first = self.config.seed + (0 if split == "train" else _HELD_OUT_SEED)
-        size = self.config.train_size if split == "train" else self.config.held_out_size
-        return [Problem("", self._question, row={"seed": seed}) for seed in range(first, first + size)]
+        return seeded_problems(self.config, split, self._question)
 
     def start(self) -> str:
         self.environment = self._make()

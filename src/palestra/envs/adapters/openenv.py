@@ -12,11 +12,10 @@ from palestra.core.errors import PalestraError
 from palestra.core.http import HttpError, Request
 from palestra.core.types import Problem
 from palestra.envs.base import Split
-from palestra.envs.env import Env, EnvConfig
+from palestra.envs.env import Env, EnvConfig, seeded_problems
 from palestra.tools.tool import Tool
 
 _OVER = "The episode is over."
-_HELD_OUT_SEED = 1_000_000
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 16 * 2**20
 _RELEASE_S = 2.0
@@ -74,9 +73,7 @@ class OpenEnv(Env):
         return None
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        first = self.config.seed + (0 if split == "train" else _HELD_OUT_SEED)
-        size = self.config.train_size if split == "train" else self.config.held_out_size
-        return [Problem("", self._question, row={"seed": seed}) for seed in range(first, first + size)]
+        return seeded_problems(self.config, split, self._question)
 
     def start(self) -> str:
         self.total, self.done = 0.0, False

@@ -127,18 +127,17 @@ def command(
     if detach:
         _detach(agent_file, env, own, config_file, options, wire or None, nproc or 1, console, as_json)
         return
+    resumed = None if resume is None else _resume_of(resume, from_checkpoint, options, config_file)
     if env_url is not None:
         require_serve_extra()
-        going_on = None if resume is None else _resume_of(resume, from_checkpoint, options, config_file)
-        run = (
-            new_run_for(env, env_url, folder, read_settings(config_file, options))
-            if going_on is None
-            else RunFolder.open(going_on.folder)
-        )
-        _train_on_wire(run, env_url, serve_port, wait_limit_s, going_on, console, as_json)
+        if resumed is None:
+            run = new_run_for(env, env_url, folder, read_settings(config_file, options))
+        else:
+            run = RunFolder.open(resumed.folder)
+        _train_on_wire(run, env_url, serve_port, wait_limit_s, resumed, console, as_json)
         return
-    if resume is not None:
-        result = resume_run(_resume_of(resume, from_checkpoint, options, config_file), console, agent_file)
+    if resumed is not None:
+        result = resume_run(resumed, console, agent_file)
     elif env is not None:
         result = _train_environment(env, config_file, options, folder, console)
     else:
