@@ -185,15 +185,15 @@ class GRPOTrainer:
         `record` is more to be written down in the run folder's run.json.
         """
         refuse_in_import("a training")
-        going_on = Resume.of(resume)
-        if going_on is not None:
-            run = RunFolder.open(going_on.folder)
+        resumed = Resume.of(resume)
+        if resumed is not None:
+            run = RunFolder.open(resumed.folder)
             config = run.config
         else:
             config = self._resolve(len(environment.problems("train")))
             self._load(config)  # a model that cannot be loaded leaves no run folder behind
             run = self._new_folder(config, self._record() | dict(record or {}))
-        return outside_event_loop(lambda: self._run(environment, config, run, going_on))
+        return outside_event_loop(lambda: self._run(environment, config, run, resumed))
 
     def _new_folder(self, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
         """Made by the first rank, where there are several, and used by all."""

@@ -47,7 +47,7 @@ def mentions_held_out(text: str) -> bool:
 def _make_catalogue() -> dict[str, int]:
     """Each item's price; held-out items have held-out prices, the others never do."""
     rng = random.Random(7)
-    pools = {kept: [p for p in PRICES if is_held_out_price(p) == kept] for kept in (True, False)}
+    pools = {held_out: [p for p in PRICES if is_held_out_price(p) == held_out] for held_out in (True, False)}
     return {f"{a} {n}": rng.choice(pools[is_held_out_item(a, n)]) for a in ADJECTIVES for n in NOUNS}
 
 

@@ -177,4 +177,4 @@ def test_without_progress_nothing_is_printed_and_with_it_lines_where_there_is_no
     suite.evaluate(result.agent, config=config, progress=False)
     assert "scoring" not in capfd.readouterr().err
     suite.evaluate(result.agent, config=config)
-    assert "scoring: 1 rollouts\nscoring: 1/1" in capfd.readouterr().err
+    assert "scoring: 1 rollouts\nscoring: done in" in capfd.readouterr().err

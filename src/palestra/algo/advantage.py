@@ -92,10 +92,10 @@ def combine_measures(
 
 def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Groups numbered 0, 1, … for each row, and the size of each."""
-    given = torch.as_tensor(group, dtype=torch.int64)
-    if given.shape != (rows,):
-        raise PalestraError(f"{rows} rewards but a group list of shape {list(given.shape)}; expected one group a row")
-    _, row_group, size = given.unique(return_inverse=True, return_counts=True)
+    ids = torch.as_tensor(group, dtype=torch.int64)
+    if ids.shape != (rows,):
+        raise PalestraError(f"{rows} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
+    _, row_group, size = ids.unique(return_inverse=True, return_counts=True)
     return row_group, size.double()
 
 

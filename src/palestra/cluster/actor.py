@@ -37,12 +37,12 @@ class PackedWeights:
 
 
 def pack(weights: Weights) -> PackedWeights:
-    def plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
+    def as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
         values = tensor.detach().cpu().contiguous()
         content = values.reshape(-1).view(torch.uint8).numpy()
         return str(values.dtype).removeprefix("torch."), tuple(values.shape), content
 
-    return PackedWeights(weights.version, {name: plain(tensor) for name, tensor in weights.tensors().items()})
+    return PackedWeights(weights.version, {name: as_bytes(tensor) for name, tensor in weights.tensors().items()})
 
 
 def unpack(packed: PackedWeights) -> Weights:
@@ -57,7 +57,7 @@ def unpack(packed: PackedWeights) -> Weights:
         return torch.from_numpy(content.copy()).view(getattr(torch, dtype)).reshape(shape)
 
     tensors = packed.tensors or {}
-    return Weights(packed.version, lambda: {name: tensor(*plain) for name, plain in tensors.items()})
+    return Weights(packed.version, lambda: {name: tensor(*packed_tensor) for name, packed_tensor in tensors.items()})
 
 
 @dataclass(slots=True)

@@ -222,11 +222,11 @@ class RolloutPool:
         return member
 
     async def _watch(self) -> None:
-        told = False
+        is_announced = False
         while (failure := await self._cluster.failure()) is None:
             await asyncio.sleep(CHECK_S)
-            if not told and self.actors and self.actors + self._building < self.size and self._has_gathered():
-                told = True
+            if not is_announced and self.actors and self.actors + self._building < self.size and self._has_gathered():
+                is_announced = True
                 log.warning(
                     "%d of %d rollout actors have found room; the others join when they do. The cluster has %s",
                     self.actors,

@@ -76,8 +76,8 @@ class RunConfig(Section):
         if not isinstance(settings, dict) or settings.get("backend") != "tinker":
             return settings
         defaults: dict[str, dict[str, Any]] = {"rollout": {"temperature": 1.0}, "lora": {"r": TINKER_LORA_RANK}}
-        given = {name: settings.get(name) or {} for name in defaults}
-        return settings | {name: own | given[name] for name, own in defaults.items() if isinstance(given[name], dict)}
+        chosen = {name: settings.get(name) or {} for name in defaults}
+        return settings | {name: own | chosen[name] for name, own in defaults.items() if isinstance(chosen[name], dict)}
 
     @model_validator(mode="after")
     def _sampling_needs_its_cache(self) -> RunConfig:

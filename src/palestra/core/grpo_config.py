@@ -123,8 +123,8 @@ class GRPOTrainingConfig(BaseModel):
                 raise PalestraError(f"{', '.join(changed)}: without effect, as use_vllm is False; set use_vllm=True")
             return {}
         names = {name: name.removeprefix("vllm_").replace("server_base_url", "url") for name in changed}
-        given = {f"vllm.{key}": getattr(self, name) for name, key in names.items() if name != "use_vllm"}
-        return {"vllm.mode": self.vllm_mode, **given}
+        options = {f"vllm.{key}": getattr(self, name) for name, key in names.items() if name != "use_vllm"}
+        return {"vllm.mode": self.vllm_mode, **options}
 
     def to_trl_config(self) -> GRPOConfig:
         """The same training as TRL's GRPOConfig, with this trainer's objective where TRL's defaults differ."""

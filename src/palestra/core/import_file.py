@@ -22,21 +22,21 @@ def refuse_in_import(what: str) -> None:
         )
 
 
-def import_file(path: Path, given: str, wanted: str) -> ModuleType:
-    """Import a file by its path. `given` is how the user named it, `wanted` what it should have been."""
+def import_file(path: Path, label: str, expected: str) -> ModuleType:
+    """Import a file by its path. `label` is how the user named it; `expected` says what it should define."""
     name = f"palestra_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PalestraError(f"{given} is not a Python file; give one that ends in .py. {wanted}")
+        raise PalestraError(f"{label} is not a Python file; give one that ends in .py. {expected}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # the file may import its neighbours
-    _importing.append(given)
+    _importing.append(label)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise PalestraError(f"{given}{_line(error, path)}: {_reason(error)}") from error
+        raise PalestraError(f"{label}{_line(error, path)}: {_reason(error)}") from error
     finally:
         _importing.pop()
     return module

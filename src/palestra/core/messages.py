@@ -14,27 +14,27 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
     """The message as chat templates take it; OpenAI-style servers want the arguments as JSON text."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    row: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        plain["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
+        row["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
+        row["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        plain["name"] = message.name
-    return plain
+        row["name"] = message.name
+    return row
 
 
-def from_dict(plain: Mapping[str, Any]) -> Message:
+def from_dict(row: Mapping[str, Any]) -> Message:
     """A message out of a plain dict: content as text, None or text parts; arguments as object or JSON text."""
-    role = _ROLES.get(plain.get("role", ""))
+    role = _ROLES.get(row.get("role", ""))
     if role is None:
-        raise PalestraError(f"a message has the role {plain.get('role')!r}; expected one of {', '.join(_ROLES)}")
+        raise PalestraError(f"a message has the role {row.get('role')!r}; expected one of {', '.join(_ROLES)}")
     return Message(
         role=role,  # type: ignore[arg-type]
-        text=_text(plain.get("content")),
-        tool_calls=tuple(_call_from_dict(call, i) for i, call in enumerate(plain.get("tool_calls") or ())),
-        tool_call_id=plain.get("tool_call_id"),
-        name=plain.get("name"),
+        text=_text(row.get("content")),
+        tool_calls=tuple(_call_from_dict(call, i) for i, call in enumerate(row.get("tool_calls") or ())),
+        tool_call_id=row.get("tool_call_id"),
+        name=row.get("name"),
     )
 
 
@@ -59,9 +59,9 @@ def _call_to_dict(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _call_from_dict(plain: Mapping[str, Any], index: int) -> ToolCall:
-    function = plain.get("function", plain)
-    call_id = plain.get("id") or f"call_{index}"
+def _call_from_dict(row: Mapping[str, Any], index: int) -> ToolCall:
+    function = row.get("function", row)
+    call_id = row.get("id") or f"call_{index}"
     name = function.get("name") or ""
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

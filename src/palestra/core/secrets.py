@@ -41,11 +41,11 @@ def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.
     >>> clean_environment(environ={"PATH": "/bin", "A_KEY": "x", "DATA": "y", "PALESTRA_PASS_ENV": "DATA"})
     {'PATH': '/bin', 'DATA': 'y', 'PALESTRA_PASS_ENV': 'DATA'}
     """
-    kept = {*keep, *_passed_on(environ)}
+    allowed = {*keep, *_passed_on(environ)}
     return {
         name: value
         for name, value in environ.items()
-        if name in kept or (_HARMLESS.match(name) and not is_secret_name(name) and not _PASSWORD.search(value))
+        if name in allowed or (_HARMLESS.match(name) and not is_secret_name(name) and not _PASSWORD.search(value))
     }
 
 

@@ -287,9 +287,9 @@ class _Advantages:
 
     def of(self, row: dict[str, Any], record: dict[str, Any]) -> float | None:
         """That of its first sampled token; None where it is not known."""
-        given = record.get("advantage")
-        if isinstance(given, int | float):
-            return float(given)
+        advantage = record.get("advantage")
+        if isinstance(advantage, int | float):
+            return float(advantage)
         if row["step"] != self._step:
             self._step, self._values = row["step"], token_table(self._folder, row["step"])
         first = _first_sampled(record)

@@ -54,9 +54,9 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _question(record: Mapping[str, Any]) -> str:
     """What the user asked first; a foreign run may say that it was something else."""
-    given = record.get("question")
+    question = record.get("question")
     asked = (message["text"] for message in messages_of(record) if message["role"] == "user")
-    return given if isinstance(given, str) else next(asked, "")
+    return question if isinstance(question, str) else next(asked, "")
 
 
 def shown(row: Any) -> dict[str, Any]:

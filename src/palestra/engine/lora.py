@@ -34,8 +34,8 @@ def is_linear(linear: Any) -> bool:
         return False
     if linear is base_linear(linear):
         return True
-    plain = type(linear).__module__ == "peft.tuners.lora.layer" and type(linear).__name__ == "Linear"
-    if not plain or linear.merged or linear.disable_adapters or len(linear.active_adapters) != 1:
+    is_ordinary = type(linear).__module__ == "peft.tuners.lora.layer" and type(linear).__name__ == "Linear"
+    if not is_ordinary or linear.merged or linear.disable_adapters or len(linear.active_adapters) != 1:
         return False
     name = linear.active_adapters[0]
     if name not in linear.lora_A:

@@ -54,10 +54,10 @@ def main() -> None:
     """Only the answer goes to stdout, whatever the environment prints."""
     answer, sys.stdout = sys.stdout, sys.stderr
     try:
-        told = describe(**json.load(sys.stdin))
+        description = describe(**json.load(sys.stdin))
     except (Exception, SystemExit) as error:
-        told = {"error": _reason(error)}
-    json.dump(told, answer, default=str)
+        description = {"error": _reason(error)}
+    json.dump(description, answer, default=str)
     answer.flush()
 
 

@@ -48,13 +48,13 @@ def describe_env(
     }
     answer, complaints = _ask(found.name, python or Path(sys.executable), asked, timeout_s)
     try:
-        told = json.loads(answer)
+        description = json.loads(answer)
     except ValueError:
         lines = complaints.strip().splitlines()
-        told = {"error": lines[-1] if lines else "its process ended without an answer"}
-    if "error" in told:
-        raise PalestraError(f"the config of {found.name} cannot be read: {told['error']}")
-    return EnvDescription(told["fields"], told["run_settings"])
+        description = {"error": lines[-1] if lines else "its process ended without an answer"}
+    if "error" in description:
+        raise PalestraError(f"the config of {found.name} cannot be read: {description['error']}")
+    return EnvDescription(description["fields"], description["run_settings"])
 
 
 def _ask(name: str, python: Path, asked: dict[str, Any], timeout_s: float) -> tuple[str, str]:

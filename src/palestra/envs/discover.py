@@ -85,8 +85,8 @@ def in_file(path: Path) -> list[DiscoveredEnv]:
 
 def configured_paths(paths: Iterable[Path | str] = ()) -> list[Path]:
     variable = [part for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
-    given = [Path(path).resolve() for path in (*paths, *variable, "environments")]
-    return list(dict.fromkeys(path for path in given if path.exists()))
+    candidates = [Path(path).resolve() for path in (*paths, *variable, "environments")]
+    return list(dict.fromkeys(path for path in candidates if path.exists()))
 
 
 def python_files(path: Path) -> Iterator[Path]:

@@ -31,8 +31,8 @@ def as_problem(item: Any, problem_id: str) -> Problem:
         case (str() as text, expect):
             return Problem(problem_id, text, expect)
         case Mapping() if "input" in item:
-            said = item["input"] if isinstance(item["input"], str) else as_messages(item["input"])
-            return Problem(str(item.get("id", problem_id)), said, item.get("expect"), dict(item))
+            prompt = item["input"] if isinstance(item["input"], str) else as_messages(item["input"])
+            return Problem(str(item.get("id", problem_id)), prompt, item.get("expect"), dict(item))
         case _:
             raise PalestraError(
                 f"a problem is {item!r}; expected a question, a pair (question, expected), a dict with "

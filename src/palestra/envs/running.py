@@ -46,8 +46,8 @@ class EnvEpisode:
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         if type(self.env).step is Env.step and not self.error:  # most environments answer nothing
             return ()
-        said = await self._call("step", messages)
-        return () if said is None else as_messages(said)
+        reply = await self._call("step", messages)
+        return () if reply is None else as_messages(reply)
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         self.env.tool_results = tuple(tool_results)

@@ -135,24 +135,25 @@ def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
             )
 
 
-def _weights(names: Sequence[str], given: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
+def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
     """A weight for each measure; a mapping may name some only, the others weigh nothing."""
-    if given is None:
+    if weights is None:
         return {name: 1.0 / len(names) for name in names}
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(weights, Mapping):
+        for name in weights:
             if name not in names:
                 raise PalestraError(
                     f"reward_weights names {name!r}, which is no measure here.{did_you_mean(name, names)} "
                     f"The measures are: {', '.join(names)}."
                 )
-        weights = {name: float(given.get(name, 0.0)) for name in names}
+        result = {name: float(weights.get(name, 0.0)) for name in names}
     else:
-        if len(given) != len(names):
+        if len(weights) != len(names):
             raise PalestraError(
-                f"reward_weights has {len(given)} values for {len(names)} measures ({', '.join(names)}); give one each"
+                f"reward_weights has {len(weights)} values for {len(names)} measures ({', '.join(names)}); "
+                "give one each"
             )
-        weights = {name: float(weight) for name, weight in zip(names, given, strict=True)}
-    if not all(math.isfinite(weight) for weight in weights.values()) or not any(weights.values()):
-        raise PalestraError(f"reward_weights are {weights}; expected finite numbers, and at least one that is not 0")
-    return weights
+        result = {name: float(weight) for name, weight in zip(names, weights, strict=True)}
+    if not all(math.isfinite(weight) for weight in result.values()) or not any(result.values()):
+        raise PalestraError(f"reward_weights are {result}; expected finite numbers, and at least one that is not 0")
+    return result

@@ -217,13 +217,13 @@ def _user(blocks: Sequence[dict[str, Any]], where: str) -> Iterator[Message]:
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
-    kept = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking")]
-    uses = [block for block in kept if block.get("type") == "tool_use"]
+    visible = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking")]
+    uses = [block for block in visible if block.get("type") == "tool_use"]
     for block in uses:
         if not (isinstance(block.get("name"), str) and isinstance(block.get("input"), dict)):
             raise PalestraError(f"{where}: a tool_use block needs a name and an input object")
     calls = tuple(ToolCall(str(block.get("id")), block["name"], block["input"]) for block in uses)
-    return Message("assistant", _text([block for block in kept if block not in uses], where), calls)
+    return Message("assistant", _text([block for block in visible if block not in uses], where), calls)
 
 
 def _text(content: Any, where: str) -> str:

@@ -93,7 +93,7 @@ class Attempt:
     @property
     def counts(self) -> AttemptCounts:
         tree = self.lineages
-        sampled = sum(len(node.said.token_ids) for node in tree.nodes)
+        sampled = sum(len(node.sampled.token_ids) for node in tree.nodes)
         return AttemptCounts(
             self.requests, len(tree.nodes), len(tree.leaves), sampled, tree.recomputed_tokens, tree.retokenised_turns
         )
@@ -234,10 +234,10 @@ class Attempt:
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
-    async def _record(self, request: ChatRequest, turn: _TurnUnderWay, said: Turn) -> Answer:
+    async def _record(self, request: ChatRequest, turn: _TurnUnderWay, sampled: Turn) -> Answer:
         branch, start = turn.branch, turn.prompt_tokens
-        check_record(turn.session, start, said)
-        completion = self._model.completion(said, turn.params)
+        check_record(turn.session, start, sampled)
+        completion = self._model.completion(sampled, turn.params)
         if request.top_logprobs:
             prompt = tuple(turn.session.token_ids[:start])
             scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
@@ -247,7 +247,7 @@ class Attempt:
         reply = Message("assistant", strip_thinking(text), calls)
         ids = tuple(self._call_id(i) for i in range(len(calls)))
         has_stop_token = isinstance(completion.matched, int)
-        node = self.lineages.add(branch, reply, said, turn.session, ids, has_stop_token)
+        node = self.lineages.add(branch, reply, sampled, turn.session, ids, has_stop_token)
         turn.recorded = True
         if not calls and self._waits_for_tools is not None:
             self._waits_for_tools.away(turn.session)
@@ -276,7 +276,7 @@ class Attempt:
     def _stop_reason(self, leaf: Node) -> StopReason:
         if leaf.refused:
             return "truncated"
-        if leaf.said.finish == "stop":
+        if leaf.sampled.finish == "stop":
             return "answered"
         full = len(leaf.token_ids) >= self._model.context_tokens
         return "context_full" if full else "truncated"

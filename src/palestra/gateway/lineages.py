@@ -26,10 +26,10 @@ class Node:
     """One sampled turn with what was new before it. Its session is there until somebody goes on from it."""
 
     place: Place
-    heard: tuple[Message, ...]  # of a root the whole opening
-    given: tuple[Turn, ...]  # the tokens of what was heard
+    new_messages: tuple[Message, ...]  # since the parent; of a root the whole opening
+    new_turns: tuple[Turn, ...]  # their tokens
     reply: Message
-    said: Turn
+    sampled: Turn
     session: Any
     number: int  # in the order in which turns ended
     call_ids: tuple[str, ...] = ()  # of the reply's calls, as the client knows them
@@ -53,11 +53,11 @@ class Node:
 
     @property
     def token_ids(self) -> list[int]:
-        return [i for node in self.path for turn in (*node.given, node.said) for i in turn.token_ids.tolist()]
+        return [i for node in self.path for turn in (*node.new_turns, node.sampled) for i in turn.token_ids.tolist()]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return tuple(message for node in self.path for message in (*node.heard, node.reply))
+        return tuple(message for node in self.path for message in (*node.new_messages, node.reply))
 
 
 @dataclass(eq=False, slots=True)
@@ -65,8 +65,8 @@ class Branch:
     """Where the next turn is sampled: an open session that holds all tokens before it."""
 
     place: Place
-    heard: tuple[Message, ...]
-    given: tuple[Turn, ...]
+    new_messages: tuple[Message, ...]
+    new_turns: tuple[Turn, ...]
     tool_names: tuple[str, ...]
     session: Any
     cached_tokens: int = 0  # of the session's, those that it held before
@@ -82,7 +82,7 @@ class Branch:
 
     @property
     def sampled_tokens(self) -> int:
-        return 0 if self.parent is None else sum(len(node.said.token_ids) for node in self.parent.path)
+        return 0 if self.parent is None else sum(len(node.sampled.token_ids) for node in self.parent.path)
 
 
 @dataclass(slots=True)
@@ -106,16 +106,17 @@ class Lineages:
 
     def branch(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Branch:
         """The place that a history leads to. The caller samples there, and adds the turn or closes the session."""
-        place, heard, given = self._place(messages, tools, variables)
-        session, cached = self._session(place[0], given)
-        if self._replies and any(message.role == "assistant" for message in heard):
-            self.retokenised_turns += sum(key in self._replies for key in request_keys(heard) if key[0] == "assistant")
-        return Branch(place, heard, given, _names(tools), session, cached)
+        place, new_messages, new_turns = self._place(messages, tools, variables)
+        session, cached = self._session(place[0], new_turns)
+        if self._replies and any(message.role == "assistant" for message in new_messages):
+            replies = [key for key in request_keys(new_messages) if key[0] == "assistant"]
+            self.retokenised_turns += sum(key in self._replies for key in replies)
+        return Branch(place, new_messages, new_turns, _names(tools), session, cached)
 
     def count_tokens(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> int:
         """How many tokens the session of that place would hold."""
-        (node, *_), _, given = self._place(messages, tools, variables)
-        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in given)
+        (node, *_), _, new_turns = self._place(messages, tools, variables)
+        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in new_turns)
 
     def _place(
         self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]
@@ -124,24 +125,30 @@ class Lineages:
         keys, opening = request_keys(messages), opening_key(tools, variables)
         node, start = self._find(messages, keys, opening)
         if node is not None:
-            heard = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
-            given = self._continuation(heard, variables, node.has_stop_token)
-            if given is not None:
-                return (node, opening, tuple(keys[start:])), heard, given
-        heard = tuple(_with_call_names(messages))
-        prompt = self.prompts.render(heard, opening, lambda: self.chat.prompt(heard, tools, variables))
-        return (None, opening, tuple(keys)), heard, (prompt,)
+            new_messages = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
+            new_turns = self._continuation(new_messages, variables, node.has_stop_token)
+            if new_turns is not None:
+                return (node, opening, tuple(keys[start:])), new_messages, new_turns
+        new_messages = tuple(_with_call_names(messages))
+        prompt = self.prompts.render(new_messages, opening, lambda: self.chat.prompt(new_messages, tools, variables))
+        return (None, opening, tuple(keys)), new_messages, (prompt,)
 
     def add(
-        self, branch: Branch, reply: Message, said: Turn, session: Any, call_ids: tuple[str, ...], has_stop_token: bool
+        self,
+        branch: Branch,
+        reply: Message,
+        sampled: Turn,
+        session: Any,
+        call_ids: tuple[str, ...],
+        has_stop_token: bool,
     ) -> Node:
         """Record a sampled turn."""
         node = Node(
             branch.place,
-            branch.heard,
-            branch.given,
+            branch.new_messages,
+            branch.new_turns,
             reply,
-            said,
+            sampled,
             session,
             len(self.nodes),
             call_ids,
@@ -180,8 +187,8 @@ class Lineages:
         for leaf in self.leaves:
             turns: list[Turn] = []
             for node in leaf.path:
-                said = Turn("template", node.said.token_ids) if node in trained else node.said
-                turns += (*node.given, said)
+                sampled = Turn("template", node.sampled.token_ids) if node in trained else node.sampled
+                turns += (*node.new_turns, sampled)
                 trained.add(node)
             yield leaf, tuple(turns)
 
@@ -208,17 +215,17 @@ class Lineages:
         return best[1], best[2]
 
     def _continuation(
-        self, heard: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
+        self, new_messages: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
     ) -> tuple[Turn, ...] | None:
         """None where the template cannot append these messages: then the whole history is rendered anew."""
         try:
-            return self.chat.continuation(heard, variables, after_stop_token=after_stop_token)
+            return self.chat.continuation(new_messages, variables, after_stop_token=after_stop_token)
         except PalestraError:
             return None
 
-    def _session(self, node: Node | None, given: Sequence[Turn]) -> tuple[Any, int]:
+    def _session(self, node: Node | None, new_turns: Sequence[Turn]) -> tuple[Any, int]:
         """A session that holds all tokens up to here, and how many of them it held before."""
-        new = [i for turn in given for i in turn.token_ids.tolist()]
+        new = [i for turn in new_turns for i in turn.token_ids.tolist()]
         if node is None:
             return self.prompts.open(new)
         if node.session is None:

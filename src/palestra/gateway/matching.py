@@ -54,8 +54,8 @@ def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 
 
 @lru_cache(256)
-def _opening_key(plain: bytes) -> str:
-    return value_key(marshal.loads(plain))
+def _opening_key(marshalled: bytes) -> str:
+    return value_key(marshal.loads(marshalled))
 
 
 def value_key(value: Any) -> str:

@@ -20,24 +20,24 @@ def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:
     """An assistant's message and the function calls behind it are one message, as the model said it."""
     if isinstance(items, str):
         return [Message("user", items)]
-    plain: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     speaks = False  # the last item was the assistant's: calls join it
     for i, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "function_call":
             if not speaks:
-                plain.append({"role": "assistant", "content": "", "tool_calls": []})
+                rows.append({"role": "assistant", "content": "", "tool_calls": []})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            plain[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+            rows[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
         elif kind == "function_call_output":
-            plain.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+            rows.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
         elif kind == "message":
-            plain.append({"role": item.get("role"), "content": item.get("content")})
+            rows.append({"role": item.get("role"), "content": item.get("content")})
         elif kind != "reasoning":
             raise PalestraError(f"input.{i}: an item of type {short(kind)} is not supported; leave it out")
         speaks = kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
     try:
-        return [from_dict(message) for message in plain]
+        return [from_dict(message) for message in rows]
     except (TypeError, AttributeError) as error:
         raise PalestraError(f"input: not in the form of a conversation ({error})") from None
 

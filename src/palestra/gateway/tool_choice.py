@@ -33,8 +33,8 @@ def function_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...
 
 
 @lru_cache(64)
-def _function_tools(plain: bytes) -> tuple[dict[str, Any], ...]:
-    return tuple(map(function_tool, marshal.loads(plain)))
+def _function_tools(marshalled: bytes) -> tuple[dict[str, Any], ...]:
+    return tuple(map(function_tool, marshal.loads(marshalled)))
 
 
 def function_tool(tool: dict[str, Any]) -> dict[str, Any]:

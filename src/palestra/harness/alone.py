@@ -63,8 +63,8 @@ class LoneGateway:
         number = next(self._numbers)
         body = parse(AttemptBody.model_validate_json, raw or b"{}", 400)
         if body.input:
-            given = body.input if isinstance(body.input, str) else as_messages(body.input)
-            problem: Problem | None = Problem(body.id or f"attempt-{number}", given)
+            prompt = body.input if isinstance(body.input, str) else as_messages(body.input)
+            problem: Problem | None = Problem(body.id or f"attempt-{number}", prompt)
         else:
             problem = next(self._cases, None)
         if problem is None:

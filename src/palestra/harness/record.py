@@ -64,7 +64,7 @@ class Recorder:
             answer = await stream.__aenter__()
         except http.HttpError as error:
             raise refuse(502, str(error)) from None
-        kept = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP - {"content-length"}}
+        answer_headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP - {"content-length"}}
         dialect = dialect_of(path) if request.method == "POST" and answer.status == 200 else None
         keys = [request.headers[k].removeprefix("Bearer ") for k in _KEY_HEADERS if k in request.headers]
 
@@ -80,7 +80,7 @@ class Recorder:
             finally:
                 await stream.__aexit__(None, None, None)
 
-        return StreamingResponse(chunks(), answer.status, kept)
+        return StreamingResponse(chunks(), answer.status, answer_headers)
 
     def _base(self, request: Request) -> str:
         if self._upstream:

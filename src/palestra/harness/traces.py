@@ -55,8 +55,8 @@ class Traces:
 
     def _from_responses(self, request: Json, answer: Json) -> tuple[list[Json], list[Json], list[Json]]:
         before = self._responses.get(str(request.get("previous_response_id")), [])
-        given = request.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+        prompt = request.get("input")
+        items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
         history = [*before, *_items_as_messages(items)]
         (reply,) = _items_as_messages(answer.get("output") or ()) or [{"role": "assistant", "content": ""}]
         if answer.get("id"):

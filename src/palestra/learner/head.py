@@ -89,7 +89,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         size, (statistics, _) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        kept: list[Tensor] = []
+        saved_logits: list[Tensor] = []
         room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
@@ -97,11 +97,11 @@ class _Score(torch.autograd.Function):
             parts.append(statistics(logits, y, rule))
             room -= logits.nbytes
             if room >= 0:
-                kept.append(logits)
+                saved_logits.append(logits)
         columns = zip(*parts, strict=True) if parts else [(hidden.new_empty(0, dtype=torch.float32),)] * 3
         logprobs, logsumexp, entropy = (torch.cat(column) for column in columns)
         ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
-        ctx.rule, ctx.entropy_gradient, ctx.kept = rule, entropy_gradient, kept
+        ctx.rule, ctx.entropy_gradient, ctx.saved_logits = rule, entropy_gradient, saved_logits
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -116,10 +116,10 @@ class _Score(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         grad_low = None if low is None else torch.empty_like(low)
         grad_up = None if up is None else torch.zeros_like(up, dtype=torch.float32)
-        kept, ctx.kept = iter(ctx.kept), []
+        saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            logits = next(kept, None)
+            logits = next(saved_logits, None)
             if logits is None:
                 logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
             gradient = logit_gradient(

@@ -105,11 +105,11 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that it keeps, by names that do not depend on the number of ranks; the tensors themselves."""
-        kept: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
             moments = self.adamw.state.get(master, {})
-            kept |= {f"{kind}/{name}": value for kind, value in ({"weight": master.detach()} | moments).items()}
-        return kept
+            state |= {f"{kind}/{name}": value for kind, value in ({"weight": master.detach()} | moments).items()}
+        return state
 
     def make_room(self) -> None:
         """Moments of 0 for every weight, to be overwritten."""

@@ -79,13 +79,13 @@ def tree_attention(
         raise UnsupportedModel(f"{type(module).__name__} does not hand keywords on to its attention function")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
-    plain = softcap is None and s_aux is None and not windowed
+    is_causal_only = softcap is None and s_aux is None and not windowed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    if plain and flash_fits(q, v):
+    if is_causal_only and flash_fits(q, v):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale)
-    elif plain and cpu_fits(q, v):
+    elif is_causal_only and cpu_fits(q, v):
         out = cpu_trees(q, k, v, layout.trees, scale)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}

@@ -96,9 +96,9 @@ def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:
     packed = work.packed
     scored = min(packed.largest, packed.largest_rows * work.new_tokens)
     whole = float(scored * shape.vocabulary * work.weight_bytes)
-    kept = min(whole, LOGITS_KEPT if device.is_gpu else 0)
+    saved = min(whole, LOGITS_KEPT if device.is_gpu else 0)
     gradient = shape.head_weights * (4 + work.weight_bytes) if work.method == "full" else 0
-    return kept + min(whole - kept, LOGITS_CHUNK) + gradient
+    return saved + min(whole - saved, LOGITS_CHUNK) + gradient
 
 
 def _weights(shape: ModelShape, work: StepWork) -> float:

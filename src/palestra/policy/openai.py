@@ -30,22 +30,22 @@ class OpenAISettings(Section):
     max_concurrent: int = Field(16, ge=1, description="requests under way at once")
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> OpenAISettings:
+    def read(cls, settings: dict[str, Any]) -> OpenAISettings:
         """From settings by our names or by those of atroposlib's servers; one that would have no effect is refused."""
-        given = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
-        if given.pop("server_type", "openai") != "openai":
+        settings = {_OTHER_NAMES.get(name, name): value for name, value in settings.items()}
+        if settings.pop("server_type", "openai") != "openai":
             raise PalestraError("openai.server_type: an environment of ours asks OpenAI-style endpoints; leave it out")
-        if str(given.pop("health_check", False)).lower() != "false":
+        if str(settings.pop("health_check", False)).lower() != "false":
             raise PalestraError("openai.health_check: the endpoint is asked without a check; leave it out")
-        if str(given.get("api_key", "")).lower() in _NO_KEYS:
-            given.pop("api_key", None)
-        if "api_key" in given:
+        if str(settings.get("api_key", "")).lower() in _NO_KEYS:
+            settings.pop("api_key", None)
+        if "api_key" in settings:
             raise PalestraError(
                 "openai.api_key: a key on the command line or in a file is seen by others. Put it into an environment "
                 "variable, and give the variable's name as openai.api_key_env (OPENAI_API_KEY unless given)"
             )
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(settings)
         except ValidationError as error:
             raise PalestraError(f"openai: {explain(error, list(cls.model_fields))}") from None
 

@@ -47,7 +47,7 @@ class RemotePolicy(TokenSessions):
         return str(answer["data"][0]["id"])
 
     async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
-        body = {"input_ids": session.token_ids, "sampling_params": _plain(params), "return_logprob": True}
+        body = {"input_ids": session.token_ids, "sampling_params": _sampling_fields(params), "return_logprob": True}
         sampled = read_sampled(await self._ask("/generate", body))
         self.version = int(sampled.versions[-1])
         session.token_ids += sampled.token_ids.tolist()
@@ -101,7 +101,7 @@ def read_sampled(answer: Any) -> Turn:
     return Turn("model", ids, logprobs, versions, cast(Finish, finish))  # type: ignore[arg-type]
 
 
-def _plain(params: SamplingParams) -> dict[str, Any]:
+def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,

@@ -31,13 +31,13 @@ def token_logprobs(
     cache = None
     for begin in range(0, ids.shape[1] - 1, _CHUNK):
         end = min(begin + _CHUNK, ids.shape[1] - 1)
-        wanted = end - max(begin, start - 1)  # the last of the chunk predict them
+        scored = end - max(begin, start - 1)  # the last of the chunk predict them
         with torch.inference_mode(), switch.use(model.config._attn_implementation or "sdpa", training=False):
             out = model(
-                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=max(wanted, 1)
+                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1)
             )
             cache = out.past_key_values
-            piece = _read(out.logits[0] / temperature, ids[0, end + 1 - wanted : end + 1], top) if wanted > 0 else None
+            piece = _read(out.logits[0] / temperature, ids[0, end + 1 - scored : end + 1], top) if scored > 0 else None
         if piece is not None:
             yield piece
 

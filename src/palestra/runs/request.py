@@ -76,8 +76,8 @@ class RunRequest:
         """The settings with the backend. The lock on the trainer's memory is none on that of a Tinker server."""
         if self.backend == "local":
             return dict(self.settings)
-        kept = {key: value for key, value in self.settings.items() if key != "train.tokens_per_micro_batch"}
-        return {"backend": self.backend, **kept}
+        settings = {key: value for key, value in self.settings.items() if key != "train.tokens_per_micro_batch"}
+        return {"backend": self.backend, **settings}
 
     def needs_wire(self) -> bool:
         """Whether the environment runs in a process of its own. Reads source files, runs none of them."""
@@ -218,8 +218,8 @@ def answers(url: str, token: str | None = None) -> bool:
 
 def process_environment(part: str, run_id: str, request: RunRequest, token: str | None = None) -> dict[str, str]:
     """The environment variables of a run's process. `token` is that of the run's own servers."""
-    wanted = {"WANDB_API_KEY"} if request.env_settings.get("use_wandb") else set()
-    environ = own_environment(hide=_TRAINER_ONLY - wanted if part == "env" else ())
+    allowed = {"WANDB_API_KEY"} if request.env_settings.get("use_wandb") else set()
+    environ = own_environment(hide=_TRAINER_ONLY - allowed if part == "env" else ())
     environ |= {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
     return environ | ({"PALESTRA_TOKEN": token} if token else {})
 

@@ -253,8 +253,8 @@ class Supervisor:
         """End processes whose starter has ended."""
         alive = [process.pid for part, process in self._parts.items() if part not in self._exit_codes]
         alive += [writer.pid for writer in self._log_writers.values()]
-        wanted = {pid for root in alive for pid in (root, *(p.pid for p in descendants(root)))}
-        orphans = [process for process in descendants(os.getpid()) if process.pid not in wanted]
+        known = {pid for root in alive for pid in (root, *(p.pid for p in descendants(root)))}
+        orphans = [process for process in descendants(os.getpid()) if process.pid not in known]
         end_all(orphans, _TERMINATE_ORPHANS_S)
 
 

@@ -44,12 +44,12 @@ class Connections:
     @classmethod
     def within_file_limit(cls) -> Connections:
         """As many as the file limit leaves room for; a low soft limit is raised as far as it may be."""
-        wanted = _MAX_CONNECTIONS + _BACKLOG + _OTHER_FILES
+        needed = _MAX_CONNECTIONS + _BACKLOG + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+        files = needed if soft == resource.RLIM_INFINITY else min(soft, needed)
         backlog = min(_BACKLOG, files // 4)
         return cls(max(16, files - backlog - _OTHER_FILES), backlog)
 

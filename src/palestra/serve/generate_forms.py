@@ -54,8 +54,8 @@ class SglangBody(BaseModel):
         if not self.return_logprob and (self.top_logprobs_num or self.logprob_start_len not in (None, -1)):
             raise PalestraError("logprob_start_len and top_logprobs_num need return_logprob=true")
         top, scores_prompt = self.top_logprobs_num or 0, self.prompt_from is not None
-        plain = model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS)
-        requests = [replace(request, top_logprobs=top, scores_prompt=scores_prompt) for request in plain]
+        requests = model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS)
+        requests = [replace(request, top_logprobs=top, scores_prompt=scores_prompt) for request in requests]
         for request in requests:
             model.check_scoring(request)
         return requests

@@ -115,10 +115,10 @@ class BaseModel:
         chosen = set()
         for name, module in self._linears():
             if module is head:
-                wanted = spec.train_unembed
+                is_trained = spec.train_unembed
             else:
-                wanted = spec.train_attn if "attn" in name or "attention" in name else spec.train_mlp
-            if wanted:
+                is_trained = spec.train_attn if "attn" in name or "attention" in name else spec.train_mlp
+            if is_trained:
                 chosen.add(name.rpartition(".")[2])
         return sorted(chosen)
 

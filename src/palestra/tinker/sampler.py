@@ -226,8 +226,8 @@ class Sampler:
             logits = self._module(input_ids=ids[:, :-1], use_cache=False).logits[0]
         logprobs = logits.float().log_softmax(-1)
         rows = torch.from_numpy(targets.places // targets.shape[1]).to(ids.device)
-        wanted = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
-        values = logprobs[rows, wanted.clamp(min=0)].where(wanted >= 0, 0.0)
+        target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
+        values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)
         return Tensor(values.cpu().numpy(), targets.shape, targets.cells)
 
 

@@ -164,13 +164,13 @@ class TinkerLearner:
     def save(self, folder: Path) -> None:
         """The state stays on the server; the folder has its path. States whose folder is gone are deleted there."""
         name = folder.name.strip(".").removesuffix(".partial")
-        kept = {str(folder.with_name(name)): self.model.save(name)}
+        saved = {str(folder.with_name(name)): self.model.save(name)}
         for path, state in self._saved.items():
             if Path(path).exists():
-                kept[path] = state
+                saved[path] = state
             else:
                 self.model.delete(state)
-        self._saved = kept
+        self._saved = saved
         write_json(folder / CHECKPOINT, {"state": self.model.state, "base_model": self._base_model})
 
     def load(self, folder: Path) -> None:

@@ -41,9 +41,9 @@ class TinkerPolicy(TokenSessions):
         if left <= 0:
             return Turn("model", (), (), self.version, "length")  # type: ignore[arg-type]
         params = replace(params, max_new_tokens=min(params.max_new_tokens, left))
-        prompt, wanted, sampler = types.ModelInput.from_ints(session.token_ids), sampling_params(params), self._sampler
+        prompt, options, sampler = types.ModelInput.from_ints(session.token_ids), sampling_params(params), self._sampler
         try:
-            answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, wanted))
+            answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, options))
         except PalestraError as error:
             raise RolloutError(str(error)) from error
         turn = read_turn(answer.sequences[0], sampler.version)

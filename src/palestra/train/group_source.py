@@ -109,7 +109,7 @@ class ProblemSource:
 class NoMoreGroups:
     """The source of a run that takes no more steps: it only keeps the state of the one before."""
 
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     refills: bool = False
     gives_back: bool = False
@@ -122,10 +122,10 @@ class NoMoreGroups:
     def give_back(self, count: int) -> None: ...
 
     def state(self) -> dict[str, Any]:
-        return dict(self.kept)
+        return dict(self.position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.kept = state
+        self.position = state
 
     def commit(self) -> None: ...
 

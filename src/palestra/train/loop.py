@@ -76,7 +76,7 @@ class Training:
     earlier_s: float = 0.0  # how long the run took before it was resumed
     began: float = field(default_factory=time.perf_counter)
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
-    told: set[str] = field(default_factory=set)  # the kinds of findings that the watcher has heard of
+    reported_findings: set[str] = field(default_factory=set)  # the kinds that the watcher was warned of
     ended_early: str | None = None  # why it did not go on to the last step
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
@@ -137,8 +137,8 @@ class Training:
         """Tell what keeps the run from learning, each thing once, and end it where nothing is left to learn."""
         self.history.append(metrics)
         for finding in run_findings(self.history):
-            if finding.kind not in self.told:
-                self.told.add(finding.kind)
+            if finding.kind not in self.reported_findings:
+                self.reported_findings.add(finding.kind)
                 self.watcher.warn(finding.sentence)
         count = self.config.train.stop_when_solved
         recent = self.history[-count:] if count else []

@@ -283,10 +283,10 @@ def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[
     return choose_checkpoint(folder, resume.checkpoint, watcher.note)
 
 
-def require_ranks_support(config: RunConfig, task: Task, given: Any) -> None:
+def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[Any] | None) -> None:
     """PalestraError for what cannot be divided among ranks."""
     remedy = "start it without --nproc and torchrun"
-    if given is not None:
+    if own is not None:
         raise PalestraError(
             f"a learner or a policy of your own is one of this process, and there are several; {remedy}"
         )

@@ -37,15 +37,15 @@ def venv_folder(packages: Sequence[str] = ()) -> Path:
 def ensure_python(folder: Path, packages: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Path:
     """The Python of a venv in `folder` that has atroposlib and `packages`; made when it is not there yet."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    python, ready, wanted = folder / "bin" / "python", folder / "ready.json", [*PACKAGES, *sorted(packages)]
+    python, ready, requirements = folder / "bin" / "python", folder / "ready.json", [*PACKAGES, *sorted(packages)]
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ready.exists() or json.loads(ready.read_text()) != wanted:
-            note(f"installing {', '.join(wanted)} into {folder}; this takes minutes, once")
+        if not ready.exists() or json.loads(ready.read_text()) != requirements:
+            note(f"installing {', '.join(requirements)} into {folder}; this takes minutes, once")
             _run([sys.executable, "-m", "venv", "--clear", str(folder)])
             write_text(folder / "constraints.txt", CONSTRAINTS)
-            _run([str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt"), *wanted])
-            write_json(ready, wanted)
+            _run([str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt"), *requirements])
+            write_json(ready, requirements)
     return python
 
 

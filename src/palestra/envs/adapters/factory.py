@@ -66,8 +66,8 @@ class FactoryEnv(Env):
                 raise PalestraError(f"the case has environment={name!r}, expected one of {', '.join(factory)}.{near}")
             factory = factory[name]
         self.environment = factory()
-        said = self.environment.reset(**row)
-        return None if said is None else str(said)
+        observation = self.environment.reset(**row)
+        return None if observation is None else str(observation)
 
     def tools(self) -> Sequence[Any]:
         return _methods(self.environment)

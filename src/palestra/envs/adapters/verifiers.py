@@ -52,8 +52,8 @@ class VerifiersEnv(Env):
         }:  # it has none of its own, and gave the training ones
             share = self.config.held_out_share
             return [p for p in train if is_held_out(p, share) == (split == "held_out")]
-        kept = {p.input for p in held_out}
-        return held_out if split == "held_out" else [p for p in train if p.input not in kept]
+        held_out_inputs = {p.input for p in held_out}
+        return held_out if split == "held_out" else [p for p in train if p.input not in held_out_inputs]
 
     def _problem(self, row: Mapping[str, Any]) -> Problem:
         return Problem("", _messages(row["prompt"]), row.get("answer"), dict(row))
@@ -104,11 +104,11 @@ class VerifiersEnv(Env):
             if hasattr(self.theirs, "setup_state"):
                 self.state = await _awaited(self.theirs.setup_state(self.state)) or self.state
         messages = _as_theirs([message for message in self.messages if message.role != "system"])
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        first = said[0] if said else len(messages)
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        first = replies[0] if replies else len(messages)
         self.state["completion"] = messages[first:]
-        self.state["turn"] = len(said)
-        self.state["trajectory"] = [{"prompt": messages[:i], "completion": [messages[i]]} for i in said]
+        self.state["turn"] = len(replies)
+        self.state["trajectory"] = [{"prompt": messages[:i], "completion": [messages[i]]} for i in replies]
         return messages
 
     async def _is_completed(self, messages: list[Any]) -> bool:
@@ -162,8 +162,8 @@ class Trace:
 
     @property
     def last_reply(self) -> str:
-        said = self.assistant_messages
-        return (said[-1]["content"] or "").strip() if said else ""
+        replies = self.assistant_messages
+        return (replies[-1]["content"] or "").strip() if replies else ""
 
     @property
     def transcript(self) -> str:
@@ -209,12 +209,12 @@ class TasksetEnv(Env):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         found: list[Problem] = []
-        wanted = self.config.train_size if split == "train" else self.config.held_out_size
+        size = self.config.train_size if split == "train" else self.config.held_out_size
         for task in self.taskset:
             problem = self._problem(task)
             if is_held_out(problem, self.config.held_out_share) == (split == "held_out"):
                 found.append(problem)
-            if len(found) == wanted:
+            if len(found) == size:
                 break
         return found
 
@@ -266,10 +266,10 @@ class AttributeDict(dict[str, Any]):
 
     @classmethod
     def of(cls, message: Message) -> AttributeDict:
-        plain = cls(to_dict(message, arguments_as_text=True))
-        if calls := plain.get("tool_calls"):
-            plain["tool_calls"] = [cls({**call, **call["function"]}) for call in calls]
-        return plain
+        row = cls(to_dict(message, arguments_as_text=True))
+        if calls := row.get("tool_calls"):
+            row["tool_calls"] = [cls({**call, **call["function"]}) for call in calls]
+        return row
 
 
 def _as_theirs(messages: Sequence[Message]) -> list[Any]:

@@ -21,9 +21,9 @@ def last_number(text: str) -> float | None:
 
 def is_number(answer: str, expected: float) -> Score:
     """Passed when the last number of the answer is the expected one."""
-    said = last_number(answer)
-    if said is None:
+    number = last_number(answer)
+    if number is None:
         return fail_reason("the answer names no number")
-    if abs(said - expected) > 1e-6 * max(1.0, abs(expected)):
-        return fail_reason(f"the answer says {said:g}, expected {expected:g}")
+    if abs(number - expected) > 1e-6 * max(1.0, abs(expected)):
+        return fail_reason(f"the answer says {number:g}, expected {expected:g}")
     return pass_reason(f"the answer says {expected:g}")

@@ -62,8 +62,8 @@ class Catalogue(Env):
         Args:
             words: One or more words, such as oak lamp.
         """
-        wanted = words.lower().split()
-        return [item for item in self.goods if all(word in item for word in wanted)][:10]
+        terms = words.lower().split()
+        return [item for item in self.goods if all(word in item for word in terms)][:10]
 
     def score(self, answer: str) -> Score:
         expect = self.problem.expect

@@ -90,14 +90,14 @@ class ReasoningGym(Env):
         return is_held_out(problem, self.config.held_out_share)
 
     def score(self, answer: str) -> Score:
-        said = answer.strip()
+        text = answer.strip()
         if self.config.answer_tags:
-            _, tag, rest = said.rpartition(_ANSWER[0])
-            said = rest.partition(_ANSWER[1])[0].strip() if tag else ""
-        if not said:
+            _, tag, rest = text.rpartition(_ANSWER[0])
+            text = rest.partition(_ANSWER[1])[0].strip() if tag else ""
+        if not text:
             return Score(0.0, False, f"there is no answer{' in <answer> tags' if self.config.answer_tags else ''}")
         try:
-            value = scorer.score(self.config.task, self._settings(), said, self.problem.row["entry"])
+            value = scorer.score(self.config.task, self._settings(), text, self.problem.row["entry"])
         except ScoringFailed as failure:
             return Score(0.0, False, f"it cannot be scored: {failure}")
         value = min(max(value, 0.0), 1.0)

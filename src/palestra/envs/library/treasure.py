@@ -54,10 +54,10 @@ class Treasure(Env):
     def step(self, answer: str) -> str | None:
         row = self.problem.row
         self.turn += 1
-        said = self._act(" ".join(answer.lower().strip(" .!").split()))
+        result = self._act(" ".join(answer.lower().strip(" .!").split()))
         if self.opened or self.turn >= row["turns"]:
             return None
-        return f"{said} {_look(row['names'], self.place, row['key'], row['chest'], self.has_key)}".strip()
+        return f"{result} {_look(row['names'], self.place, row['key'], row['chest'], self.has_key)}".strip()
 
     def _act(self, command: str) -> str:
         verb, _, what = command.partition(" ")

@@ -44,8 +44,8 @@ def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/pro
     for parent in _parents(root, own):
         path = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         try:
-            given = (parent / "cgroup.subtree_control").read_text().split()
-            if "memory" not in given or "pids" not in given:
+            controllers = (parent / "cgroup.subtree_control").read_text().split()
+            if "memory" not in controllers or "pids" not in controllers:
                 continue
             _remove_stale(parent)
             path.mkdir()

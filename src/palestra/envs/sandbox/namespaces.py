@@ -100,8 +100,8 @@ def bind(path: str, read_only: bool = True) -> None:
     for point in points:  # one by one: changing the rights of a mount leaves those below it alone
         if point == path or point.startswith(path + "/"):
             flags = os.statvfs(point).f_flag
-            kept = (flags & KEPT_FLAGS) | (MS_RELATIME if flags & ST_RELATIME else 0)
-            mount(None, point, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
+            kept_flags = (flags & KEPT_FLAGS) | (MS_RELATIME if flags & ST_RELATIME else 0)
+            mount(None, point, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept_flags)
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ class AgentOptions:
     @classmethod
     def take(cls, parameters: dict[str, Any]) -> AgentOptions:
         """Those among a command's parameters, which lose them by this."""
-        given = {f.name: parameters.pop(f.name) for f in fields(cls) if f.name in parameters}
-        options = cls(**given, cwd=str(Path.cwd()))
+        values = {f.name: parameters.pop(f.name) for f in fields(cls) if f.name in parameters}
+        options = cls(**values, cwd=str(Path.cwd()))
         held_out = options.held_out
         return replace(
             options,
@@ -58,7 +58,7 @@ class AgentOptions:
 
     def record(self) -> dict[str, Any]:
         """For run.json; empty where none was given."""
-        return asdict(self) if self.given else {}
+        return asdict(self) if self.are_set else {}
 
     def arguments(self) -> list[str]:
         """As words of a command line, for a run in the background."""
@@ -71,7 +71,7 @@ class AgentOptions:
         return words
 
     @property
-    def given(self) -> bool:
+    def are_set(self) -> bool:
         return any(getattr(self, f.name) not in (None, ()) for f in fields(self) if f.name != "cwd")
 
     def open(

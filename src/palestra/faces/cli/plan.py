@@ -142,13 +142,13 @@ def _device(name: str, parameters: dict[str, Any]) -> Device:
         "bandwidth": parameters["bandwidth"] and parameters["bandwidth"] * 1e12,
         "flops": parameters["tflops"] and parameters["tflops"] * 1e12,
     }
-    given = {key: value for key, value in figures.items() if value}
+    known = {key: value for key, value in figures.items() if value}
     if name.startswith("cpu"):
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return replace(cpu(threads, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB), **given)
-    if len(given) == len(figures):
-        return Device(name, **given)
-    return replace(find_device(name), **given)
+        return replace(cpu(threads, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB), **known)
+    if len(known) == len(figures):
+        return Device(name, **known)
+    return replace(find_device(name), **known)
 
 
 def _work(

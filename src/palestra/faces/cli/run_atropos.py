@@ -102,17 +102,17 @@ def command(
     """
     require_serve_extra()
     read, console = read_settings(config_file, settings.from_options(parameters)), Console(stderr=as_json)
-    going_on = None
+    resumed = None
     if resume is not None:
-        going_on, environment = _reopen(resume, file, packages, config_file, read)
-        run = RunFolder.open(going_on.folder)
+        resumed, environment = _reopen(resume, file, packages, config_file, read)
+        run = RunFolder.open(resumed.folder)
     elif file is not None:
         run, environment = _start(file, packages, read, console)
     else:
         raise PalestraError("which environment? Give its FILE, or --resume RUN")
     # our children have no terminal whose end they could notice
     with sigterm_as_ctrl_c(signal.SIGHUP), trajectory_process(run) as url:
-        outcome = _train(run, environment, url, console, wait_limit_s, going_on)
+        outcome = _train(run, environment, url, console, wait_limit_s, resumed)
     present(run, outcome, console, as_json)
 
 

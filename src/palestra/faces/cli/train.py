@@ -174,7 +174,7 @@ def _refuse_together(
     folder: Path | None,
 ) -> None:
     """An error for options that exclude each other."""
-    if own.given and (env or env_url or resume):
+    if own.are_set and (env or env_url or resume):
         raise PalestraError(
             f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
         )
@@ -252,7 +252,7 @@ def _train_agent(
             source=file.source or None,
             folder=folder,
             resume=resume,
-            record={"agent_options": own.record()} if own and own.given else None,
+            record={"agent_options": own.record()} if own and own.are_set else None,
         )
 
 
@@ -289,7 +289,7 @@ def resume_run(resume: Resume, console: Console, agent_file: str | None = None) 
     if run.wire_command:
         raise PalestraError(f"{run.path} gets its groups from elsewhere; continue it with: {run.wire_command}")
     source, own = agent_file or run.record.get("source"), AgentOptions.from_record(run.record.get("agent_options"))
-    if source is None and not own.given:
+    if source is None and not own.are_set:
         raise PalestraError(
             f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
             f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
