@@ -1,4 +1,4 @@
-"""The short way in: an agent, a suite and measures -> a better model, and the proof."""
+"""The main functions: an agent, a suite and measures -> a better model, and the proof."""
 
 from __future__ import annotations
 

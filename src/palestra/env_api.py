@@ -165,7 +165,7 @@ def serve_env(
     model_name: str | None = None,
     watcher: Watcher | None = None,
 ) -> Feed:
-    """Feed a trainer elsewhere with scored groups until its last step, sampled from the model that it serves.
+    """Feed a trainer in another process with scored groups until its last step, sampled from the model that it serves.
 
     `model_name` says whose tokenizer to use; None: that of the model that the server serves.
     """

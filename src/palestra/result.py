@@ -1,4 +1,4 @@
-"""What a training gives back: the model, the proof, and ways to use both."""
+"""What a training gives back: the model, the proof, and methods to use both."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GRPOTrainingResult:
         return _scored(self.outcome.after)
 
     def report(self) -> dict[str, Any]:
-        """Held-out results before and after, per measure, as plain data."""
+        """Held-out results before and after, per measure, as JSON data."""
         return {"before": self.before.to_dict(), "after": self.after.to_dict()}
 
     def save_model(self, path: str | Path, *, merged: bool = False) -> Path:
@@ -115,7 +115,7 @@ class GRPOTrainingResult:
         seed: int = 0,
         context: Any = None,
     ) -> str:
-        """Answer `prompt` with the trained model, calling tools on the way; thinking is stripped.
+        """Answer `prompt` with the trained model, calling tools as it goes; thinking is stripped.
 
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
         `context` is the state that tools with a Context parameter work on.
@@ -193,5 +193,5 @@ def _percent(report: EvalReport) -> str:
 
 def _scored(report: EvalReport | None) -> EvalReport:
     if report is None:
-        raise PalestraError("this run was not scored: its environments hand out problems elsewhere")
+        raise PalestraError("this run was not scored: its environments, over the wire, have the problems")
     return report

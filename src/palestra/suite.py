@@ -1,4 +1,4 @@
-"""The public suite of cases: what `evals` knows of it, and the short way to score an agent on it."""
+"""The public suite of cases: what `evals` knows of it, and a function to score an agent on it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def advantages(
 
 
 def combine_measures(
-    values: Sequence[Sequence[float]] | Tensor,  # [R, M]; NaN where a measure has no say about a row
+    values: Sequence[Sequence[float]] | Tensor,  # [R, M]; NaN where a measure has no value for a row
     weights: Numbers,  # [M]
     group: Sequence[int] | Tensor,  # [R]
     *,

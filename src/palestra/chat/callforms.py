@@ -23,7 +23,7 @@ Found = tuple[str, list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """One way to write calls: an example to show, the texts that may begin a call, and how to find calls."""
+    """One syntax for calls: an example to show, the texts that may begin a call, and how to find calls."""
 
     name: str
     example: str

@@ -78,7 +78,7 @@ class CallGrammar:
         return matcher
 
     def openings(self, begun: int) -> bytes | None:
-        """Outside of calls, behind the first `begun` bytes of a tag: everything but a wrong way to open a call."""
+        """Outside of calls, behind the first `begun` bytes of a tag: everything but a wrong opening of a call."""
         if begun not in self._openings:
             wrong = [i for i, said in self._grammars.crossing[begun] if self.opened(said).is_error()]
             mask = bytearray(b"\xff" * -(-len(self.pieces) // 8))
@@ -89,7 +89,7 @@ class CallGrammar:
 
 
 class CallMatching:
-    """Follows one turn. Text is free, and so is thinking at the start, where a call is only talk."""
+    """Follows one turn. Text is free, and so is thinking at the start, where a call is text, not executed."""
 
     def __init__(self, grammar: CallGrammar) -> None:
         self._grammar = grammar

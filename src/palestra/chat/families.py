@@ -25,7 +25,7 @@ _PROBE = {
 def prepare(tokenizer: Any) -> None:
     """Give the tokenizer a chat template that shows tools, if its family is known; its own stays where it can.
 
-    What is set here is saved with the model, so other programs write the very same conversations.
+    What is set here is saved with the model, so other programs write exactly the same conversations.
     """
     family = family_of(tokenizer)
     if not tokenizer.chat_template and family is not None:

@@ -35,7 +35,7 @@ def strip_thinking(text: str) -> str:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """The thinking at the start, in which a call is only talk, and what follows."""
+    """The thinking at the start, in which a call is text, not executed, and what follows."""
     end = text.find("</think>")
     opening = text.find(OPEN)
     if end >= 0 and (text.lstrip().startswith("<think>") or opening < 0 or end < opening):

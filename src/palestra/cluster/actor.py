@@ -28,7 +28,7 @@ class GroupJob:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights as plain bytes, which the object store hands out without copying. `tensors` is None where the actors
+    """Weights as bytes, which the object store hands out without copying. `tensors` is None where the actors
     sample from a server that has the weights already."""
 
     version: int
@@ -77,7 +77,7 @@ class GroupSampler:
             self.policy.update(unpack(packed))
 
     async def sample(self, job: GroupJob) -> dict[str, Any]:
-        """The group in plain form; what fails the whole run, rather than an attempt, is an `error` in it."""
+        """The group as JSON data; what fails the whole run, rather than an attempt, is an `error` in it."""
         collector = self.training if job.training else self.evaluation
         try:
             [group] = await collector.collect([job.problem], job.group_size, [job.seed_key])

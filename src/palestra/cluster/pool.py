@@ -114,7 +114,7 @@ class RolloutPool:
         return len(self._members)
 
     def update(self, weights: PackedWeights) -> None:
-        """Broadcast the weights; groups under way go on with them. An actor that does not take them is replaced."""
+        """Broadcast the weights; groups in progress go on with them. An actor that does not take them is replaced."""
         self._shared, self.version = self._cluster.share(weights), weights.version
         lost = self._cluster.update_all([m.actor for m in self._members], self._shared, self._timeout_s)
         for member in [m for m in self._members if m.actor in lost]:

@@ -1,4 +1,4 @@
-"""Calling code that Palestra did not write (tools, measures) without blocking, hanging or dying of it."""
+"""Calling code that Palestra did not write (tools, measures) without blocking, hanging or crashing."""
 
 from __future__ import annotations
 

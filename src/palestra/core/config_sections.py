@@ -167,7 +167,7 @@ class RolloutSection(Section):
 
 
 class AgentSection(Section):
-    """Agents with a loop of their own: a command, a function, or programs elsewhere."""
+    """Agents with a loop of their own: a command, a function, or external programs."""
 
     timeout_s: float = Field(300.0, gt=0, description="an attempt that takes longer is ended, and counts as failed")
     max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
@@ -178,13 +178,13 @@ class AgentSection(Section):
         False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
     )
     sandbox: bool = Field(
-        False, description="shut each attempt of a command in: it reaches the model and nothing else of the network"
+        False, description="isolate each attempt of a command: it reaches the model and nothing else of the network"
     )
 
     @model_validator(mode="after")
     def _one_way_to_start(self) -> AgentSection:
         if self.sandbox and self.fork_server:
-            raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not shut in")
+            raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not isolated")
         return self
 
 

@@ -215,7 +215,7 @@ class _Schedule:
 
 
 class ConcurrencyLimit:
-    """At most so many requests under way in an event loop."""
+    """At most so many requests in flight in an event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,4 +1,4 @@
-"""Messages <-> the plain dicts of chat templates and OpenAI-style servers."""
+"""Messages <-> the dicts of chat templates and OpenAI-style servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, A
 
 
 def from_dict(row: Mapping[str, Any]) -> Message:
-    """A message out of a plain dict: content as text, None or text parts; arguments as object or JSON text."""
+    """A message out of a dict: content as text, None or text parts; arguments as object or JSON text."""
     role = _ROLES.get(row.get("role", ""))
     if role is None:
         raise PalestraError(f"a message has the role {row.get('role')!r}; expected one of {', '.join(_ROLES)}")
@@ -39,7 +39,7 @@ def from_dict(row: Mapping[str, Any]) -> Message:
 
 
 def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-    """A text is one user message; a sequence holds messages or plain dicts."""
+    """A text is one user message; a sequence holds messages or dicts."""
     if isinstance(value, str):
         return (Message("user", encodable(value)),)
     return tuple(item if isinstance(item, Message) else from_dict(item) for item in value)

@@ -19,7 +19,7 @@ class ProgramResult:
     seconds: float = 0.0
     stopped: Literal["time", "output"] | None = None
     result: Any = None
-    reward: float | None = None  # where an agent elsewhere has posted one
+    reward: float | None = None  # where an external agent has posted one
 
     def failure(self, timeout_s: float, max_output_bytes: int) -> str | None:
         """Why the attempt counts as failed; None where the program ended by itself, with whatever status.

@@ -38,7 +38,7 @@ class Ranks(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes files and talks to people."""
+        """Whether this is the one that writes files and prints."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class Place:
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes files and talks to people; also before the ranks have met."""
+    """Whether this process writes files and prints; also before the ranks have met."""
     place = Place.of_environment()
     return place is None or place.rank == 0
 

@@ -283,7 +283,7 @@ class RunFolder:
         return {"project": names.project, "run_name": names.run_name or self.path.name, "url": url}
 
     def metrics(self) -> list[dict[str, float]]:
-        """All rows so far, one a step; an evaluation on the way adds a row of its own for its step."""
+        """All rows so far, one a step; an evaluation during training adds a row of its own for its step."""
         return [row for row in read_jsonl(self.metrics_file) if isinstance(row.get("step"), int | float)]
 
     def elapsed_s(self) -> float:

@@ -1,6 +1,6 @@
 """The data that flows through Palestra: Turn -> Rollout -> Group -> Sample.
 
-Tokens are the truth: what the model sampled is trained as the very same ids, and text is
+Tokens are the truth: what the model sampled is trained as exactly those ids, and text is
 derived from tokens, never the reverse.
 
     >>> prompt = Turn("template", (1, 2, 3))

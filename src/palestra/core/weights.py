@@ -1,4 +1,4 @@
-"""What a learner hands to a policy: a version, and a way to get at the tensors.
+"""What a learner hands to a policy: a version, and access to the tensors.
 
 Sampler and learner may share one module on one device: then the weights are there already, and nothing is copied.
 Otherwise the tensors are read by name, from memory or from a file.

@@ -1,4 +1,4 @@
-"""Who may see the dashboard: this machine alone, or whoever has the token; never a page of another site."""
+"""Who may see the dashboard: this machine alone, or clients with the token; never a page of another site."""
 
 from __future__ import annotations
 

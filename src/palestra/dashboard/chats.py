@@ -86,7 +86,7 @@ class Chat:
         except queue.Empty:
             if not timeout_s:
                 raise
-            raise PalestraError(f"the model gave no sign of life for {timeout_s:g} s") from None
+            raise PalestraError(f"the model did not answer for {timeout_s:g} s") from None
         if line is None:
             self._lines.put(None)
             self._complaints.seek(0)

@@ -22,7 +22,7 @@ _MAX_EXAMPLES = 20
 _MAX_SHOWN = 50
 _NO_WITNESS = (
     "no witness: add a measure that is not rewarded (reward_weights={…: 0}) and that a cheat would not satisfy, or "
-    "score held-out problems on the way (eval.every)"
+    "score held-out problems during training (eval.every)"
 )
 
 

@@ -1,4 +1,4 @@
-"""The evaluations of a run: before, on the way and after, with intervals, and which problems changed."""
+"""The evaluations of a run: before, during and after training, with intervals, and which problems changed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PROMPT_COLUMNS = {"step", "prompt", "completion", "advantage", "mode", "image",
 def foreign_row(
     step: int, group: int | None, problem: str, messages: list[Row], reward: float, scores: Mapping[str, float]
 ) -> Row:
-    """A rollout without tokens; whoever wrote it says by its reward alone whether it passed."""
+    """A rollout without tokens; its reward alone says whether it passed."""
     verdicts = {name: {"value": value, "passed": None, "reason": "", "error": False} for name, value in scores.items()}
     return {
         "step": step,

@@ -1,4 +1,4 @@
-"""Work that takes longer than a request: in a thread each, with progress, cancelled by whoever asked."""
+"""Work that takes longer than a request: in a thread each, with progress, cancelled by the client that asked."""
 
 from __future__ import annotations
 

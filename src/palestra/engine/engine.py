@@ -138,7 +138,7 @@ class Engine:
 
     @torch.inference_mode()
     def close(self, session: Session) -> None:
-        """Give the session's pages back; a turn under way ends as cancelled. Closing twice is harmless."""
+        """Give the session's pages back; a turn in progress ends as cancelled. Closing twice is harmless."""
         if session.closed:
             return
         if session.job is not None:
@@ -270,7 +270,7 @@ class Engine:
         log.log(
             logging.INFO if self._shrunk else logging.WARNING,
             "CUDA out of memory while sampling: the KV cache has room for %d tokens from now on instead of %d "
-            "(model.kv_memory_gib); what is under way is computed again",
+            "(model.kv_memory_gib); what is in progress is computed again",
             pages * size,
             before * size,
         )

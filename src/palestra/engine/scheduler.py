@@ -64,7 +64,7 @@ class Scheduler:
         self.holders.pop(session, None)
 
     def drop_all(self) -> None:
-        """Forget every KV (the weights changed); jobs under way are computed again."""
+        """Forget every KV (the weights changed); jobs in progress are computed again."""
         for job in self.running:
             self._leave(job.session, keep=False)
         self.waiting.extendleft(reversed(self.running))

@@ -39,7 +39,7 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One turn under way. `params=None` only computes KV (a shared prompt)."""
+    """One turn in progress. `params=None` only computes KV (a shared prompt)."""
 
     session: Session
     params: SamplingParams | None

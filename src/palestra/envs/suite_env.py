@@ -119,7 +119,7 @@ class SuiteEnvironment:
 
 
 def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
-    """A tool that needs a context must get one, and one that keeps its state elsewhere is warned about."""
+    """A tool that needs a context must get one, and one that keeps its state outside of the context is warned about."""
     for tool in tools:
         if tool.needs_context and suite.context_fn is None:
             raise PalestraError(

@@ -90,7 +90,7 @@ def recorded_findings(report: Mapping[str, Any] | None, rows: Sequence[Row], *, 
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
     """Why no rollout can use a tool: all call it, and it raises or hangs each time with the same words.
 
-    None if there is none. A call that the model got wrong fails in ways of its own, and is what a training is for.
+    None if there is none. A call that the model got wrong fails differently each time, and is what a training is for.
     """
     if len(rollouts) < MIN_STEPS:
         return None
@@ -121,7 +121,7 @@ def _without_signal(steps: Sequence[Row], ended: bool) -> Iterator[Finding]:
         yield Finding(
             "zero_reward",
             f"in {count} every rollout earned a reward of 0, so nothing was learned: begin with easier cases, give "
-            "part of the score for part of the way (a measure with values between 0 and 1), or raise "
+            "part of the score for partial progress (a measure with values between 0 and 1), or raise "
             "rollout.group_size and rollout.temperature so that some rollouts succeed.",
             ("rollout.group_size", "rollout.temperature"),
         )

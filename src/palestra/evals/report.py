@@ -117,7 +117,7 @@ class EvalReport:
         return self.reward.value
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and texts, for JSON; the rollouts stay out."""
+        """Numbers and texts, for JSON; the rollouts stay out."""
         data = asdict(replace(self, rollouts=()))
         for measure, report in zip(data["measures"], self.measures, strict=True):
             measure["mean_value"] = report.mean_value

@@ -42,7 +42,7 @@ _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "strin
 
 
 class FormLauncher:
-    """The dashboard's way to start something. Code of users is read in processes of its own."""
+    """How the dashboard starts runs, tests and exports. Code of users is read in processes of its own."""
 
     def __init__(self, manager: RunManager, site: Site) -> None:
         self._manager = manager

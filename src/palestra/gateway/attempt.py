@@ -99,7 +99,7 @@ class Attempt:
         )
 
     async def finish(self) -> list[Rollout]:
-        """End it: turns under way are cancelled, the key is refused from now on. One rollout for each lineage."""
+        """End it: turns in progress are cancelled, the key is refused from now on. One rollout for each lineage."""
         if not self.ended:
             self.ended = True
             self._on_end(self)

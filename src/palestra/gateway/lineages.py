@@ -172,7 +172,7 @@ class Lineages:
         return number
 
     def free_number(self, place: Place, number: int) -> None:
-        """That turn came to nothing: whoever asks again gets the same."""
+        """That turn was not sampled: the same request gets the same answer again."""
         self._numbers[place].discard(number)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ TINY_APPROXIMATION = "default"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to split text. Without a regex it is that of GPT-2, which tokenizers has built in."""
+    """One rule to split text. Without a regex it is that of GPT-2, which tokenizers has built in."""
 
     names: tuple[str, ...]  # values of tokenizer.ggml.pre that mean the same; the first one is written
     regex: str | None = None

@@ -67,7 +67,7 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
         model, tokenizer = _model_of(file, dtype), tokenizer_from_gguf(file)
     except PalestraError:
         raise
-    except Exception as error:  # metadata that transformers or tokenizers refuse, each in a way of its own
+    except Exception as error:  # metadata that transformers or tokenizers refuse, each with its own exceptions
         reason = (str(error).strip().splitlines() or [""])[-1][:200]
         raise PalestraError(
             f"{path} does not describe a model that can be loaded ({type(error).__name__}: {reason}); {COPY_AGAIN}"

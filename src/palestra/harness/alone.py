@@ -1,4 +1,4 @@
-"""The gateway without a training: whoever opens an attempt gets its endpoint, and the rollouts are written to a file.
+"""The gateway without a training: a client opens an attempt, gets its endpoint, and the rollouts go to a file.
 
 POST /attempts                  {"input": …, "seed": 0}; without a body the next of --cases → as in a training
 POST /attempts/<id>/reward      {"reward": 0.5}: ends it; its rollout is a line of the file

@@ -21,7 +21,7 @@ from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, all_groups
 from palestra.rollout.rewards import RewardFunctions
 
-POSTED = "reward"  # the score of an agent elsewhere that says itself how good it was
+POSTED = "reward"  # the score that an external agent posts for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ProgramCollector:
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be under way together."""
+        """How many groups may be in progress together."""
         return max(1, self.max_at_once // group_size)
 
     async def collect(

@@ -1,4 +1,4 @@
-"""Attempts by agents elsewhere: they take a case over HTTP, run wherever they like, and post a reward.
+"""Attempts by external agents: they take a case over HTTP, run wherever they like, and post a reward.
 
 POST /attempts                  → id, case, base_url, anthropic_base_url, api_key, timeout_s; 204: none now, ask again
 POST /attempts/<id>/reward      {"reward": 0.5, "result": …}, with the attempt's key as bearer token
@@ -59,7 +59,7 @@ class _Offer:
 
 @dataclass
 class OutsideAgent(ProgramAgent):
-    """Agents elsewhere. Each case waits until one of them takes it; then its time-out runs."""
+    """External agents. Each case waits until one of them takes it; then its time-out runs."""
 
     posts_reward: ClassVar[bool] = True
     _waiting: list[_Offer] = field(default_factory=list, init=False, repr=False)
@@ -126,7 +126,7 @@ class OutsideAgent(ProgramAgent):
         offer = self._taken.get(request.path_params["id"])
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if offer is None or not hmac.compare_digest(key.encode(), offer.endpoint.api_key.encode()):
-            raise refuse(401, "no attempt of this id is under way with this key; send the attempt's api_key as bearer")
+            raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer")
         body = parse(RewardBody.model_validate_json, await read_body(request, _MAX_BODY), 400)
         if not offer.posted.done():
             offer.posted.set_result(body)

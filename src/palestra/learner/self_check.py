@@ -87,7 +87,7 @@ def require_tree_support(model: Any) -> None:
     if recurrent:  # they carry a state from token to token, so from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
     if not is_linear(model.get_output_embeddings()):
-        raise UnsupportedModel(f"the output layer of {name} is not a plain linear layer")
+        raise UnsupportedModel(f"the output layer of {name} is not an nn.Linear")
     kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds_of_argument:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")

@@ -140,7 +140,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[B, n, H, D] attention; the plain formula only where the fused kernel lacks a feature."""
+    """[B, n, H, D] attention; the reference formula only where the fused kernel lacks a feature."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if softcap is None and sinks is None:
         grouped = q.shape[1] != k.shape[1]

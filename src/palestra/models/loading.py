@@ -233,7 +233,7 @@ def _explain_errors(name: str) -> Iterator[None]:
         yield
     except PalestraError:
         raise
-    except Exception as error:  # a damaged file is refused by its own library, each in a way of its own
+    except Exception as error:  # a damaged file is refused by its own library, each with its own exceptions
         first_line = (str(error).splitlines() or [""])[0]
         reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
         raise PalestraError(f"the model {name!r} could not be loaded: {reason} {_REMEDY}") from error

@@ -52,7 +52,7 @@ class Policy(Protocol[Session]):
     def close(self, session: Session) -> None: ...
 
     def update(self, weights: Weights) -> None:
-        """Sample with these weights from now on; turns under way go on with them."""
+        """Sample with these weights from now on; turns in progress go on with them."""
         ...
 
     def sleep(self) -> None:

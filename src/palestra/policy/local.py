@@ -43,7 +43,7 @@ class LocalPolicy:
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
-        self._step: Step | None = None  # under way on the device
+        self._step: Step | None = None  # in progress on the device
         self._tool_barrier = ToolBarrier(enabled=tool_barrier)
 
     @property
@@ -107,7 +107,7 @@ class LocalPolicy:
                 self.engine.cancel(job)
 
     async def _drive(self) -> None:
-        """Step while somebody waits. A failed step fails every turn under way, not the loop."""
+        """Step while somebody waits. A failed step fails every turn in progress, not the loop."""
         self._collect()  # a driver before this one may have been cancelled
         await self._gather()  # callers that start together are batched from the first step
         while self._waiters:
@@ -149,7 +149,7 @@ class LocalPolicy:
                 return
 
     def _collect(self) -> None:
-        """Wait for the step under way, if there is one, and deliver the turns that ended with it."""
+        """Wait for the step in progress, if there is one, and deliver the turns that ended with it."""
         step, self._step = self._step, None
         if step is not None:
             self._deliver(self.engine.collect(step))

@@ -27,7 +27,7 @@ class OpenAISettings(Section):
     base_url: str = Field("https://api.openai.com/v1", description="up to and including /v1")
     api_key_env: str = Field("OPENAI_API_KEY", description="the environment variable that holds the key")
     timeout_s: float = Field(120.0, gt=0, description="for one answer")
-    max_concurrent: int = Field(16, ge=1, description="requests under way at once")
+    max_concurrent: int = Field(16, ge=1, description="requests in flight at once")
 
     @classmethod
     def read(cls, settings: dict[str, Any]) -> OpenAISettings:

@@ -68,7 +68,7 @@ class Collector:
             abandon(opening.values())
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be under way together."""
+        """How many groups may be in progress together."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
             raise PalestraError(
@@ -107,7 +107,7 @@ class Collector:
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:
-    """What the tasks give, by rewards that work; none is left under way if one fails."""
+    """What the tasks give, by rewards that work; none is left in progress if one fails."""
     try:
         groups = list(await asyncio.gather(*tasks))
         rewards.require_working()

@@ -35,7 +35,7 @@ class Conversation:
 async def converse(
     policy: Policy[Any], chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Tool], limits: AttemptLimits
 ) -> Rollout:
-    """Let the policy answer `messages`, calling tools on the way."""
+    """Let the policy answer `messages`, calling tools as it goes."""
     episode = Conversation(tuple(messages), tuple(tools))
     prompt = chat.prompt(episode.prompt, [tool.schema for tool in tools])
     speaker = TokenSpeaker(policy, policy.open(prompt.token_ids.tolist()), chat, prompt)
@@ -63,7 +63,7 @@ class ChatSession:
         self.messages: list[Message] = list(self._opening)
 
     async def say(self, text: str, on_message: Callable[[Message], None] = lambda message: None) -> StopReason:
-        """Let the model answer, calling tools on the way; `on_message` is called with each new message.
+        """Let the model answer, calling tools as it goes; `on_message` is called with each new message.
 
         An answer that fails or is cancelled leaves the conversation as it was.
         """

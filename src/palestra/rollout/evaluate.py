@@ -19,7 +19,7 @@ class CollectsGroups(Protocol):
     ) -> list[Group]: ...
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be under way together."""
+        """How many groups may be in progress together."""
         ...
 
 

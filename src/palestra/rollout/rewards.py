@@ -142,7 +142,7 @@ class RewardFunctions:
         return replace(rollout, reward=weighted_reward(rollout, weights), scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
-        """Why there is no reward: a measure that counts has failed, which is not the model's doing, or none looked."""
+        """Why there is no reward: a measure that counts has failed, which is no fault of the model, or none was run."""
         measures = {name: score for name, score in scores.items() if name not in self._functions}
         if failed := [s.reason for name, s in measures.items() if s.error and weights.get(name, 1.0)]:
             return failed[0]
@@ -194,7 +194,7 @@ def _checked(values: Any, count: int) -> list[float | None]:
     if len(numbers) != count:
         raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
     if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
-        raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it has no say")
+        raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it does not apply")
     return numbers
 
 

@@ -94,7 +94,7 @@ class Database:
     def _make(self) -> None:
         """Make it, with the runs of the folders; what was there before is damaged, and kept under another name.
 
-        Made aside and renamed, so that whoever finds the file finds its tables in it.
+        Made aside and renamed, so that the file has its tables from the moment at which it exists.
         """
         import fcntl  # Windows has none, and runs are not listed there
 

@@ -119,7 +119,7 @@ class Index:
         remember(self.path.parent, values)
 
     def keep(self, row: Row, devices: Sequence[str] = ()) -> None:
-        """A supervisor's sign of life; its run is listed again, with its GPUs, if the index was lost meanwhile."""
+        """A supervisor's heartbeat; its run is listed again, with its GPUs, if the index was lost meanwhile."""
         with self._database.change() as db:
             found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
             if found is None or found[0] == REBUILT:
@@ -223,7 +223,7 @@ class Index:
                 )
             ]
             running = [Running(r.gpus) for r in others if r.state != "pending"]
-            # whoever waits for GPUs is passed by runs that need none, and by nobody else: many small runs would
+            # runs that need no GPU may pass one that waits for GPUs, other runs may not: many small runs would
             # keep a large one waiting for ever
             waiting = [r for r in others if r.state == "pending" and r.number < me.number]
             before = [r for r in waiting if me.gpus or not r.gpus]

@@ -149,7 +149,7 @@ def _write_request(folder: RunFolder) -> None:
     """So that a run that was started in a terminal can be continued in the background."""
     if folder.wire_command:
         raise PalestraError(
-            f"{folder.path.name} gets its groups from environments elsewhere; continue it with: {folder.wire_command}"
+            f"{folder.path.name} trains on environments over the wire; continue it with: {folder.wire_command}"
         )
     record = folder.record
     RunRequest(name=record["name"], nproc=int(record.get("ranks", 1))).save(folder, Path.cwd())

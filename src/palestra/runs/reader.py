@@ -65,7 +65,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it has run, all its lives together."""
+        """How long it has run, also before it was resumed."""
         this_life = 0.0 if self.started is None else max(0.0, (self.ended or time.time()) - self.started)
         return max(this_life, self.progress.get("elapsed_seconds", 0.0))
 
@@ -169,7 +169,7 @@ def _with_death(row: Row) -> Row:
         state, text = outcome_of(row, reason)
         return replace(row, state=state, reason=text, ended=row.heartbeat)
     if row.reason is None and (silent_s := seconds_without_heartbeat(row)):
-        note = f"its supervisor gave no sign of life for {silent_s:.0f} s; if it hangs, `palestra runs gc` ends the run"
+        note = f"its supervisor sent no heartbeat for {silent_s:.0f} s; if it hangs, `palestra runs gc` ends the run"
         return replace(row, reason=note)
     return row
 
@@ -196,7 +196,7 @@ def progress(folder: RunFolder) -> dict[str, float]:
 
 
 def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
-    """The steps in total, how long the run has taken in all its lives, and how long its last steps say that it will."""
+    """The steps in total, the seconds so far (also before it was resumed), and those left by its last steps."""
     try:
         total = float(folder.record.get("steps") or 0)
     except (OSError, PalestraError):

@@ -94,4 +94,4 @@ def _hang_of(index: Index, row: Row) -> str | None:
         now = index.row(row.run_id)
         if now.heartbeat != row.heartbeat or now.state != row.state:
             return None
-    return f"its supervisor hangs: it gave no sign of life for {silent_s:.0f} s"
+    return f"its supervisor hangs: it sent no heartbeat for {silent_s:.0f} s"

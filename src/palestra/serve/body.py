@@ -118,7 +118,7 @@ async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class _Seconds:
     """Ends what is awaited within it after so many seconds.
 
-    They are counted one by one: the event loop may stand still for a training step, which is not the sender's doing.
+    They are counted one by one: the event loop may stand still for a training step, which is no fault of the sender.
     """
 
     def __init__(self, left: int) -> None:

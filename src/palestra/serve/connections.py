@@ -34,7 +34,7 @@ _LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nC
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The limits of one server, and its silent connections (no whole request under way), oldest first."""
+    """The limits of one server, and its silent connections (no whole request in flight), oldest first."""
 
     limit: int
     backlog: int
@@ -99,7 +99,7 @@ class BoundedProtocol(HttpProtocol):
             self.on_lost()
 
     def _look(self) -> None:
-        """Time the connection as long as it has no request under way, however many bytes of one it sends."""
+        """Time the connection as long as it has no request in flight, however many bytes of one it sends."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self._is_heard()
         elif self not in self._limits.silent:

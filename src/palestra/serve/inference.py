@@ -133,7 +133,7 @@ class _Api:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: prepare(self._model.twin))
 
     async def update_weights(self, request: Request) -> Response:
-        """New weights for the policy, by SGLang's name for it; turns under way go on with them."""
+        """New weights for the policy, by SGLang's name for it; turns in progress go on with them."""
         if self._weights_folder is None:
             raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
         body = parse(_WeightsFile.model_validate_json, await read_body(request, MIB), 400)

@@ -33,7 +33,7 @@ class NotHere(PalestraError):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request under way. `kind` is what was asked for, so that a reused number is noticed."""
+    """One request in flight. `kind` is what was asked for, so that a reused number is noticed."""
 
     id: str
     kind: str
@@ -49,7 +49,7 @@ class Requests:
     """All requests of a server by their ids."""
 
     def __init__(self) -> None:
-        self._life = secrets.token_hex(4)  # ids of an earlier life of the server are not taken for ours
+        self._life = secrets.token_hex(4)  # ids from before a restart of the server are not taken for ours
         self._number = itertools.count()
         self._all: OrderedDict[str, Request] = OrderedDict()
         self._fetched: OrderedDict[str, int] = OrderedDict()  # id -> bytes

@@ -1,4 +1,4 @@
-"""Samples one model's versions in a thread of its own, beside whoever trains it.
+"""Samples one model's versions in a thread of its own, beside the thread that trains it.
 
 All requests of one version share the engine's batches. A request for another version waits until those before it have
 ended, then its weights are loaded: tensors of an adapter, a few megabytes.

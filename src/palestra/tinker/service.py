@@ -1,4 +1,4 @@
-"""What the server keeps: base models, sessions, the models that they train, and whoever samples from those."""
+"""What the server keeps: base models, sessions, the models that they train, and their samplers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Limits:
 
 
 class Service:
-    """All of it, behind plain methods. The event loop's thread calls them; workers do what takes long."""
+    """Everything behind the HTTP routes, as methods. The event loop's thread calls them; workers do what takes long."""
 
     def __init__(self, bases: Sequence[BaseModel], output_dir: Path, limits: Limits | None = None) -> None:
         self.bases = {base.name: base for base in bases}

@@ -26,7 +26,7 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """One training under way."""
+    """One training in progress."""
 
     id: str
     session: str

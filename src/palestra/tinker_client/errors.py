@@ -1,4 +1,4 @@
-"""What the Tinker SDK raises: what another session mends, and the rest in words."""
+"""What the Tinker SDK raises: what a new session can repair, and the rest as sentences."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def policy_weights(loss: StepLoss, samples: Sequence[Sample]) -> Tensor:
 
 
 def weighted_advantages(loss: StepLoss, samples: Sequence[Sample]) -> list[Array]:
-    """[T] for each sample: the advantages times what each policy token counts; 0 elsewhere."""
+    """[T] for each sample: the advantages times what each policy token counts; 0 for all other tokens."""
     weights = np.split(policy_weights(loss, samples).numpy(), np.cumsum([_count(s.policy_mask) for s in samples])[:-1])
     rows = [np.zeros(len(s.token_ids)) for s in samples]
     for row, sample, weight in zip(rows, samples, weights, strict=True):

@@ -246,7 +246,7 @@ class TinkerModel:
         return getattr(getattr(self._service, "holder", None), "_base_url", None)
 
     def _headers(self, url: str) -> dict[str, str]:
-        """The key, for files on the server itself; signed URLs elsewhere need none, and must not see it."""
+        """The key, for files on the server itself; signed URLs of other hosts need none, and must not see it."""
         key = os.environ.get("TINKER_API_KEY")
         return {"X-API-Key": key} if key and self._url and url.startswith(f"{self._url}/") else {}
 

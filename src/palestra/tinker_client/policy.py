@@ -16,7 +16,7 @@ from palestra.tinker_client.model import Sampler, TinkerModel
 
 
 class TinkerPolicy(TokenSessions):
-    """Samples one version of the model's weights until it is given the next: turns under way stay at theirs."""
+    """Samples one version of the model's weights until it is given the next: turns in progress stay at theirs."""
 
     def __init__(self, model: TinkerModel, context_tokens: int) -> None:
         self.context_tokens = context_tokens

@@ -6,7 +6,7 @@ often as quick ones. At the beginning of a step, and of each refill in it, as ma
 `max_staleness` versions when it is trained.
 
 Finished groups are in a journal until a checkpoint holds the steps that they were trained in. A run that was killed
-trains the very same groups again, in the same steps, and samples only those that were still under way.
+trains exactly the same groups again, in the same steps, and samples only those that were still in progress.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GroupQueue:
         self._journal: Journal | None = None
         self._slots = asyncio.Semaphore(source.concurrent)
         self._line: list[Draw] = []  # begun and not handed out
-        self._finished: dict[int, tuple[dict[str, Any], list[Group]]] = {}  # by an earlier life of the run
+        self._finished: dict[int, tuple[dict[str, Any], list[Group]]] = {}  # by an earlier process of the run
         self._is_open = False
         self._number = 0  # draws that were handed out
         self._after: Mapping[str, Any] = source.state()  # the source's state behind them
@@ -115,7 +115,7 @@ class GroupQueue:
         return groups
 
     async def drained(self) -> None:
-        """Until nothing is under way: what is measured then has the machine and the environment to itself."""
+        """Until nothing is in progress: what is measured then has the machine and the environment to itself."""
         await asyncio.gather(*(draw.groups for draw in self._line), return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class GroupQueue:
         self._source.close()
 
     def _open(self) -> None:
-        """Take over what an earlier life of the run has sampled; not before the first draw, when the run's folder is
+        """Take over what an earlier process of the run has sampled; not before the first draw, when the run's folder is
         locked and its checkpoint chosen."""
         if self._is_open or self._journal_file is None:
             return

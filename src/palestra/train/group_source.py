@@ -37,7 +37,7 @@ class GroupSource(Protocol):
 
     @property
     def concurrent(self) -> int:
-        """How many groups may be under way at once; above 1 `state` moves on with the call of `next` itself, so that
+        """How many groups may be in progress at once; above 1 `state` moves on with the call of `next` itself, so that
         a queue can call it again before the first has ended. 0: no queue may be around it."""
         ...
 

@@ -1,4 +1,4 @@
-"""One run, whichever door it came through: build the parts, score, train, score again, save, report.
+"""One run, however it was started: build the parts, score, train, score again, save, report.
 
 >>> run = Run.build(config, EnvironmentTask(environment), folder)      # doctest: +SKIP
 >>> outcome = run.train()
@@ -202,7 +202,7 @@ class Run:
         return Overview.of(self.backend.model, training.config, training.total_steps or 0, self.train_cases, eval_cases)
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
-        """Score the model, or read what an earlier life of this run found."""
+        """Score the model, or read what an earlier process of this run found."""
         path = self.folder.eval_file(name)
         if self.evaluator is None:
             return None
@@ -226,7 +226,7 @@ class Run:
         return self.evaluator.run(runner, self.training.watcher, phase)
 
     def _check_before(self, before: EvalReport | None) -> None:
-        """Stop a run in which nothing can be learned, and tell what else is not the model's doing."""
+        """Stop a run in which nothing can be learned, and warn of what else is no fault of the model."""
         if before is None or self.resume_from is not None:
             return
         if reason := broken_tool(before.rollouts):
@@ -239,7 +239,7 @@ class Run:
                 self.training.watcher.warn(finding.sentence)
 
     def _ended_by_another(self, reason: str) -> None:
-        """Another rank is gone, and this one waits for it in vain."""
+        """Another rank has ended, and this one would wait for it for ever."""
         if self.training.ranks.is_first:
             mark_failed(self.folder.path, reason)
 

@@ -49,7 +49,7 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
 
 
 def _value(rollout: Rollout, name: str) -> float:
-    """NaN where the measure has no say: it did not look at this rollout."""
+    """NaN where the measure was not run on this rollout."""
     return rollout.scores[name].value if name in rollout.scores else math.nan
 
 

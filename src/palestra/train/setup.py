@@ -88,7 +88,7 @@ def with_adapter(model: Any, config: RunConfig) -> Any:
 
 
 def samples_from_server(config: RunConfig) -> bool:
-    """Whether a running server samples, so that whoever asks it needs no model of its own."""
+    """Whether a running server samples, so that its clients need no model of their own."""
     return config.vllm.mode == "server" or config.rollout.policy_url is not None
 
 

@@ -34,6 +34,6 @@ class Watcher:
 
 
 class SilentWatcher(Watcher):
-    """Of a rank that another one speaks for."""
+    """Of the ranks beside the first, which reports for all."""
 
     def warn(self, text: str) -> None: ...

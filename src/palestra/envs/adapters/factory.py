@@ -19,7 +19,7 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class FactoryEnv(Env):
-    """One new instance of the factory's class for each attempt, over problems that come from elsewhere.
+    """One new instance of the factory's class for each attempt, over problems that are given separately.
 
     With a dict of factories, the field `environment` of a problem's row chooses.
     """

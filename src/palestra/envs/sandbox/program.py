@@ -1,4 +1,4 @@
-"""Runs an agent's program shut in: it reaches the gateway by one port, and sees its own files.
+"""Runs an agent's program in isolation: it reaches the gateway by one port, and sees its own files.
 
     python -m palestra.envs.sandbox.program '{"visible": …, "port": 8000, "socket": "/tmp/…/gateway"}' COMMAND…
 
@@ -73,7 +73,7 @@ class ProgramSandbox:
 
 
 def check_sandbox() -> None:
-    """Refuse a machine on which nothing can be shut in."""
+    """Refuse a machine on which programs cannot be isolated."""
     if (reason := why_not("namespaces")) is not None:
         raise PalestraError(f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out")
 

@@ -88,7 +88,7 @@ class Sandbox:
         self._files[_checked(name)] = text
 
     def read(self, name: str) -> str | None:
-        """A file of the sandbox's folder, as far as output is kept; None when there is no such plain file."""
+        """A file of the sandbox's folder, as far as output is kept; None when there is no such regular file."""
         if _checked(name) in self._files:
             return self._files[name][: self.limits.output_bytes]
         if self._first is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 # What a command has no use for, by architecture: nested namespaces and mounts; memory that belongs to no process
-# (System V IPC, message queues, memfd); looking into other processes; the kernel's rarer doors.
+# (System V IPC, message queues, memfd); looking into other processes; rarely used kernel interfaces.
 DENIED = {
     "x86_64": dict(
         shmget=29, semget=64, msgget=68, ptrace=101, pivot_root=155, chroot=161, mount=165, umount2=166, reboot=169,

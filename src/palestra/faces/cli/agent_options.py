@@ -93,7 +93,7 @@ class AgentOptions:
     def _check(self) -> None:
         if self.agent_cmd is not None and self.agent_port is not None:
             raise PalestraError(
-                "--agent-cmd runs the agent here, --agent-port lets agents elsewhere take the cases; choose"
+                "--agent-cmd runs the agent here, --agent-port lets external agents take the cases; choose"
             )
         if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None):
             raise PalestraError(
@@ -137,7 +137,7 @@ class AgentOptions:
         if self.agent_port is not None:
             from palestra.harness.outside import OutsideAgent
 
-            return OutsideAgent("agents-elsewhere", agent.model, port=self.agent_port)
+            return OutsideAgent("external-agents", agent.model, port=self.agent_port)
         servers = [*map(McpServer, self.mcp), *(McpServer(command, shared=True) for command in self.mcp_shared)]
         changed: dict[str, Any] = {"mcp_servers": [*agent.mcp_servers, *servers]}
         if self.instructions is not None:
@@ -155,7 +155,7 @@ def agent_options(function: Function) -> Function:
         click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
         click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
         click.option(
-            "--agent-port", type=click.IntRange(0, 65535), help="Let agents elsewhere take cases, at this port."
+            "--agent-port", type=click.IntRange(0, 65535), help="Let external agents take cases, at this port."
         ),
         click.option("--agent-cmd", metavar="COMMAND", help="Train a program that calls the model by its base URL."),
     ):

@@ -12,7 +12,7 @@ from palestra.faces.cli.common import debug_option, device_option, dtype_option,
 from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
 from palestra.train.progress import task
 
-SWITCH_S = 0.001  # threads that train and sample give way to the one that answers: at 5 ms, requests come in too slowly
+SWITCH_S = 0.001  # threads that train and sample yield to the one that answers: at 5 ms, requests come in too slowly
 
 
 @click.command("tinker")

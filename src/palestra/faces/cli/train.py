@@ -287,7 +287,7 @@ def resume_run(resume: Resume, console: Console, agent_file: str | None = None) 
         with training_display(console, run.config, "palestra train") as display:
             return train_env(env, run.config, watcher=display, resume=resume)
     if run.wire_command:
-        raise PalestraError(f"{run.path} gets its groups from elsewhere; continue it with: {run.wire_command}")
+        raise PalestraError(f"{run.path} trains on environments over the wire; continue it with: {run.wire_command}")
     source, own = agent_file or run.record.get("source"), AgentOptions.from_record(run.record.get("agent_options"))
     if source is None and not own.are_set:
         raise PalestraError(

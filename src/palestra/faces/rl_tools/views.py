@@ -79,7 +79,7 @@ def config(draft: Draft) -> Data:
 
 def edited(draft: Draft, field: str) -> Data:
     name = draft.own_name(field)
-    message = f"{name} is changed" + (f" ({field} is its name elsewhere)" if name != field else "")
+    message = f"{name} is changed" + (f" ({field} is another name of it)" if name != field else "")
     return {"message": message, "field": name, "value": draft.value(name), "config": draft.config()}
 
 
