@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
-from palestra.core.ranks import Place
+from palestra.core.ranks import RankVariables
 from palestra.core.types import Sample
 from palestra.learner.base import Batch, Learner
 from palestra.learner.fsdp import FsdpLearner
@@ -94,7 +94,7 @@ def _now(device: torch.device) -> float:
 
 
 @contextmanager
-def ranks_of(place: Place, config: RunConfig) -> Iterator[TorchRanks]:
+def ranks_of(place: RankVariables, config: RunConfig) -> Iterator[TorchRanks]:
     """Those of torchrun, or one rank."""
     if "MASTER_PORT" not in os.environ:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = options.tokens or (64 if options.shape == "tiny" else 1024)
     samples = rows(options.groups, options.siblings, tokens, SHAPES[options.shape]["vocab_size"])
-    with ranks_of(Place.of_environment() or Place(0, 1, 0, 1), RunConfig()) as ranks:
+    with ranks_of(RankVariables.of_environment() or RankVariables(0, 1, 0, 1), RunConfig()) as ranks:
         device = ranks.device
         for name, r in (("full", 0), ("lora", 16)):
             config = RunConfig.build({"lora.r": r, "train.tokens_per_micro_batch": 16384})

@@ -15,7 +15,7 @@ from palestra.models.loading import LoadedModel
 from palestra.serve.web import Server, open_port, url_of
 from palestra.tinker.base_model import BaseModel
 from palestra.tinker.server import tinker_app
-from palestra.tinker.service import Limits, Service
+from palestra.tinker.service import Service, ServiceLimits
 
 
 def base_model(model: Any, tokenizer: Any, name: str) -> BaseModel:
@@ -25,7 +25,7 @@ def base_model(model: Any, tokenizer: Any, name: str) -> BaseModel:
 @contextmanager
 def tinker_server(bases: list[BaseModel], folder: Path) -> Iterator[str]:
     """Its URL; the SDK finds a key in the environment meanwhile."""
-    service = Service(bases, folder / "runs", Limits(models=64))
+    service = Service(bases, folder / "runs", ServiceLimits(models=64))
     server, sock = Server(tinker_app(service)), open_port("127.0.0.1", 0, None)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
     with pytest.MonkeyPatch.context() as patch:

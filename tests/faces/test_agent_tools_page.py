@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from palestra.faces.rl_tools import TOOL_NAMES
-from palestra.runs.locks import Limits, Site
+from palestra.runs.locks import RequestLimits, Site
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent_tools.md").read_text(encoding="utf-8")
 
@@ -27,5 +27,5 @@ def test_the_table_names_the_ten_tools():
 
 def test_the_site_file_is_read_and_names_every_limit_with_its_default():
     (block,) = blocks("yaml")
-    assert Site.model_validate(yaml.safe_load(block)).limits == Limits()
-    assert yaml.safe_load(block)["limits"].keys() == Limits.model_fields.keys()
+    assert Site.model_validate(yaml.safe_load(block)).limits == RequestLimits()
+    assert yaml.safe_load(block)["limits"].keys() == RequestLimits.model_fields.keys()

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from palestra.bench.workload import SIDES, TOOL_RESULT_TOKENS, Measured, Workload
+from palestra.bench.workload import SIDES, TOOL_RESULT_TOKENS, Measurement, Workload
 from palestra.faces.cli.bench import _table
 from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import Efficiency, cpu
@@ -81,7 +81,9 @@ def test_plain_lines_without_a_terminal(cli):
 
 
 def test_the_table_has_a_row_for_each_side():
-    sides = {side: Measured(side, wall_s=2.0, cpu_s=1.5, sampled_tokens=4000, computed_tokens=9000) for side in SIDES}
+    sides = {
+        side: Measurement(side, wall_s=2.0, cpu_s=1.5, sampled_tokens=4000, computed_tokens=9000) for side in SIDES
+    }
     console = Console(width=100)
     with console.capture() as shown:
         console.print(_table({"single turn": sides}))

@@ -24,7 +24,7 @@ def test_doctor_tells_what_there_is_each_lack_with_its_remedy_and_no_key(cli, mo
 
 
 def test_doctor_fails_only_when_something_needed_is_broken(monkeypatch, capsys):
-    findings = [doctor.Finding("torch", "import", "broken", "No module named 'torch'", "pip install torch")]
+    findings = [doctor.Check("torch", "import", "broken", "No module named 'torch'", "pip install torch")]
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     assert run(["doctor"]) == 1
     assert "→ pip install torch" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from palestra.faces import http_api, mcp_server
 from palestra.faces.rl_tools import TOOL_NAMES, RlTools
 from palestra.faces.rl_tools.clients import Clients
-from palestra.runs.locks import Limits, Site
+from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,7 +37,7 @@ INITIALIZE = {
 
 @pytest.fixture
 def clients(tmp_path):
-    site = Site(limits=Limits(test_minutes=0.02))
+    site = Site(limits=RequestLimits(test_minutes=0.02))
     manager = RunManager(tmp_path / "home")
     return Clients(lambda: RlTools(manager, site))
 

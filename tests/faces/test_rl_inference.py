@@ -17,7 +17,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import RlTools
 from palestra.faces.rl_tools.models import OPENROUTER, OPENROUTER_MODELS, choose_models
-from palestra.runs.locks import Inference, Limits, Site
+from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -87,7 +87,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, url):
     site = Site(
-        limits=Limits(test_minutes=0.25, test_requests_at_once=2),
+        limits=RequestLimits(test_minutes=0.25, test_requests_at_once=2),
         inference=Inference(base_url=url, api_key_env="ENDPOINT_KEY", models=["good", "stuck"]),
     )
     tools = RlTools(RunManager(folder / "home"), site)

@@ -17,7 +17,7 @@ import pytest
 from palestra.core.run_folder import RunFolder
 from palestra.faces.rl_tools import TOOL_NAMES, RlTools
 from palestra.faces.rl_tools import tools as tools_module
-from palestra.runs.locks import Limits, Site
+from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -125,7 +125,7 @@ def test_random_calls_break_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tools_module, "_STOP_WAIT_S", 0.0)
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    limits = Limits(status_check_minutes=0.0001, test_completions=4, test_minutes=0.002)
+    limits = RequestLimits(status_check_minutes=0.0001, test_completions=4, test_minutes=0.002)
     locked = {"trainer": {"learning_rate": 1e-4}, "run": {"rollout.temperature": 1.0}}
     manager = NothingStarts(tmp_path / "home")
     clients = [RlTools(manager, Site.model_validate({"limits": limits, **locked})) for _ in range(2)]

@@ -15,7 +15,7 @@ from palestra.faces import rl_tools
 from palestra.faces.rl_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys, views
 from palestra.faces.rl_tools.tools import TOOLS
 from palestra.runs.index import UnknownRun
-from palestra.runs.locks import Limits, Site
+from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -170,7 +170,7 @@ def test_two_clients_edit_without_seeing_each_others(folder):
 def test_status_is_told_once_in_a_while_and_at_once_when_the_state_changes(folder):
     now = [0.0]
     manager = OneRun(folder / "home")
-    tools = RlTools(manager, Site(limits=Limits(status_check_minutes=30)), clock=lambda: now[0])
+    tools = RlTools(manager, Site(limits=RequestLimits(status_check_minutes=30)), clock=lambda: now[0])
     look = lambda: tools.rl_check_status("abcd2345")  # noqa: E731
     assert look()["metrics"]["reward_mean"] is None  # NaN is no JSON
     assert look()["rate_limited"]

@@ -23,7 +23,7 @@ from palestra.faces.rl_tools.clients import Clients
 from palestra.faces.rl_tools.models import Candidate
 from palestra.faces.rl_tools.relay import Relay
 from palestra.runs.index import TooManyRuns
-from palestra.runs.locks import Limits, Site
+from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager, RunRequest
 
 
@@ -54,7 +54,7 @@ def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_pa
 def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
     found = in_file(LIBRARY / "calculator.py")[0]
     monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
-    tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=Limits(active_runs=1)))
+    tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=RequestLimits(active_runs=1)))
     tools._draft = draft.Draft.of(found, EnvDescription([], {}), tools.site)
     assert "run_id" in tools.rl_start_training()
     assert "of at most 1" in tools.rl_start_training()["error"]

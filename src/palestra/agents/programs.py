@@ -51,8 +51,8 @@ class Endpoint:
         }
 
 
-class Shutter(Protocol):
-    """Shuts a command in: gives the words that run it with the attempt's folder, and next to nothing else."""
+class CommandSandbox(Protocol):
+    """The arguments that run a command in isolation: it sees the attempt's folder, and little else."""
 
     def command(self, command: Sequence[str], folder: Path, cwd: str | None) -> Sequence[str]: ...
 
@@ -64,7 +64,7 @@ class ProgramLimits:
     timeout_s: float = 300.0
     max_output_bytes: int = 4_000_000
     fork_server: bool = False  # import a Python program's modules once, and fork for each attempt
-    sandbox: Shutter | None = None
+    sandbox: CommandSandbox | None = None
 
 
 @dataclass

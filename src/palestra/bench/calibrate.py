@@ -17,7 +17,7 @@ from palestra.core.phases import phases
 from palestra.core.types import Sample
 from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
-from palestra.plan.calibration import Measured, calibrated
+from palestra.plan.calibration import MeasuredStep, calibrated
 from palestra.plan.device import Device, Efficiency, default_efficiency
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.shape import ModelShape
@@ -35,7 +35,7 @@ def calibrate(
     wall_s, times = time.perf_counter() - began, phases.take()
     prefill_s, decode_s = times.get("prefill", 0.0), times.get("decode", 0.0)
     learner_s = learning_seconds(model, shape, work) if planned.fits else None
-    return calibrated(planned, Measured(prefill_s, decode_s, wall_s - prefill_s - decode_s, learner_s), name)
+    return calibrated(planned, MeasuredStep(prefill_s, decode_s, wall_s - prefill_s - decode_s, learner_s), name)
 
 
 def plan_of(shape: ModelShape, device: Device, work: Workload, weight_bytes: int) -> RunEstimate:

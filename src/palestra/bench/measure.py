@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from palestra.bench.calibrate import calibrate
-from palestra.bench.workload import TOOL_RESULT_TOKENS, Measured, Side, Workload, check_least
+from palestra.bench.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.engine.probe import text_config
@@ -85,7 +85,7 @@ class Bench:
     def threads(self) -> int:
         return torch.get_num_threads()
 
-    def measure(self, side: Side, tool_rounds: int) -> Measured:
+    def measure(self, side: Side, tool_rounds: int) -> Measurement:
         """Run one side through all rollouts of a scenario."""
         self._run(side, replace(self._work, new_tokens=min(WARM_UP_TOKENS, self._work.new_tokens)), 0)
         with self._counting(side) as computed:
@@ -98,7 +98,7 @@ class Bench:
                 f"{side} sampled {sampled} tokens, expected {expected}: memory does not hold one rollout; "
                 "lower prompt_tokens, new_tokens or tool_rounds"
             )
-        return Measured(side, wall_s, cpu_s, sampled, computed())
+        return Measurement(side, wall_s, cpu_s, sampled, computed())
 
     def calibrate(self, name: str, device: Device, shape: ModelShape) -> Efficiency:
         """What the engine and the learner reach here, for `palestra plan`."""

@@ -44,7 +44,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One side of one scenario. `computed_tokens` went through the model; each gave a sampled token or was prefill."""
 
     side: Side
@@ -61,7 +61,7 @@ class Measured:
     def tokens_per_s(self) -> float:
         return self.sampled_tokens / self.wall_s
 
-    def ratios_to(self, other: Measured) -> dict[str, float]:
+    def ratios_to(self, other: Measurement) -> dict[str, float]:
         """How many times better this side is: faster, fewer CPU seconds, fewer tokens computed."""
         return {
             "tokens_per_s": self.tokens_per_s / other.tokens_per_s,
@@ -70,7 +70,7 @@ class Measured:
         }
 
 
-Results = dict[str, dict[Side, Measured]]  # scenario -> side -> its result
+Results = dict[str, dict[Side, Measurement]]  # scenario -> side -> its result
 
 
 def check_least(name: str, value: int, least: int) -> None:

@@ -98,7 +98,7 @@ ONE_PROCESS: Ranks = OneProcess()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankVariables:
     """What torchrun's variables say about this process."""
 
     rank: int
@@ -107,7 +107,7 @@ class Place:
     local_size: int
 
     @classmethod
-    def of_environment(cls) -> Place | None:
+    def of_environment(cls) -> RankVariables | None:
         """None for a process that trains alone."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in os.environ for name in names) or os.environ["WORLD_SIZE"] == "1":
@@ -124,11 +124,11 @@ class Place:
 
 def is_first_rank() -> bool:
     """Whether this process writes files and prints; also before the ranks have met."""
-    place = Place.of_environment()
+    place = RankVariables.of_environment()
     return place is None or place.rank == 0
 
 
 def refuse_ranks(what: str, remedy: str) -> None:
     """PalestraError where several processes would each do by themselves what one should."""
-    if place := Place.of_environment():
+    if place := RankVariables.of_environment():
         raise PalestraError(f"{what} runs in one process, and this is one of {place.size} ranks; {remedy}")

@@ -30,7 +30,7 @@ class CatalogRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedRun:
     """A foreign run, converted."""
 
     folder: RunFolder
@@ -42,7 +42,7 @@ class Catalog:
     """Finds runs. With `folders` or `imported` it shows these alone."""
 
     def __init__(
-        self, manager: RunManager, folders: Sequence[RunFolder] | None = None, imported: Sequence[Imported] = ()
+        self, manager: RunManager, folders: Sequence[RunFolder] | None = None, imported: Sequence[ImportedRun] = ()
     ) -> None:
         self.manager = manager
         self._folders = folders

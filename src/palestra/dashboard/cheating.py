@@ -14,7 +14,7 @@ from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import shown
 from palestra.dashboard.series import by_step, columns, read_rows
 from palestra.dashboard.summaries import measures
-from palestra.evals.suspicion import Alarm, Attempt, Cluster, find_alarms, find_clusters, suspects
+from palestra.evals.suspicion import Alarm, AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
 
 _MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
 _HELD_OUT = "eval/pass_rate"
@@ -60,18 +60,18 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> list[Attempt]:
+def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> list[AttemptSummary]:
     """Rows of the index as attempts; measures that nobody weighed count as rewarded."""
     highest = max((row["reward"] for row in rows), default=0.0)
     return [_attempt(row, rewarded, highest) for row in rows]
 
 
-def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> Attempt:
+def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> AttemptSummary:
     scores = json.loads(row["scores"])
     verdicts = {name: bool(passed) for name, (_, passed, error) in scores.items() if passed is not None and not error}
     counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
     success = all(counted) if counted else row["reward"] > highest / 2
-    return Attempt(
+    return AttemptSummary(
         id=row["id"],
         step=row["step"],
         success=success and row["error"] is None,
@@ -117,7 +117,7 @@ def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]
     return _Shapes(answer, {str(each.shape): [member.id for member in each.members] for each in clusters})
 
 
-def _cluster(cluster: Cluster, rows: Mapping[int, Any]) -> dict[str, Any]:
+def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]:
     shape, members = cluster.shape, cluster.members
     return {
         "shape": str(shape),

@@ -20,7 +20,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import append_jsonl, cache_folder, read_jsonl, write_json
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.catalog import Imported
+from palestra.dashboard.catalog import ImportedRun
 from palestra.dashboard.cookbook_log import cookbook_rows
 from palestra.dashboard.foreign_rows import Row, atif_rows, trace_rows, trl_rows, verifiers_rows
 from palestra.evals.rollout_stats import rollout_stats
@@ -46,14 +46,14 @@ class _Format:
     read: Callable[[Path, int], Iterator[Row]]  # a file, and its place among them; `evaluation` is no rollout's own
 
 
-def open_foreign(path: Path) -> Imported | None:
+def open_foreign(path: Path) -> ImportedRun | None:
     """The foreign run at a path, converted; None where nothing is known there."""
     for known in _FORMATS:
         if _files(known, path):
             name = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
             folder = RunFolder(cache_folder() / "dashboard" / "imports" / f"{path.resolve().name}-{name}")
             _convert(known, path, folder)
-            return Imported(folder, known.source, partial(_convert, known, path, folder))
+            return ImportedRun(folder, known.source, partial(_convert, known, path, folder))
     return None
 
 

@@ -108,7 +108,7 @@ def _window(steps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptSummary:
     """A rollout, as far as its shape goes. `success`: all that is rewarded passed."""
 
     id: int
@@ -139,11 +139,11 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SuccessCluster:
     """Successes of one shape. `share` is theirs of the successes of each step, `growth` its gain from early to late."""
 
     shape: Shape
-    members: tuple[Attempt, ...]  # oldest first
+    members: tuple[AttemptSummary, ...]  # oldest first
     share: tuple[float, ...]
     growth: float
     witness_rate: float | None  # how many of them the witnesses confirm
@@ -151,12 +151,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    attempt: Attempt
+    attempt: AttemptSummary
     score: float
     why: tuple[str, ...]
 
 
-def find_clusters(attempts: Sequence[Attempt]) -> tuple[list[int], list[Cluster]]:
+def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[SuccessCluster]]:
     """The steps, and the successes by shape: those that grow fastest first."""
     steps = sorted({attempt.step for attempt in attempts})
     successes = [attempt for attempt in attempts if attempt.success]
@@ -166,7 +166,7 @@ def find_clusters(attempts: Sequence[Attempt]) -> tuple[list[int], list[Cluster]
     phrases = spreading_phrases(attempts, early, late)
     first = [a.tokens for a in successes if a.step in early] or [a.tokens for a in successes]
     usual = median(first)
-    members: dict[Shape, list[Attempt]] = {}
+    members: dict[Shape, list[AttemptSummary]] = {}
     for attempt in successes:
         members.setdefault(_shape(attempt, phrases, usual), []).append(attempt)
     totals = Counter(attempt.step for attempt in successes)
@@ -175,7 +175,7 @@ def find_clusters(attempts: Sequence[Attempt]) -> tuple[list[int], list[Cluster]
     return steps, clusters[:_MAX_CLUSTERS]
 
 
-def suspects(clusters: Sequence[Cluster], limit: int = 100) -> list[Suspect]:
+def suspects(clusters: Sequence[SuccessCluster], limit: int = 100) -> list[Suspect]:
     """The successes to read first: of a shape that spreads, and not confirmed by a witness."""
     found = []
     for cluster in clusters:
@@ -189,7 +189,7 @@ def suspects(clusters: Sequence[Cluster], limit: int = 100) -> list[Suspect]:
     return found[:limit]
 
 
-def spreading_phrases(attempts: Sequence[Attempt], early: set[int], late: set[int]) -> list[str]:
+def spreading_phrases(attempts: Sequence[AttemptSummary], early: set[int], late: set[int]) -> list[str]:
     """Runs of up to four words (numbers count as #) whose share of the successes has grown most, and which the
     failures of the same time lack. Of runs that spread together, the longest."""
     groups = {
@@ -213,7 +213,7 @@ def spreading_phrases(attempts: Sequence[Attempt], early: set[int], late: set[in
     return chosen
 
 
-def _phrase_shares(attempts: Sequence[Attempt]) -> dict[str, float]:
+def _phrase_shares(attempts: Sequence[AttemptSummary]) -> dict[str, float]:
     counts = Counter(phrase for attempt in attempts for phrase in _phrases(attempt.text))
     return {phrase: count / len(attempts) for phrase, count in counts.items()}
 
@@ -231,7 +231,7 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(_DIGITS.sub("0", text.lower()))[:100]
 
 
-def _shape(attempt: Attempt, phrases: Sequence[str], usual: float) -> Shape:
+def _shape(attempt: AttemptSummary, phrases: Sequence[str], usual: float) -> Shape:
     text = f" {' '.join(_words(attempt.text))} "
     length = "short" if attempt.tokens < usual / 2 else "long" if attempt.tokens > 2 * usual else "usual"
     phrase = next((phrase for phrase in phrases if f" {phrase} " in text), None)
@@ -240,15 +240,15 @@ def _shape(attempt: Attempt, phrases: Sequence[str], usual: float) -> Shape:
 
 
 def _cluster(
-    shape: Shape, members: list[Attempt], steps: list[int], totals: Counter[int], early: set[int], late: set[int]
-) -> Cluster:
+    shape: Shape, members: list[AttemptSummary], steps: list[int], totals: Counter[int], early: set[int], late: set[int]
+) -> SuccessCluster:
     counts = Counter(attempt.step for attempt in members)
     verdicts = [attempt.confirmed for attempt in members if attempt.confirmed is not None]
 
     def share(window: set[int]) -> float:
         return sum(counts[step] for step in window) / max(1, sum(totals[step] for step in window))
 
-    return Cluster(
+    return SuccessCluster(
         shape,
         tuple(sorted(members, key=lambda attempt: attempt.id)),
         tuple(counts[step] / max(1, totals[step]) for step in steps),
@@ -262,7 +262,7 @@ def _early_and_late(steps: list[int]) -> tuple[set[int], set[int]]:
     return set(steps[:window]), set(steps[-window:])
 
 
-def _why(cluster: Cluster, attempt: Attempt) -> list[str]:
+def _why(cluster: SuccessCluster, attempt: AttemptSummary) -> list[str]:
     now = fmean(cluster.share[-_window(len(cluster.share)) :])
     reasons = [f"its kind ({cluster.shape}) grew by {cluster.growth:.0%}, to {now:.0%} of the successes"]
     if cluster.witness_rate is not None and cluster.witness_rate < 0.5:

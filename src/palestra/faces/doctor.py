@@ -35,7 +35,7 @@ _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One thing that was looked at: what was found, and what to do where it is not well."""
 
     topic: str
@@ -45,22 +45,22 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Look at everything. Takes seconds: torch is asked for its GPUs."""
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
-def _finding(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Finding:
-    return Finding(topic, name, "ok", found) if ok else Finding(topic, name, otherwise, found, remedy)
+def _finding(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
+    return Check(topic, name, "ok", found) if ok else Check(topic, name, otherwise, found, remedy)
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
     yield _finding("Python", "version", check_rl_python_version(), found, remedy, "broken")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[Check]:
     """In a process of its own: a broken installation may take its importer down."""
     code = (
         "import torch; c = torch.cuda; n = c.device_count(); "
@@ -71,14 +71,14 @@ def _torch() -> Iterator[Finding]:
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        yield Finding("torch", "import", "broken", "importing it took longer than 120 s", "reinstall torch")
+        yield Check("torch", "import", "broken", "importing it took longer than 120 s", "reinstall torch")
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("torch", "import", "broken", last, "pip install --force-reinstall torch")
+        yield Check("torch", "import", "broken", last, "pip install --force-reinstall torch")
         return
     version, gpus = [*done.stdout.splitlines(), "", ""][:2]
-    yield Finding("torch", "version", "ok", version)
+    yield Check("torch", "version", "ok", version)
     remedy = "small models train on a CPU; for large ones use a machine with an NVIDIA GPU and torch built for CUDA"
     yield _finding("torch", "GPU", bool(gpus), gpus or "none that torch can use", remedy)
     transformers = installed_version("transformers")
@@ -86,7 +86,7 @@ def _torch() -> Iterator[Finding]:
     yield _finding("torch", "transformers", bool(transformers), transformers or "not installed", remedy, "broken")
 
 
-def _room() -> Iterator[Finding]:
+def _room() -> Iterator[Check]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     remedy = f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
     yield _finding("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
@@ -99,7 +99,7 @@ def _room() -> Iterator[Finding]:
         yield _finding("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[Check]:
     """What the package itself says can be added to it."""
     packages: dict[str, list[str]] = {}
     for line in metadata.requires("palestra") or ():
@@ -118,18 +118,18 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _keys() -> Iterator[Finding]:
+def _keys() -> Iterator[Check]:
     """By name alone: no value is ever looked at further than whether it is there."""
     for name, use in KEYS.items():
         is_set = bool(os.environ.get(name))
         yield _finding("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
 
 
-def _ports() -> Iterator[Finding]:
+def _ports() -> Iterator[Check]:
     if error := _bind_error(0):
-        yield Finding("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
+        yield Check("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
         return
-    yield Finding("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
+    yield Check("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
     for port, user in PORTS.items():
         free = not _bind_error(port)
         found = f"free for {user}" if free else f"taken; {user} wants it"
@@ -147,7 +147,7 @@ def _bind_error(port: int) -> str | None:
     return None
 
 
-def _sandbox() -> Iterator[Finding]:
+def _sandbox() -> Iterator[Check]:
     from palestra.core.errors import PalestraError
     from palestra.envs.sandbox.sandbox import choose_isolation
 

@@ -167,10 +167,10 @@ def http_app(server: Server[Any], token: str | None) -> ASGIApp:
     app = server.streamable_http_app(
         transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S, max_sessions=MAX_SESSIONS
     )
-    return Guard(WholeBody(WithSessions(app), 4 * MIB), token)
+    return Guard(WholeBody(RequireSessions(app), 4 * MIB), token)
 
 
-class WithSessions:
+class RequireSessions:
     """Keeps clients to the protocol versions that have sessions.
 
     The newest has none over HTTP, and what a client has selected and edited is its own. A client that asks for

@@ -155,7 +155,7 @@ class Attempt:
         return self.lineages.count_tokens(request.messages, request.tools, request.variables)
 
     @contextlib.contextmanager
-    def _turns(self, request: ChatRequest) -> Iterator[list[_TurnUnderWay]]:
+    def _turns(self, request: ChatRequest) -> Iterator[list[_PendingTurn]]:
         """The turns that a request asks for; those that are not recorded when this ends never were."""
         if self.ended:
             raise _ended()
@@ -181,12 +181,12 @@ class Attempt:
                     self.lineages.prompts.close_session(turn.session)
                     self.lineages.free_number(branch.place, turn.number)
 
-    def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _TurnUnderWay:
+    def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _PendingTurn:
         number = self.lineages.take_number(branch.place)
         params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
-        return _TurnUnderWay(branch, session, number, params, len(session.token_ids))
+        return _PendingTurn(branch, session, number, params, len(session.token_ids))
 
-    async def _sample(self, turn: _TurnUnderWay) -> Turn:
+    async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample it, in the task that calls this; the end of the attempt cancels it."""
         task = asyncio.current_task()
         self._under_way.add(task)
@@ -234,7 +234,7 @@ class Attempt:
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
-    async def _record(self, request: ChatRequest, turn: _TurnUnderWay, sampled: Turn) -> Answer:
+    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> Answer:
         branch, start = turn.branch, turn.prompt_tokens
         check_record(turn.session, start, sampled)
         completion = self._model.completion(sampled, turn.params)
@@ -288,7 +288,7 @@ _PROMPT_END = 8  # tokens that show whether the prompt opened the thinking
 
 
 @dataclass(eq=False, slots=True)
-class _TurnUnderWay:
+class _PendingTurn:
     branch: Branch
     session: Any
     number: int  # among the turns at the same place
@@ -301,7 +301,7 @@ class _TurnUnderWay:
     def prompt_end(self) -> Sequence[int]:
         return self.session.token_ids[: self.prompt_tokens][-_PROMPT_END:]
 
-    def start(self, sample: Callable[[_TurnUnderWay], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
+    def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # others may have failed first
         return self.task

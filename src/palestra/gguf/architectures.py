@@ -12,7 +12,7 @@ from palestra.core.errors import PalestraError
 from palestra.gguf.file import GgufFile
 
 
-class ConfigField(NamedTuple):
+class ConfigKey(NamedTuple):
     """A number in transformers' config and the GGUF key that holds it."""
 
     name: str
@@ -26,16 +26,16 @@ class ConfigField(NamedTuple):
 
 
 REQUIRED_FIELDS = (
-    ConfigField("num_hidden_layers", "block_count", int),
-    ConfigField("hidden_size", "embedding_length", int),
-    ConfigField("intermediate_size", "feed_forward_length", int),
-    ConfigField("num_attention_heads", "attention.head_count", int),
-    ConfigField("max_position_embeddings", "context_length", int),
-    ConfigField("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+    ConfigKey("num_hidden_layers", "block_count", int),
+    ConfigKey("hidden_size", "embedding_length", int),
+    ConfigKey("intermediate_size", "feed_forward_length", int),
+    ConfigKey("num_attention_heads", "attention.head_count", int),
+    ConfigKey("max_position_embeddings", "context_length", int),
+    ConfigKey("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
 OPTIONAL_FIELDS = (
-    ConfigField("num_key_value_heads", "attention.head_count_kv", int),
-    ConfigField("head_dim", "attention.key_length", int),
+    ConfigKey("num_key_value_heads", "attention.head_count_kv", int),
+    ConfigKey("head_dim", "attention.key_length", int),
 )
 
 
@@ -49,7 +49,7 @@ class Architecture:
     norm_offset: int = 0  # GGUF stores norm weights with this added: Gemma's norms scale by 1 + weight
     always_tied: bool = False  # GGUF has no output layer of its own for it
     optional_bias: bool = False  # config.attention_bias says whether q, k and v have biases
-    fields: tuple[ConfigField, ...] = ()  # beside those that all have
+    fields: tuple[ConfigKey, ...] = ()  # beside those that all have
     # Sliding windows, where llama.cpp supports them: the defaults for files that do not say.
     window: int = 0
     full_attention_period: int = 0  # every n-th layer has full attention
@@ -58,10 +58,10 @@ class Architecture:
     layers_scaled_by_width: int = 0
 
 
-def _softcaps(attention: float | None, final: float | None) -> tuple[ConfigField, ...]:
+def _softcaps(attention: float | None, final: float | None) -> tuple[ConfigKey, ...]:
     return (
-        ConfigField("attn_logit_softcapping", "attn_logit_softcapping", float, attention),
-        ConfigField("final_logit_softcapping", "final_logit_softcapping", float, final),
+        ConfigKey("attn_logit_softcapping", "attn_logit_softcapping", float, attention),
+        ConfigKey("final_logit_softcapping", "final_logit_softcapping", float, final),
     )
 
 

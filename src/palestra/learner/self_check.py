@@ -31,7 +31,7 @@ FULL_PRECISION = (5e-4, 1e-2)
 LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that reach beyond them
 
 
-class Checked(Protocol):
+class CheckedScorer(Protocol):
     """What is checked: `learner.forward.Scorer`."""
 
     model: Any
@@ -46,7 +46,7 @@ class Checked(Protocol):
     def session(self) -> AbstractContextManager[None]: ...
 
 
-def choose_mode(scorer: Checked) -> None:
+def choose_mode(scorer: CheckedScorer) -> None:
     """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
     training = model.training
@@ -93,7 +93,7 @@ def require_tree_support(model: Any) -> None:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
-def _mismatch(scorer: Checked, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
+def _mismatch(scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
     """Why the scorer as it is set cannot be used, or None."""
     model = scorer.model
     name = type(model).__name__

@@ -36,7 +36,7 @@ def save_calibration(device: Device, measured: Efficiency) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """Seconds of one step's work as `palestra bench` does it: no agent loop, no tools, no records."""
 
     prefill_s: float
@@ -45,7 +45,7 @@ class Measured:
     learner_s: float | None  # forward, backward and optimizer; None where they were not measured
 
 
-def calibrated(planned: RunEstimate, measured: Measured, model: str) -> Efficiency:
+def calibrated(planned: RunEstimate, measured: MeasuredStep, model: str) -> Efficiency:
     """The efficiencies by which the plan of a measured step would have been right.
 
     Of each part one constant is fitted, that of its largest term: the others cannot be seen in one measurement. The

@@ -29,7 +29,7 @@ MAX_GPUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Suggestion:
     """Settings that a run was not given, in the words of the command line, and what it is with them."""
 
     settings: str
@@ -88,9 +88,9 @@ class RunEstimate:
     def with_work(self, work: StepWork) -> RunEstimate:
         return estimate(self.shape, self.device, work, self.reached)
 
-    def changes_that_fit(self) -> Change | None:
+    def changes_that_fit(self) -> Suggestion | None:
         """The least change by which it would fit on as many GPUs; None where none of those that are tried is enough."""
-        tried = (Change(text, work) for text, work in _smaller(self.work) if text)
+        tried = (Suggestion(text, work) for text, work in _smaller(self.work) if text)
         return next((change for change in tried if self.with_work(change.work).fits), None)
 
     def gpus_that_fit(self) -> int | None:

@@ -81,7 +81,7 @@ class StepWork:
         return self.groups_sampled * (self.prompt_tokens + self.group_size * self.completion)
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedRollouts:
         """How the learner packs one GPU's rollouts."""
         groups, limit = math.ceil(self.problems / self.gpus), self.tokens_per_micro_batch
         prompt, rows, own = self.prompt_tokens, self.group_size, self.completion
@@ -91,10 +91,10 @@ class StepWork:
         if tree <= limit:
             trees = min(groups, limit // tree)
             most = min(groups, max(trees, int(limit / (SHORTEST * tree))))
-            return Packed(groups * tree, math.ceil(groups / trees), min(limit, most * tree), most * rows)
+            return PackedRollouts(groups * tree, math.ceil(groups / trees), min(limit, most * tree), most * rows)
         at_once = max(1, (limit - prompt) // own)  # siblings in a part of a group, each part with the prompt
         parts = math.ceil(rows / at_once)
-        return Packed(groups * (parts * prompt + rows * own), groups * parts, prompt + at_once * own, at_once)
+        return PackedRollouts(groups * (parts * prompt + rows * own), groups * parts, prompt + at_once * own, at_once)
 
     @property
     def attention_pairs(self) -> float:
@@ -106,7 +106,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRollouts:
     """Packed rollouts: all tokens, micro-batches, and the tokens and rows of the largest one."""
 
     tokens: int

@@ -14,7 +14,7 @@ from palestra.rollout.evaluate import CollectsGroups
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class RankGroups:
     """What one rank has to show: its groups, or why it has none."""
 
     groups: Sequence[Group] = ()
@@ -57,9 +57,9 @@ class SharedCollector:
 
     async def _attempted(
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout
-    ) -> Collected:
+    ) -> RankGroups:
         if not problems:
-            return Collected(stopped=self.ranks.stop_requested)
+            return RankGroups(stopped=self.ranks.stop_requested)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self.inner.collect(problems, group_size, seed_keys, on_rollout))
 
@@ -69,10 +69,10 @@ class SharedCollector:
         with self.ranks.interruptible(cancel):
             await asyncio.wait([task])
         if task.cancelled():
-            return Collected(stopped=True)
+            return RankGroups(stopped=True)
         if error := task.exception():
             if not isinstance(error, Exception):
                 raise error
             text = text_of(error)
-            return Collected(error=text)
-        return Collected(task.result())
+            return RankGroups(error=text)
+        return RankGroups(task.result())

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.runs.database import Database, insert
-from palestra.runs.limits import Demand, Running, fits
+from palestra.runs.limits import Demand, RunUsage, fits
 from palestra.runs.processes import Process
 from palestra.runs.rebuild import REBUILT, remember
 
@@ -222,7 +222,7 @@ class Index:
                     (run_id, me.host),
                 )
             ]
-            running = [Running(r.gpus) for r in others if r.state != "pending"]
+            running = [RunUsage(r.gpus) for r in others if r.state != "pending"]
             # runs that need no GPU may pass one that waits for GPUs, other runs may not: many small runs would
             # keep a large one waiting for ever
             waiting = [r for r in others if r.state == "pending" and r.number < me.number]

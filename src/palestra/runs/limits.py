@@ -26,14 +26,14 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunUsage:
     """What a running run has taken."""
 
     gpus: int
 
 
 def fits(
-    demand: Demand, running: Sequence[Running], max_runs: int, machine_gpus: int, free_memory_gib: float
+    demand: Demand, running: Sequence[RunUsage], max_runs: int, machine_gpus: int, free_memory_gib: float
 ) -> str | None:
     """None if a run may start now, else what it waits for. A run that is alone on the machine always may.
 

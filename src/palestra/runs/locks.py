@@ -63,7 +63,7 @@ class TrainerLocks(Section):
     save_checkpoint_interval: int | None = Field(None, ge=0, description="steps between checkpoints")
 
 
-class Limits(Section):
+class RequestLimits(Section):
     """The limits of an agent's requests."""
 
     status_check_minutes: float = Field(
@@ -95,7 +95,7 @@ class Site(Section):
     run: dict[str, Any] = Field(default_factory=dict, description="any setting of a run, by its dotted name")
     unlock: list[str] = Field(default_factory=list, description="locks of the profile that are lifted")
     maximum: dict[str, float] = Field(default_factory=dict, description="the largest value of a setting of a run")
-    limits: Limits = Field(default_factory=Limits)
+    limits: RequestLimits = Field(default_factory=RequestLimits)
     inference: Inference = Field(default_factory=Inference)
 
     @field_validator("run", "maximum")
@@ -302,7 +302,7 @@ def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ)
 
 def known_keys() -> list[str]:
     """Every key that a site file may have."""
-    nested: dict[str, type[Section]] = {**_SECTIONS, "limits": Limits, "inference": Inference}
+    nested: dict[str, type[Section]] = {**_SECTIONS, "limits": RequestLimits, "inference": Inference}
     return [
         *Site.model_fields,
         *(f"{section}.{name}" for section, model in nested.items() for name in model.model_fields),

@@ -13,7 +13,7 @@ from palestra.runs.folder_lock import holder
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage:
+class DeletableFolder:
     """A folder that can be deleted, and why."""
 
     path: Path
@@ -24,7 +24,7 @@ class Garbage:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def run_garbage(run: RunFolder) -> Iterator[Garbage]:
+def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
     """All checkpoints but the newest, which can be resumed, and the best; and what a killed trainer left half written.
 
     Nothing of a run that is being trained.
@@ -34,12 +34,12 @@ def run_garbage(run: RunFolder) -> Iterator[Garbage]:
     keep = {run.last_checkpoint(), run.best_checkpoint()}
     for path in run.step_checkpoints():
         if path not in keep:
-            yield Garbage(path, "an older checkpoint", folder_size(path))
+            yield DeletableFolder(path, "an older checkpoint", folder_size(path))
     for path in sorted(run.checkpoints.glob(".step-*")):
-        yield Garbage(path, "half written", folder_size(path))
+        yield DeletableFolder(path, "half written", folder_size(path))
 
 
-def cache_garbage() -> Iterator[Garbage]:
+def cache_garbage() -> Iterator[DeletableFolder]:
     """GGUF files that were converted to be loaded: they are converted again when they are needed."""
     for path in sorted((cache_folder() / "gguf").glob("*")):
-        yield Garbage(path, "a converted GGUF file", folder_size(path))
+        yield DeletableFolder(path, "a converted GGUF file", folder_size(path))

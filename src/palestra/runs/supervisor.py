@@ -59,7 +59,7 @@ class Stopped(Exception):
     """The run was asked to end."""
 
 
-class Completed(Exception):
+class TrainingCompleted(Exception):
     """The trainer has finished its last step."""
 
 
@@ -90,7 +90,7 @@ class Supervisor:
             self._start()
             while True:
                 self._tick()
-        except Completed:
+        except TrainingCompleted:
             end, reason = "completed", None
         except Stopped as stopped:
             end, reason = "stopped", str(stopped) or None
@@ -204,7 +204,7 @@ class Supervisor:
     def _on_exit(self, part: str, code: int) -> None:
         """What the end of a process means for the run."""
         if part == "trainer" and code == 0:
-            raise Completed
+            raise TrainingCompleted
         if part == "env" and has_all_batches(self._folder, self._api_port, self._token):
             return
         if part == "env" and code == 0:

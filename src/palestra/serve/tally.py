@@ -19,7 +19,7 @@ class Tally:
     reason: str = ""
 
 
-class Counted:
+class TallyMiddleware:
     """Keeps the tally of an application. 499 (the client is gone) and 5xx (it will try again) count as neither."""
 
     def __init__(self, app: ASGIApp, tally: Tally) -> None:

@@ -24,7 +24,7 @@ from palestra.core.errors import PalestraError
 from palestra.serve.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.serve.guard import Guard, is_loopback
 from palestra.serve.http_errors import ErrorForm, error_body, error_response, refuse
-from palestra.serve.tally import Counted, Tally
+from palestra.serve.tally import Tally, TallyMiddleware
 
 request_log = logging.getLogger("palestra.requests")  # one line each, where somebody asks for INFO
 _GRACE_S = 5
@@ -54,7 +54,7 @@ def make_app(
         routes=list(routes),
         middleware=[
             Middleware(RequestLog),
-            Middleware(Counted, tally=tally),
+            Middleware(TallyMiddleware, tally=tally),
             Middleware(Guard, token=token),
             Middleware(DirectPosts, find=find_post, error_form=error_form),
         ],

@@ -19,7 +19,7 @@ from palestra.serve.body import read_model
 from palestra.serve.http_errors import refuse
 from palestra.tinker import requests as bodies
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath
-from palestra.tinker.futures import NotHere
+from palestra.tinker.futures import NotFound
 
 _URLS_S = 3600.0  # for which the URLs of files are said to be good
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -85,7 +85,7 @@ class CheckpointApi:
         files = {file.name: file for file in found.files}
         name = request.path_params["file"]
         if name not in files:
-            raise NotHere(f"{found.path} has no file {name!r}; it has {', '.join(files)}")
+            raise NotFound(f"{found.path} has no file {name!r}; it has {', '.join(files)}")
         return FileResponse(files[name])
 
     def _runs(self, offset: int, limit: int) -> dict[str, Any]:

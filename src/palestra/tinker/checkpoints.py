@@ -20,7 +20,7 @@ from palestra.core.files import folder_size, write_json
 from palestra.core.run_folder import MANIFEST, RunFolder
 from palestra.core.whole_folder import check_whole, write_whole
 from palestra.tinker.base_model import AdapterSpec
-from palestra.tinker.futures import NotHere
+from palestra.tinker.futures import NotFound
 
 ABOUT = "tinker.json"
 EXPIRES = "expires.json"  # when, where it was changed later; not in the manifest, so that the rest is not written again
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def run(self, run_id: str) -> RunFolder:
         if run_id not in self._runs:
-            raise NotHere(f"there is no training run {run_id!r} here")
+            raise NotFound(f"there is no training run {run_id!r} here")
         return self._runs[run_id]
 
     def save(
@@ -134,7 +134,7 @@ class Checkpoints:
         if not (folder / MANIFEST).is_file():
             known = [str(other) for other in self._paths(path.run_id)]
             more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
-            raise NotHere(f"there is no {path}; the run has {', '.join(known[:_NAMED]) or 'none'}{more}")
+            raise NotFound(f"there is no {path}; the run has {', '.join(known[:_NAMED]) or 'none'}{more}")
         if check:
             check_whole(folder)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ class Gone(PalestraError):
     """What was asked for existed once: the server answers 410."""
 
 
-class NotHere(PalestraError):
+class NotFound(PalestraError):
     """What was asked for is not known: the server answers 404."""
 
 

@@ -49,11 +49,11 @@ class CreateSession(Body):
     display_name: str | None = Field(None, max_length=200)
 
 
-class OfSession(Body):
+class SessionRequest(Body):
     session_id: Id
 
 
-class OfModel(Body):
+class ModelRequest(Body):
     model_id: Id
 
 
@@ -73,7 +73,7 @@ class OptimizerConfig(BaseModel):
     type: str = "adamw"
 
 
-class CreateModel(OfSession):
+class CreateModel(SessionRequest):
     model_seq_id: int = Field(ge=0)
     base_model: str
     lora_config: LoraConfig | None = None
@@ -108,12 +108,12 @@ class Adam(Body):
         return AdamParams(self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, clip)
 
 
-class OptimStep(OfModel):
+class OptimStep(ModelRequest):
     seq_id: SeqId
     adam: Adam = Field(validation_alias=AliasChoices("adam_params", "optimizer_params", "optim_params"))
 
 
-class SaveWeights(OfModel):
+class SaveWeights(ModelRequest):
     seq_id: SeqId
     path: str | None = None
     ttl_seconds: Ttl | None = None
@@ -121,7 +121,7 @@ class SaveWeights(OfModel):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsForSampler(OfModel):
+class SaveWeightsForSampler(ModelRequest):
     seq_id: SeqId
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0)
@@ -129,7 +129,7 @@ class SaveWeightsForSampler(OfModel):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsExternal(OfModel):
+class SaveWeightsExternal(ModelRequest):
     seq_id: SeqId
     path: str
     ttl_seconds: Ttl | None = None
@@ -142,7 +142,7 @@ class SaveWeightsExternal(OfModel):
         return self
 
 
-class LoadWeights(OfModel):
+class LoadWeights(ModelRequest):
     seq_id: SeqId
     path: str
     optimizer: bool = False
@@ -152,7 +152,7 @@ class WeightsInfo(Body):
     tinker_path: str
 
 
-class CreateSamplingSession(OfSession):
+class CreateSamplingSession(SessionRequest):
     sampling_session_seq_id: int = Field(ge=0)
     base_model: str | None = None
     model_path: str | None = None

@@ -36,7 +36,7 @@ LONGEST_BURST_S = 0.2
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pinned:
+class PinnedWeights:
     """The weights of one version: they stay as they are, whatever is trained meanwhile."""
 
     read: Callable[[], Mapping[str, Any]]  # by the names of the module's weights; none for the base model itself
@@ -44,7 +44,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    weights: Pinned
+    weights: PinnedWeights
     prompt: Sequence[int]
     turns: Sequence[SamplingParams]  # one for each sample
     prompt_logprobs: bool = False
@@ -60,7 +60,7 @@ class Sampler:
     def __init__(self, base: BaseModel, spec: AdapterSpec | None, kv_memory_gib: float | None = None) -> None:
         self._base, self._spec, self._kv_memory_gib = base, spec, kv_memory_gib
         self._unanswered: set[Future[SampleResponse]] = set()
-        self._loaded: Pinned | None = None
+        self._loaded: PinnedWeights | None = None
         self._loads = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._started: Future[asyncio.AbstractEventLoop] = Future()
@@ -139,7 +139,7 @@ class Sampler:
             await asyncio.sleep(PAUSE_S)
         return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
-    def _load(self, weights: Pinned) -> None:
+    def _load(self, weights: PinnedWeights) -> None:
         if weights is not self._loaded:
             self._loads += 1
             self._policy.update(Weights(self._loads, weights.read))

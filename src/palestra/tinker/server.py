@@ -25,7 +25,7 @@ from palestra.serve.web import make_app
 from palestra.tinker import requests as bodies
 from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.checkpoint_api import CheckpointApi
-from palestra.tinker.futures import Gone, NotHere, Request, Result, TooBusy
+from palestra.tinker.futures import Gone, NotFound, Request, Result, TooBusy
 from palestra.tinker.messages import read_forward_backward
 from palestra.tinker.service import Service
 from palestra.tinker.sessions import SamplingSession
@@ -37,7 +37,7 @@ MAX_BODY_MIB = 64
 _ID = re.compile(r"s-[0-9a-f]{6,}[^/]*|tinker:[^/]*")
 LONG_POLL_S = 30.0  # the SDK waits 45 s
 SWEEP_S = 30.0
-_STATUS = ((TooBusy, 429), (Gone, 410), (NotHere, 404))
+_STATUS = ((TooBusy, 429), (Gone, 410), (NotFound, 404))
 
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -164,7 +164,7 @@ class _Api:
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: HttpRequest) -> Response:
-        self._service.session((await _read(request, bodies.OfSession)).session_id)
+        self._service.session((await _read(request, bodies.SessionRequest)).session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: HttpRequest) -> Response:
@@ -194,11 +194,11 @@ class _Api:
         return _promise(found, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
     async def unload_model(self, request: HttpRequest) -> Response:
-        model = self._service.model((await _read(request, bodies.OfModel)).model_id)
+        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
         return _promise(self._service.unload(model.id))
 
     async def get_info(self, request: HttpRequest) -> Response:
-        model = self._service.model((await _read(request, bodies.OfModel)).model_id)
+        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
         base, rank = model.base, model.spec.rank
         data = {"model_name": base.name, "tokenizer_id": base.path, "arch": base.architecture}
         return JSONResponse(

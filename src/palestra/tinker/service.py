@@ -19,10 +19,10 @@ from palestra.core.whole_folder import check_whole
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
-from palestra.tinker.futures import Gone, NotHere, OrderedWorker, Request, Requests, Result, TooBusy
+from palestra.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
 from palestra.tinker.losses import check_loss
 from palestra.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
-from palestra.tinker.sampler import Pinned, Sampler, SampleRequest
+from palestra.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 from palestra.tinker.sessions import Model, SamplingSession, Session
 from palestra.tinker.trainee import AdamParams, Trainee
 from palestra.tinker.training_run import TrainingRun
@@ -37,7 +37,7 @@ RESTARTED = "it has ended, or the server was started anew; go on from a saved ti
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServiceLimits:
     """How much the server takes on. What is beyond is answered with 429."""
 
     sessions: int = 64
@@ -53,9 +53,9 @@ class Limits:
 class Service:
     """Everything behind the HTTP routes, as methods. The event loop's thread calls them; workers do what takes long."""
 
-    def __init__(self, bases: Sequence[BaseModel], output_dir: Path, limits: Limits | None = None) -> None:
+    def __init__(self, bases: Sequence[BaseModel], output_dir: Path, limits: ServiceLimits | None = None) -> None:
         self.bases = {base.name: base for base in bases}
-        self.limits = limits or Limits()
+        self.limits = limits or ServiceLimits()
         self.requests = Requests()
         self.checkpoints = Checkpoints(output_dir)
         self.sessions: dict[str, Session] = {}
@@ -63,8 +63,8 @@ class Service:
         self.sampling: dict[str, SamplingSession] = {}
         self._output_dir = output_dir
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
-        self._base_weights = Pinned(dict)
-        self._path_weights: dict[tuple[str, float], Pinned] = {}
+        self._base_weights = PinnedWeights(dict)
+        self._path_weights: dict[tuple[str, float], PinnedWeights] = {}
 
     # sessions
 
@@ -111,7 +111,7 @@ class Service:
     def base(self, name: str) -> BaseModel:
         found = self.bases.get(name) or next((base for base in self.bases.values() if name == base.path), None)
         if found is None:
-            raise NotHere(f"the base model {name!r} is not served here; there is {', '.join(self.bases)}")
+            raise NotFound(f"the base model {name!r} is not served here; there is {', '.join(self.bases)}")
         return found
 
     def create_model(
@@ -154,7 +154,7 @@ class Service:
     def model(self, model_id: str) -> Model:
         found = self.models.get(model_id)
         if found is None:
-            raise NotHere(f"the model {model_id!r} is not here: {RESTARTED}")
+            raise NotFound(f"the model {model_id!r} is not here: {RESTARTED}")
         if session := self.sessions.get(found.session):
             session.last_seen = time.monotonic()
         return found
@@ -231,9 +231,9 @@ class Service:
             found = self._checkpoint(parsed, model.base)
             check_whole(found.folder)
             if found.spec != model.spec:
-                raise NotHere(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
+                raise NotFound(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
             if optimizer and parsed.kind != "weights":
-                raise NotHere(f"{path} was saved for sampling, without the optimizer; load the weights alone")
+                raise NotFound(f"{path} was saved for sampling, without the optimizer; load the weights alone")
             trainee.load(found.folder, optimizer=optimizer)
             return {"type": "load_weights", "path": path}
 
@@ -242,7 +242,7 @@ class Service:
     def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
         found = self.checkpoints.find(path)
         if found.base_model != base.name:
-            raise NotHere(f"{path} was trained on {found.base_model}, and this is {base.name}")
+            raise NotFound(f"{path} was trained on {found.base_model}, and this is {base.name}")
         return found
 
     # sampling
@@ -259,7 +259,7 @@ class Service:
             version = trainee.version
             if version not in model.pinned:
                 tensors = trainee.snapshot()
-                model.pinned[version] = Pinned(lambda: tensors)
+                model.pinned[version] = PinnedWeights(lambda: tensors)
             while len(model.pinned) > self.limits.versions:
                 model.pinned.popitem(last=False)
             self.sampling[sampling_id] = SamplingSession(
@@ -293,13 +293,13 @@ class Service:
         base = self.base(base_model or self.checkpoints.find(parsed).base_model)
         found = self._checkpoint(parsed, base)
         key = (path, found.created)  # one that was overwritten since is another one
-        weights = self._path_weights.setdefault(key, Pinned(lambda: weights_of(found)))
+        weights = self._path_weights.setdefault(key, PinnedWeights(lambda: weights_of(found)))
         return SamplingSession(sampling_id, session_id, base, found.spec, weights, parsed.run_id, path)
 
     def sampling_session(self, sampling_id: str) -> SamplingSession:
         found = self.sampling.get(sampling_id)
         if found is None:
-            raise NotHere(f"the sampling session {sampling_id!r} is not here: {RESTARTED}")
+            raise NotFound(f"the sampling session {sampling_id!r} is not here: {RESTARTED}")
         if session := self.sessions.get(found.session):
             session.last_seen = time.monotonic()
         model = self.models.get(found.sampler)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.tinker.base_model import AdapterSpec, BaseModel
-from palestra.tinker.futures import NotHere, OrderedWorker, Request
-from palestra.tinker.sampler import Pinned
+from palestra.tinker.futures import NotFound, OrderedWorker, Request
+from palestra.tinker.sampler import PinnedWeights
 from palestra.tinker.trainee import Trainee
 from palestra.tinker.training_run import TrainingRun
 
@@ -36,12 +36,12 @@ class Model:
     worker: OrderedWorker
     run: TrainingRun | None = None
     trainee: Trainee | None = None
-    pinned: OrderedDict[int, Pinned] = field(default_factory=OrderedDict)  # by version, oldest first
+    pinned: OrderedDict[int, PinnedWeights] = field(default_factory=OrderedDict)  # by version, oldest first
 
     @property
     def ready(self) -> tuple[Trainee, TrainingRun]:
         if self.trainee is None or self.run is None:
-            raise NotHere(f"the model {self.id!r} could not be made; see what create_model answered")
+            raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
         return self.trainee, self.run
 
 
@@ -51,7 +51,7 @@ class SamplingSession:
     session: str
     base: BaseModel
     spec: AdapterSpec | None
-    weights: Pinned
+    weights: PinnedWeights
     sampler: str  # requests of one name share an engine
     path: str | None = None
     requests: dict[int, Request] = field(default_factory=dict)  # by seq_id

@@ -30,7 +30,7 @@ from palestra.tinker_client.losses import (
     step_terms,
     weighted_advantages,
 )
-from palestra.tinker_client.model import Change, Sampler, TinkerModel
+from palestra.tinker_client.model import ModelChange, Sampler, TinkerModel
 
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
@@ -51,9 +51,9 @@ class TinkerOutputs:
 
     batch: Batch
     loss: StepLoss
-    answer: Callable[[Change], Any]
+    answer: Callable[[ModelChange], Any]
     sent: list[int]  # which samples
-    changes: list[Change]  # the first has the logprobs of all
+    changes: list[ModelChange]  # the first has the logprobs of all
     found: list[Array] | None = None
     computed: StepTerms | None = None
 
@@ -149,7 +149,7 @@ class TinkerLearner:
             raise
         return norm
 
-    def _step_norm(self, step: Change) -> float:
+    def _step_norm(self, step: ModelChange) -> float:
         """The gradient's norm; inf where it was none, which `palestra tinker` refuses to use."""
         try:
             return gradient_norm(self.model.answer(step).metrics or {})
@@ -201,7 +201,7 @@ class TinkerLearner:
         weights = [-row for row in _require_finite(step_terms(batch, loss, logprobs).gradients, samples)]
         return [("cross_entropy", {}, datums(samples, sent, {"weights": weights}))]
 
-    def _send(self, data: list[types.Datum], name: LossName, config: Mapping[str, float]) -> Change:
+    def _send(self, data: list[types.Datum], name: LossName, config: Mapping[str, float]) -> ModelChange:
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
 
     def _forget(self) -> None:

@@ -37,7 +37,7 @@ _MAX_FILE_BYTES = 2**40
 
 
 @dataclass(slots=True, eq=False)
-class Change:
+class ModelChange:
     """A request that changes the model: how it is sent, and the future of its answer."""
 
     send: Callable[[Any], Any]  # a training client -> a future
@@ -76,7 +76,7 @@ class TinkerModel:
         self._generation = 0
         self._failures = 0
         self._has_gap = False
-        self._changes: list[Change | Sampler] = []  # since `state`, in order
+        self._changes: list[ModelChange | Sampler] = []  # since `state`, in order
         self._reference: Sampler | None = None
         self._steps = 0
         self._recovery_state: str | None = None
@@ -92,16 +92,16 @@ class TinkerModel:
     def service(self) -> Any:
         return self._service
 
-    def change(self, send: Callable[[Any], Any], *, is_step: bool = False) -> Change:
+    def change(self, send: Callable[[Any], Any], *, is_step: bool = False) -> ModelChange:
         """Send a request that changes the model; `answer` waits for it."""
         with self._lock:
-            change = Change(send, is_step)
+            change = ModelChange(send, is_step)
             client = self._usable()
             self._changes.append(change)
             change.future = send(client)
         return change
 
-    def answer(self, change: Change) -> Any:
+    def answer(self, change: ModelChange) -> Any:
         found = self.call(lambda client: change.future)
         if change.is_step:
             self._steps += 1
@@ -109,7 +109,7 @@ class TinkerModel:
                 self._save_for_recovery()
         return found
 
-    def undo(self, changes: Sequence[Change]) -> None:
+    def undo(self, changes: Sequence[ModelChange]) -> None:
         """Make the model again without these changes: Tinker itself cannot forget a gradient."""
         with self._lock:
             self._changes = [change for change in self._changes if change not in changes]
@@ -120,7 +120,7 @@ class TinkerModel:
         sampler = Sampler(version, lambda service, client: client.save_weights_and_get_sampling_client())
         self._make(sampler)
         with self._lock:  # the last one alone is made again
-            self._changes = [change for change in self._changes if isinstance(change, Change)] + [sampler]
+            self._changes = [change for change in self._changes if isinstance(change, ModelChange)] + [sampler]
         return sampler
 
     def reference(self, base_model: str) -> Sampler:
@@ -286,7 +286,7 @@ class TinkerModel:
         try:
             self._open()
             for change in [*self._changes, *([self._reference] if self._reference else [])]:
-                if isinstance(change, Change):
+                if isinstance(change, ModelChange):
                     change.future = change.send(self._client)
                 else:
                     change.client = self._wait(_in_thread(partial(change.make, self._service, self._client)))
@@ -329,5 +329,5 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _is_step(change: Change | Sampler) -> bool:
-    return isinstance(change, Change) and change.is_step
+def _is_step(change: ModelChange | Sampler) -> bool:
+    return isinstance(change, ModelChange) and change.is_step

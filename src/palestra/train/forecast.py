@@ -10,7 +10,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.ranks import Place
+from palestra.core.ranks import RankVariables
 from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate, least
@@ -50,7 +50,7 @@ def forecast(
     shape, device = shape_of(model_config), device_of(where)
     if shape is None or device is None:
         return None
-    place = Place.of_environment()
+    place = RankVariables.of_environment()
     work = work_of(config, device, prompt_tokens=prompt_tokens, gpus=place.size if place else 1)
     return estimate(shape, device, work, efficiency_of(device))
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, text_of
-from palestra.core.ranks import LAUNCHER, ONE_PROCESS, Place, RankFailed, Ranks
+from palestra.core.ranks import LAUNCHER, ONE_PROCESS, RankFailed, Ranks, RankVariables
 from palestra.train.liveness import Liveness
 
 log = logging.getLogger("palestra")
@@ -35,7 +35,7 @@ _joined: TorchRanks | None = None  # torch.distributed is one for a process, too
 def join(config: RunConfig) -> Ranks:
     """The ranks that this process is one of; `ONE_PROCESS` where it was started alone."""
     global _joined
-    place = Place.of_environment()
+    place = RankVariables.of_environment()
     if place is None:
         return ONE_PROCESS
     if _joined is None:
@@ -45,7 +45,7 @@ def join(config: RunConfig) -> Ranks:
     return _joined
 
 
-def rank_device(place: Place, config: RunConfig) -> torch.device:
+def rank_device(place: RankVariables, config: RunConfig) -> torch.device:
     """The GPU of this rank, or the CPU."""
     device = config.model.device
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -65,7 +65,7 @@ def rank_device(place: Place, config: RunConfig) -> torch.device:
 class TorchRanks:
     """Ranks that talk by torch.distributed (gloo; gradients on GPUs by NCCL)."""
 
-    def __init__(self, place: Place, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, place: RankVariables, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size, self.device = place.rank, place.size, device
         self.stop_requested = False
         self.lost: str | None = None  # why another rank is gone
@@ -180,7 +180,7 @@ class TorchRanks:
         if self.lost is None and not self._is_guarding:
             dist.destroy_process_group()
 
-    def _meet(self, place: Place) -> None:
+    def _meet(self, place: RankVariables) -> None:
         """Connect the first rank with the others."""
         address: dict[str, Any] = {}
         accept: Callable[[], None] = lambda: None  # noqa: E731

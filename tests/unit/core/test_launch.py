@@ -13,7 +13,7 @@ import pytest
 
 from palestra.core import launch
 from palestra.core.errors import PalestraError
-from palestra.core.ranks import Place, is_first_rank, refuse_ranks
+from palestra.core.ranks import RankVariables, is_first_rank, refuse_ranks
 
 
 def run(code: str, count: int = 2) -> int:
@@ -62,14 +62,14 @@ def test_ctrl_c_is_handed_on_to_every_rank() -> None:
 def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.of_environment() is None
+    assert RankVariables.of_environment() is None
     assert is_first_rank()
     monkeypatch.setenv("RANK", "1")  # as some schedulers set it for other programs
-    assert Place.of_environment() is None
+    assert RankVariables.of_environment() is None
     refuse_ranks("StepTrainer", "start it alone")
     for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert Place.of_environment() == Place(1, 4, 1, 2)
+    assert RankVariables.of_environment() == RankVariables(1, 4, 1, 2)
     assert not is_first_rank()
     with pytest.raises(
         PalestraError, match="StepTrainer runs in one process, and this is one of 4 ranks; start it alone"
@@ -77,4 +77,4 @@ def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPa
         refuse_ranks("StepTrainer", "start it alone")
     monkeypatch.setenv("WORLD_SIZE", "four")
     with pytest.raises(PalestraError, match="start with torchrun"):
-        Place.of_environment()
+        RankVariables.of_environment()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.evals.suspicion import Attempt, find_alarms, find_clusters, spreading_phrases, suspects
+from palestra.evals.suspicion import AttemptSummary, find_alarms, find_clusters, spreading_phrases, suspects
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
@@ -19,12 +19,12 @@ WORD = make_runs.WORD
 
 
 @cache
-def attempts(*, hacked: bool, seed: int, steps: int = 30) -> list[Attempt]:
+def attempts(*, hacked: bool, seed: int, steps: int = 30) -> list[AttemptSummary]:
     made = []
     for step, rollouts in make_runs.hacked_groups(steps, seed, hacked):
         for rollout in rollouts:
             made.append(
-                Attempt(
+                AttemptSummary(
                     id=len(made),
                     step=step,
                     success=bool(rollout.scores["contains_word"].passed),
@@ -37,7 +37,7 @@ def attempts(*, hacked: bool, seed: int, steps: int = 30) -> list[Attempt]:
     return made
 
 
-def rates(found: list[Attempt]) -> tuple[list[int], list[float], list[float], list[float]]:
+def rates(found: list[AttemptSummary]) -> tuple[list[int], list[float], list[float], list[float]]:
     steps = sorted({a.step for a in found})
     members = [[a for a in found if a.step == step] for step in steps]
     reward = [sum(a.success for a in row) / len(row) for row in members]
@@ -45,7 +45,7 @@ def rates(found: list[Attempt]) -> tuple[list[int], list[float], list[float], li
     return steps, reward, witness, [float(len(row)) for row in members]
 
 
-def step_of_fall(found: list[Attempt], points: float = 0.1) -> int:
+def step_of_fall(found: list[AttemptSummary], points: float = 0.1) -> int:
     """The first step by which the witness, over five steps, has fallen so far below its best."""
     steps, _, witness, _ = rates(found)
     smooth = [sum(witness[i - 5 : i]) / 5 for i in range(5, len(steps) + 1)]
@@ -59,7 +59,7 @@ def test_when_the_witness_has_fallen_10_points_18_of_the_first_20_suspects_are_h
     fallen = step_of_fall(everything)
     so_far = [a for a in everything if a.step <= fallen]
     if not witnessed:  # the shapes alone say it, too
-        so_far = [Attempt(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
+        so_far = [AttemptSummary(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
     _, clusters = find_clusters(so_far)
     first = suspects(clusters)[:20]
     assert len(first) == 20
@@ -115,11 +115,14 @@ def test_the_phrase_that_spreads_is_named_and_its_cluster_comes_first_with_its_e
 
 
 def test_numbers_do_not_make_texts_differ() -> None:
-    made = [Attempt(i, i // 50, True, (), 10, f"it costs {i}" if i < 100 else f"paid {i} in full") for i in range(200)]
+    made = [
+        AttemptSummary(i, i // 50, True, (), 10, f"it costs {i}" if i < 100 else f"paid {i} in full")
+        for i in range(200)
+    ]
     assert spreading_phrases(made, {0}, {3}) == ["paid 0 in full"]
 
 
 def test_successes_of_one_kind_are_not_suspected_when_nothing_grows() -> None:
-    made = [Attempt(i, i // 10, True, ("price",), 10, "that costs 5") for i in range(100)]
+    made = [AttemptSummary(i, i // 10, True, ("price",), 10, "that costs 5") for i in range(100)]
     assert suspects(find_clusters(made)[1]) == []
     assert find_clusters([]) == ([], [])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.plan.calibration import Measured, calibrated, calibration_file, efficiency_of, save_calibration
+from palestra.plan.calibration import MeasuredStep, calibrated, calibration_file, efficiency_of, save_calibration
 from palestra.plan.device import DEVICES, GPU_EFFICIENCY
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.shape import find_shape
@@ -24,12 +24,12 @@ def plan(model: str, **work: int) -> RunEstimate:
     return estimate(find_shape(model), H200, StepWork(**work), GPU_EFFICIENCY)  # type: ignore[arg-type]
 
 
-def as_measured(planned: RunEstimate, slower: float) -> Measured:
+def as_measured(planned: RunEstimate, slower: float) -> MeasuredStep:
     """A machine on which every part takes so many times as long as planned."""
     time, tokens = planned.time, planned.work.sampled * planned.work.new_tokens
     decode_s = (time.decode.total_s - time.decode.steps * time.decode.host_s) * slower
     host_s = tokens * planned.reached.host_token_s * slower
-    return Measured(time.prefill_s * slower, decode_s, host_s, time.learner_s * slower + time.optimizer_s)
+    return MeasuredStep(time.prefill_s * slower, decode_s, host_s, time.learner_s * slower + time.optimizer_s)
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "tiny"])  # bound by memory and FLOPs, and by starting kernels

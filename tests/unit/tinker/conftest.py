@@ -18,7 +18,7 @@ from palestra.serve.web import Server, open_port, url_of
 from palestra.tinker.base_model import BaseModel
 from palestra.tinker.messages import Datum, Tensor
 from palestra.tinker.server import tinker_app
-from palestra.tinker.service import Limits, Service
+from palestra.tinker.service import Service, ServiceLimits
 
 
 @dataclass
@@ -55,7 +55,7 @@ def running(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("tinker")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PALESTRA_HOME", str(folder / "home"))
-        with serving(Service([base], folder / "runs", Limits(models=16))) as server:
+        with serving(Service([base], folder / "runs", ServiceLimits(models=16))) as server:
             yield server
 
 

@@ -15,9 +15,9 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.tinker import sampler as module
 from palestra.tinker.base_model import BaseModel
-from palestra.tinker.sampler import Pinned, Sampler, SampleRequest
+from palestra.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 
-PINNED = Pinned(dict)
+PINNED = PinnedWeights(dict)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def test_a_sample_that_ends_before_its_siblings_is_closed_at_once(sampler: Sampl
 
 def test_another_version_waits_until_the_samples_of_this_one_have_ended(sampler: Sampler, policy: FakePolicy) -> None:
     older = ask(sampler, 0, 5)
-    newer = sampler.submit(SampleRequest(Pinned(dict), [1], [SamplingParams(1)]))
+    newer = sampler.submit(SampleRequest(PinnedWeights(dict), [1], [SamplingParams(1)]))
     older.result(10)
     newer.result(10)
     names = [event for event in policy.events if event[0] in ("update", "end")]

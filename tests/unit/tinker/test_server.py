@@ -17,7 +17,7 @@ import pytest
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.checkpoints import TinkerPath
 from palestra.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
-from palestra.tinker.service import Limits, Service
+from palestra.tinker.service import Service, ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -191,13 +191,13 @@ def test_a_key_is_asked_for_where_one_is_set(base: BaseModel, tmp_path: Path, se
 @pytest.mark.parametrize(
     ("limits", "words_"),
     [
-        (Limits(sessions=1), "1 sessions are open, as many as may be"),
-        (Limits(models=1), "1 models are being trained, as many as may be"),
-        (Limits(memory_gib=1e-6), "rank 2 needs about"),
+        (ServiceLimits(sessions=1), "1 sessions are open, as many as may be"),
+        (ServiceLimits(models=1), "1 models are being trained, as many as may be"),
+        (ServiceLimits(memory_gib=1e-6), "rank 2 needs about"),
     ],
 )
 def test_what_is_beyond_a_limit_is_told_to_come_back_later(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any, limits: Limits, words_: str
+    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any, limits: ServiceLimits, words_: str
 ) -> None:
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     with serve(Service([base], tmp_path / "runs", limits)) as server:
@@ -217,7 +217,7 @@ def test_a_version_that_is_not_kept_any_more_is_named(
     base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    with serve(Service([base], tmp_path / "runs", Limits(versions=1))) as server:
+    with serve(Service([base], tmp_path / "runs", ServiceLimits(versions=1))) as server:
         client = Client(server.url)
         client.create()
         pinned = []
@@ -237,7 +237,7 @@ def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    service = Service([base], tmp_path / "runs", Limits(session_idle_s=0.05))
+    service = Service([base], tmp_path / "runs", ServiceLimits(session_idle_s=0.05))
     session = service.create_session("silent", {})
     service.create_model(session, 0, "palestra/tiny", AdapterSpec(2), 0, {}).future.result(30)
     time.sleep(0.1)

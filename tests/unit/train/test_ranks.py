@@ -10,7 +10,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.ranks import OneProcess, Place
+from palestra.core.ranks import OneProcess, RankVariables
 from palestra.core.types import Sample
 from palestra.envs.load import load_env
 from palestra.faces.cli.train import starts_ranks
@@ -19,7 +19,7 @@ from palestra.train.ranks import rank_device
 from palestra.train.run import require_ranks_support
 from palestra.train.tasks import EnvironmentTask, FinishTask
 
-PLACE = Place(rank=1, size=4, local_rank=1, local_size=4)
+PLACE = RankVariables(rank=1, size=4, local_rank=1, local_size=4)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def _kib(path: str, *fields: str) -> int:
         return 0
 
 
-class Inside:
+class CommandRunner:
     """Runs commands with `limits`, in the current folder.
 
     `private` says that this process and its commands are the only ones of their user or of their process namespace.
@@ -360,7 +360,7 @@ def main() -> None:
         if os.getpid() == 1:  # elsewhere the parent is a thread of the trainer, which may end before the sandbox
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     program = bytes.fromhex(setup["seccomp"]) if LINUX else b""
-    inside = Inside(setup["limits"], os.getpid() == 1 or setup["uid"] is not None, setup["tmpfs"], program)
+    inside = CommandRunner(setup["limits"], os.getpid() == 1 or setup["uid"] is not None, setup["tmpfs"], program)
     answer: dict[str, Any] = {"ready": True}
     try:
         while True:

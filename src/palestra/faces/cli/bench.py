@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.bench.workload import SIDES, Measured, Results, Side, Workload, check_least
+from palestra.bench.workload import SIDES, Measurement, Results, Side, Workload, check_least
 from palestra.faces.cli.common import debug_option, load_libraries, plot_option
 from palestra.plan.calibration import save_calibration
 from palestra.plan.device import Efficiency
@@ -130,7 +130,7 @@ def _calibrate(console: Console, bench: Bench, model: str) -> Efficiency | None:
     return reached
 
 
-def _cells(measured: Measured) -> list[str]:
+def _cells(measured: Measurement) -> list[str]:
     return [
         f"{measured.tokens_per_s:,.0f} tokens/s",
         f"{measured.cpu_s:.2f} CPU s",
@@ -174,7 +174,7 @@ def _print_ratios(console: Console, results: Results) -> None:
             console.print(f"{name}: engine against {other}: {shown}", highlight=False, soft_wrap=True)
 
 
-def _summary(sides: Mapping[Side, Measured]) -> dict[str, Any]:
+def _summary(sides: Mapping[Side, Measurement]) -> dict[str, Any]:
     rows: dict[str, Any] = {
         side: {key: round(getattr(m, key), digits) for key, digits in _DIGITS.items()} for side, m in sides.items()
     }

@@ -43,11 +43,11 @@ def command(
     suite = EvalSuite.from_jsonl(cases) if cases else ()
     model, _ = model_of(run_or_model)
     load_libraries(Console(stderr=True), model)
-    from palestra.harness.alone import LoneGateway
+    from palestra.harness.standalone import StandaloneGateway
     from palestra.serve.loading import load_completer
 
     completer = load_completer(model, dtype=dtype, device=device)
-    lone = LoneGateway(completer, out, cases=tuple(suite), port=port, max_new_tokens=max_new_tokens)
+    lone = StandaloneGateway(completer, out, cases=tuple(suite), port=port, max_new_tokens=max_new_tokens)
     click.echo(f"{model} is served at {lone.gateway.url}; POST /attempts opens an attempt, rollouts go to {out}")
 
     async def serve() -> None:

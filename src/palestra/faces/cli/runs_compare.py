@@ -22,7 +22,7 @@ _SPARKLINE_WIDTH = 60
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """One of the runs: its settings, results and curves."""
 
     run: Run
@@ -36,7 +36,7 @@ class Compared:
         return {**head, **self.summary, "settings": self.settings, "rewards": self.rewards}
 
 
-def compare_runs(reader: RunReader, run_id: str) -> Compared:
+def compare_runs(reader: RunReader, run_id: str) -> ComparedRun:
     run, folder = reader.get(run_id), reader.folder(run_id)
     rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
@@ -48,7 +48,7 @@ def compare_runs(reader: RunReader, run_id: str) -> Compared:
         "held_out_after": _held_out_rate(report.get("after")),
         "seconds": None if run.started is None or run.ended is None else run.seconds,
     }
-    return Compared(
+    return ComparedRun(
         run,
         settings_of(folder),
         summary,
@@ -57,7 +57,7 @@ def compare_runs(reader: RunReader, run_id: str) -> Compared:
     )
 
 
-def draw(compared: Sequence[Compared]) -> str:
+def draw(compared: Sequence[ComparedRun]) -> str:
     """The reward curves as SVG."""
     curves = {f"{one.run.run_id} {one.run.name}": one.rewards for one in compared if one.rewards}
     if not curves:
@@ -66,7 +66,7 @@ def draw(compared: Sequence[Compared]) -> str:
     return curves_svg(curves, "Mean reward over steps", percent=bounded)
 
 
-def compare_table(compared: Sequence[Compared]) -> Table:
+def compare_table(compared: Sequence[ComparedRun]) -> Table:
     """One column per run: results above, settings that differ below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
@@ -80,7 +80,7 @@ def compare_table(compared: Sequence[Compared]) -> Table:
     return table
 
 
-def print_curves(console: Console, compared: Sequence[Compared]) -> None:
+def print_curves(console: Console, compared: Sequence[ComparedRun]) -> None:
     """A sparkline of each run's pass rate over its steps."""
     for one in compared:
         if one.pass_rates:

@@ -62,11 +62,11 @@ def command(
     load_libraries(console, names[0])
     from palestra.tinker.base_model import BaseModel
     from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Limits, Service
+    from palestra.tinker.service import Service, ServiceLimits
 
     with task(console, f"loading {', '.join(names)}"):
         bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
-    limits = Limits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
+    limits = ServiceLimits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
     for base in bases:
         if base.path != base.name:
             click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")

@@ -20,7 +20,7 @@ from palestra.api import train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.launch import launch_ranks
-from palestra.core.ranks import Place, is_first_rank
+from palestra.core.ranks import RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
 from palestra.env_api import train_env
@@ -153,7 +153,7 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
     for option, value in refused.items():
         if value and nproc > 1:
             raise PalestraError(f"--nproc {nproc} trains in this terminal; it does not go with {option}")
-    place = Place.of_environment()
+    place = RankVariables.of_environment()
     if place is not None and place.local_size != nproc:
         raise PalestraError(
             f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"

@@ -42,7 +42,7 @@ class AttemptBody(BaseModel):
     seed: int | None = None
 
 
-class LoneGateway:
+class StandaloneGateway:
     """Attempts that others open and end. Requests sample as they ask: temperature, top_p and seed are theirs."""
 
     def __init__(

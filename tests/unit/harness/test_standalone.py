@@ -9,7 +9,7 @@ import httpx
 
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
-from palestra.harness.alone import LoneGateway
+from palestra.harness.standalone import StandaloneGateway
 from palestra.serve.loading import load_completer
 
 
@@ -18,7 +18,7 @@ def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(tmp_pa
     model = load_completer("palestra/tiny")
 
     async def run():
-        lone = LoneGateway(model, file, cases=[Problem("case-0", "What does a red lamp cost?")])
+        lone = StandaloneGateway(model, file, cases=[Problem("case-0", "What does a red lamp cost?")])
         await lone.gateway.start()
         async with httpx.AsyncClient(base_url=lone.gateway.url, timeout=60) as client:
             own = (await client.post("/attempts", json={"input": "hello", "id": "mine"})).json()
