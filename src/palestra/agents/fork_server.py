@@ -53,7 +53,7 @@ def serve(path: str, script: str, arguments: list[str]) -> None:
 
 
 def imported_modules(script: str) -> Iterator[str]:
-    """The modules that a script imports at its top level; a mistake in it is the program's to tell."""
+    """The modules that a script imports at its top level; an error in it is reported when the program runs."""
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.parse(Path(script).read_bytes()).body:
             if isinstance(node, ast.Import):

@@ -18,7 +18,7 @@ _SCRIPT = str(Path(__file__).with_name("fork_server.py"))
 
 
 class ForkServer:
-    """`command` gives the words that start one attempt."""
+    """`command` gives the command line of one attempt."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         if len(command) < 2 or not re.match(r"python[\d.]*$", Path(command[0]).name) or not command[1].endswith(".py"):

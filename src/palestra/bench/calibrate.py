@@ -1,4 +1,4 @@
-"""How much of a device the engine and the learner reach, measured for `palestra plan`."""
+"""The share of a device's peak that engine and learner reach, measured for `palestra plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template at work. It comes with the model, so it may fail in any way, and may never end."""
+"""Rendering with a tokenizer's chat template. It comes with the model, so it may fail in any way, and may never end."""
 
 from __future__ import annotations
 

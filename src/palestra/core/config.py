@@ -1,6 +1,6 @@
 """One typed config behind the Python API, the YAML file and the command line.
 
-Sections are the words of the command line: `--train.learning_rate 2e-5`, `--lora.r 8`.
+Sections are the prefixes of command-line options: `--train.learning_rate 2e-5`, `--lora.r 8`.
 Unknown keys are refused, with the closest known one named.
 """
 
@@ -90,7 +90,7 @@ class RunConfig(Section):
 
     @property
     def importance_correction(self) -> str:
-        """What train.importance_correction comes to."""
+        """train.importance_correction with `auto` resolved."""
         chosen = self.train.importance_correction
         may_differ = self.rollout.max_staleness > 0 or self.vllm.mode != "off"
         return ("token_truncate" if may_differ else "none") if chosen == "auto" else chosen
@@ -121,7 +121,7 @@ class RunConfig(Section):
         write_text(path, yaml.safe_dump(data, sort_keys=False, explicit_start=True, explicit_end=True))
 
     def refuse(self, keys: Iterable[str], why: str) -> None:
-        """Refuse settings that nobody would heed here; `echo` stands for all settings of its section."""
+        """Refuse settings that would have no effect here; `echo` stands for all settings of its section."""
         for key, info in self.settings().items():
             if any(key == name or key.startswith(f"{name}.") for name in keys):
                 section, _, name = key.rpartition(".")
@@ -166,7 +166,7 @@ def _walk(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
-    """Pydantic's findings, one a line, in the words of the command line."""
+    """Pydantic's errors, one a line, with the keys of the command line."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])

@@ -1,4 +1,4 @@
-"""A user's Python file as a module; a mistake in it is told with its line."""
+"""A user's Python file as a module; an error in it is reported with its line number."""
 
 from __future__ import annotations
 

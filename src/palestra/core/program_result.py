@@ -1,4 +1,4 @@
-"""What a program left behind: its exit status, its words and its result."""
+"""What a program left behind: its exit status, its output and its result."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LAUNCHER = "PALESTRA_LAUNCHER"  # the process that `palestra train --nproc` star
 
 
 class RankFailed(PalestraError):
-    """The failure of a run over several ranks. All of them have it, so that only the first need tell it."""
+    """The failure of a run over several ranks. All of them have it, so that only the first need report it."""
 
 
 class Ranks(Protocol):

@@ -1,4 +1,4 @@
-"""Chats with a run's model and its tools: a `palestra chat` process each, whose words are passed on as they come."""
+"""Chats with a run's model and its tools: a `palestra chat` process each, whose output is streamed."""
 
 from __future__ import annotations
 

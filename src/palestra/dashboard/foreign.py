@@ -93,7 +93,7 @@ def _convert(known: _Format, path: Path, folder: RunFolder) -> None:
 
 
 def _stats(rows: list[Row]) -> dict[str, float]:
-    """What can be told without tokens."""
+    """What is known without tokens."""
     stats = rollout_stats([rollout_from_dict(row) for row in rows])
     calls = sum(len(message["tool_calls"]) for row in rows for message in row["messages"])
     rewards: dict[tuple[Any, str], list[float]] = {}

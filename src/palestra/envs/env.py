@@ -19,7 +19,7 @@ _HELD_OUT_SEED = 1_000_000
 
 
 class EnvConfig(Section):
-    """What every environment can be told; subclass it for more: `--env.train_size 200`."""
+    """The settings of every environment; subclass it for more: `--env.train_size 200`."""
 
     seed: int = Field(0, ge=0, description="the same seed gives the same problems")
     train_size: int = Field(

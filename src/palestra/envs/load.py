@@ -73,7 +73,7 @@ def env_class(found: DiscoveredEnv) -> type[Env]:
 
 
 def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
-    """The environment's own config with single fields changed; a wrong name or value is told with the fields."""
+    """The environment's own config with single fields changed; an error for a wrong name or value lists the fields."""
     try:
         config = cls.config_init()
     except Exception as error:

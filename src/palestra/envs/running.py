@@ -1,4 +1,4 @@
-"""A subclass of Env at work: the Environment that the rollout loop drives. What its methods raise fails one attempt."""
+"""Runs a subclass of Env as the Environment that the rollout loop drives. What its methods raise fails one attempt."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RunningEnv:
         self.env = env
         self.name = env_name(type(env))
         for method in tool_methods(type(env)):
-            as_tool(getattr(env, method))  # a tool without docstring or type hints is told now, not in every attempt
+            as_tool(getattr(env, method))  # a tool without docstring or type hints is refused now, not in every attempt
         self._outside("setup", env.setup)
 
     @property

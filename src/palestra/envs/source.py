@@ -12,7 +12,7 @@ MAX_BYTES = 2_000_000  # a longer file is data, not an environment
 
 @dataclass(frozen=True)
 class ClassSource:
-    """A class as written: its bases by their full dotted names where imports tell them."""
+    """A class as written: its bases by their full dotted names where the imports show them."""
 
     name: str
     bases: tuple[str, ...]

@@ -88,7 +88,7 @@ def recorded_findings(report: Mapping[str, Any] | None, rows: Sequence[Row], *, 
 
 
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
-    """Why no rollout can use a tool: all call it, and it raises or hangs each time with the same words.
+    """Why no rollout can use a tool: all call it, and it raises each time with the same message, or hangs.
 
     None if there is none. A call that the model got wrong fails differently each time, and is what a training is for.
     """
@@ -104,7 +104,7 @@ def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
 
 
 def _without_signal(steps: Sequence[Row], ended: bool) -> Iterator[Finding]:
-    """Steps that changed nothing: no group had siblings that were told apart."""
+    """Steps that changed nothing: no group had siblings with different rewards."""
     idle = [row for row in steps if row.get("equal_reward_groups") == 1.0]
     if len(idle) < (max(1, len(steps) / 2) if ended else len(steps)):
         return

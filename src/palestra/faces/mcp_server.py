@@ -29,7 +29,7 @@ from palestra.serve.guard import Guard
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
 _LISTED_RUNS = 25
-_END_S = 2.0  # that work under way gets to end after Ctrl-C
+_END_S = 2.0  # that work in progress gets to end after Ctrl-C
 _HINTS: dict[Effect, types.ToolAnnotations] = {
     "reads": types.ToolAnnotations(read_only_hint=True, open_world_hint=False),
     "edits": types.ToolAnnotations(

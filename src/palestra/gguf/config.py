@@ -52,7 +52,7 @@ def config_from_gguf(file: GgufFile) -> Any:
 
 
 def _check_sizes(file: GgufFile, settings: dict[str, Any]) -> None:
-    """Sizes that do not fit the tensors are told before a model of that size is made."""
+    """Refuse sizes that do not fit the tensors before a model of that size is allocated."""
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     for key, value, found in (
         ("block_count", settings["num_hidden_layers"], len(blocks)),

@@ -119,7 +119,7 @@ class ProgramCollector:
 
 
 def case_of(problem: Problem) -> dict[str, Any]:
-    """What the agent is told of a case: its record and id; never what is expected of it."""
+    """What the agent sees of a case: its record and id; never what is expected of it."""
     text = problem.input if isinstance(problem.input, str) else [to_dict(message) for message in problem.input]
     expected = problem.expect
     record = {k: v for k, v in problem.row.items() if k != "expect" and (expected is None or v != expected)}

@@ -91,7 +91,7 @@ class Recorder:
     async def _keep(
         self, dialect: Dialect, body: bytes, headers: Mapping[str, str], whole: bytes, began: float, keys: list[str]
     ) -> None:
-        """Write the exchange down. What cannot be read is told, and never disturbs the caller."""
+        """Write the exchange down. What cannot be parsed is logged, and never disturbs the caller."""
         try:
             answer = read_answer(dialect, headers.get("content-type", ""), whole)
             lines = self._traces.lines(dialect, json.loads(body), answer)

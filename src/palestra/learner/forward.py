@@ -192,7 +192,7 @@ def _compiled_forward() -> Callable[..., Any]:
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would tell.
+    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would fail.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     _skip_trials_of_the_cpp_compiler()
     # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.

@@ -351,7 +351,7 @@ class LocalLearner:
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
         before = self.model.training
-        if before != training:  # telling every module costs milliseconds
+        if before != training:  # setting it on every module costs milliseconds
             self.model.train(training)
         try:
             yield

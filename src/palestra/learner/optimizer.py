@@ -84,7 +84,7 @@ class Optimizer:
             weight.grad = None
 
     def gradient_marks(self) -> list[tuple[int, int] | None]:
-        """Another list after every gradient that is added: tells whether a failed backward pass has left something."""
+        """Another list after every gradient that is added: shows whether a failed backward pass has added some."""
         gradients = [*(master.grad for master in self.masters), *(weight.grad for weight, _ in self._pairs)]
         own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return [None if g is None else (g.data_ptr(), g._version) for g in own]

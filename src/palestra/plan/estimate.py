@@ -30,7 +30,7 @@ MAX_GPUS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Settings that a run was not given, in the words of the command line, and what it is with them."""
+    """Other settings for the run, as command-line options, and the estimate with them."""
 
     settings: str
     work: StepWork

@@ -81,7 +81,7 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
         layer += shape.linear_outputs * LORA_OUTPUT_BYTES
     if not is_compiled(shape, device):
         layer *= MODULE_PATH_FACTOR
-    if work.gradient_checkpointing:  # the inputs of all layers, and one of them at work
+    if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         return shape.layers * shape.hidden * size + layer * MODULE_PATH_FACTOR
     return shape.layers * layer
 

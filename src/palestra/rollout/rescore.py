@@ -14,7 +14,7 @@ from palestra.evals.measures import Measure, MeasureContext, run_measure
 
 _AT_ONCE = 64  # rollouts
 _TIMEOUT_S = 60.0
-_MAX_CHANGED = 100  # that are told one by one
+_MAX_CHANGED = 100  # changed verdicts that are listed
 
 
 @dataclass(slots=True)

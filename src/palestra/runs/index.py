@@ -64,7 +64,7 @@ class Row:
 
     @classmethod
     def unlisted(cls, values: Mapping[str, Any]) -> Row:
-        """Of a run that only its folder knows; its reason would tell that an index was lost."""
+        """Of a run that only its folder knows; its reason would be that the index was lost."""
         missing = {"number": 0, "gpus": 0, "memory_gib": 0.0}
         return cls(**(dict.fromkeys(_COLUMNS) | missing | dict(values) | {"reason": None}))  # type: ignore[arg-type]
 

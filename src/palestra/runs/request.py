@@ -41,7 +41,7 @@ class RunRequest:
     environment: str | None = None
     environment_name: str | None = None  # how it is listed, where `environment` is a file
     agent_file: str | None = None
-    agent_arguments: list[str] = field(default_factory=list)  # --agent-cmd, --cases, … as words of the command line
+    agent_arguments: list[str] = field(default_factory=list)  # --agent-cmd, --cases, … as command-line arguments
     settings: Mapping[str, Any] = field(default_factory=dict)
     env_settings: Mapping[str, Any] = field(default_factory=dict)
     server_settings: Mapping[str, Any] = field(default_factory=dict)

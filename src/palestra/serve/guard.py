@@ -1,4 +1,4 @@
-"""Who may call a server: the token, or without one programs of this machine."""
+"""Who may call a server: clients with the token; without a token, programs of this machine."""
 
 from __future__ import annotations
 

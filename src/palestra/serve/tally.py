@@ -1,4 +1,4 @@
-"""What an application has answered and refused: its clients may keep the reason to themselves."""
+"""What an application has answered and refused: clients often do not log the reason."""
 
 from __future__ import annotations
 

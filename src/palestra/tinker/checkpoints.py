@@ -1,4 +1,4 @@
-"""tinker:// paths: what clients have saved, in the folders of their runs. The disk is the truth, so they survive all.
+"""tinker:// paths: what clients have saved, in the folders of their runs, so they survive restarts.
 
 >>> str(TinkerPath.parse("tinker://s1:train:0/weights/step-10"))
 'tinker://s1:train:0/weights/step-10'

@@ -135,7 +135,7 @@ class OrderedWorker:
         self.submit(seq_id, "refused", refused)
 
     def close(self, reason: str) -> None:
-        """Do no more; what waits is told so."""
+        """Stop; requests that wait get an error."""
         with self._lock:
             early, self._early = self._early, {}
             waiting = [self._known[seq_id] for seq_id in early]

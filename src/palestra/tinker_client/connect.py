@@ -1,4 +1,4 @@
-"""From a config to a model on a Tinker server: which settings it heeds, and the key."""
+"""From a config to a model on a Tinker server: which settings it supports, and the key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NOT_ON_THE_WIRE = {
 
 
 def suited(config: RunConfig) -> RunConfig:
-    """The config as a Tinker server can heed it; settings without effect are refused by their names."""
+    """The config for a Tinker server; settings without effect are refused by their names."""
     for why, keys in _NOT_ON_THE_WIRE.items():
         config.refuse(keys, why)
     if config.rollout.temperature != 1.0:
@@ -49,7 +49,7 @@ def suited(config: RunConfig) -> RunConfig:
         )
     if config.train.learning_rate is None and not config.lora.r:
         raise PalestraError(
-            "lora.r = 0 trains all weights, and a Tinker server does not tell how many there are; "
+            "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "
             f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
         )
     return config.suited_to(0) if config.train.learning_rate is None else config

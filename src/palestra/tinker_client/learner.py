@@ -65,7 +65,7 @@ class TinkerOutputs:
         return self.found
 
     def entropies(self) -> list[Array]:
-        """The service does not tell them."""
+        """The service does not report them."""
         return [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in self.batch.samples]
 
     @property
@@ -274,7 +274,7 @@ def read_logprobs(outputs: Sequence[Any], samples: Sequence[Sample], rows: Seque
 
 
 def gradient_norm(metrics: Mapping[str, float]) -> float:
-    """The gradient's norm before clipping, as the server calls it; NaN where it does not tell."""
+    """The gradient's norm before clipping, by its name on the server; NaN where it is not reported."""
     names = [name for name in metrics if "grad" in name and ("norm" in name or "l2" in name)]
     return float(metrics[min(names, key=len)]) if names else math.nan
 

@@ -185,7 +185,7 @@ class TinkerModel:
         """End the session; the saved states stay."""
         try:
             self._service.close("success" if good else "errored").result(_POLL_S)
-        except Exception as error:  # or the SDK tells the server for ever that the session lives
+        except Exception as error:  # or the SDK goes on sending heartbeats for the session
             log.warning("the Tinker server does not answer that its session is over: %s", refusal(error))
             self._service.holder.close()
 

@@ -21,7 +21,7 @@ MAX_ERROR_CHARS = 300
 async def run_calls(
     tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float, max_result_chars: int = 20_000
 ) -> list[ToolResult]:
-    """The results of all calls, in their order. What goes wrong is told to the model, never raised."""
+    """The results of all calls, in their order. Errors are results that the model reads, never raised."""
     if len(calls) == 1:
         return [await _run_call(tools, calls[0], timeout_s, max_result_chars)]
     return list(await asyncio.gather(*(_run_call(tools, call, timeout_s, max_result_chars) for call in calls)))

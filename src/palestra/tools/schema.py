@@ -29,7 +29,7 @@ EXAMPLE = '''
 
 @dataclass(frozen=True)
 class FunctionSchema:
-    """What a model is told of a function, and the readers that turn JSON values into its arguments."""
+    """What a model sees of a function, and the readers that turn JSON values into its arguments."""
 
     description: str
     parameters: dict[str, Any]
@@ -145,7 +145,7 @@ def _note_default(schema: dict[str, Any], default: Any) -> None:
     try:
         schema["default"] = to_jsonable_python(default)
     except PydanticSerializationError:
-        return  # a default that JSON cannot say is simply not told
+        return  # a default that JSON cannot express is left out
 
 
 def _without_titles(schema: Any, names: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""A tool: a function that a model may call, with the JSON schema that tells it how."""
+"""A tool: a function that a model may call, with the JSON schema of its arguments."""
 
 from __future__ import annotations
 

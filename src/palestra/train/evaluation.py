@@ -1,4 +1,4 @@
-"""Scoring in the course of a run: held-out problems before, between and after, with every rollout on disk."""
+"""Scoring during a run: held-out problems before, during and after training, with every rollout on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Evaluator:
     split: Split = "held_out"
 
     def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
-        """Score the problems as `config.eval` says, telling the watcher of each rollout."""
+        """Score the problems as `config.eval` says, and report each rollout to the watcher."""
         options = self.config.eval
         problems = self.problems[: options.cases]
         watcher.phase(phase, len(problems) * options.samples_per_case)

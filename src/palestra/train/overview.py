@@ -1,4 +1,4 @@
-"""What a run will need, said before it starts: the model, its cases, memory, disk and time."""
+"""What a run will need, printed before it starts: the model, its cases, memory, disk and time."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TorchRanks:
         self._on_end: Callable[[str], None] = lambda reason: None
         self._was_lost = threading.Event()
         if not self.is_first:
-            log.setLevel(logging.ERROR)  # the first one tells it
+            log.setLevel(logging.ERROR)  # the first one logs it
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in os.environ:

@@ -232,7 +232,7 @@ class Run:
         if reason := broken_tool(before.rollouts):
             raise PalestraError(
                 f"scoring before: {reason}. Fix the tool, or take it from the agent; if the calls are at fault, let it "
-                "return its words instead of raising"
+                "return the message as its result instead of raising"
             )
         for finding in evaluation_findings(before.rollouts):
             if finding.kind in NO_MATTER_OF_LEARNING:

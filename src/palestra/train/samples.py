@@ -17,7 +17,7 @@ from palestra.core.types import CUT_OFF, Group, Lineage, Rollout, Sample
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
-    """Whether siblings are told apart: by these advantages, one a rollout, or by those that came along with them."""
+    """Whether siblings differ: by these advantages, one a rollout, or by those that came along with them."""
     if any(r.advantages is not None and r.advantages.any() for r in group.rollouts):
         return True
     return any(abs(advantage) > tolerance for advantage in advantages)

@@ -1,4 +1,4 @@
-"""From a config to the parts that a run is made of, in the open."""
+"""From a config to the parts that a run is made of."""
 
 from __future__ import annotations
 

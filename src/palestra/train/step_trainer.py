@@ -268,7 +268,7 @@ class StepTrainer:
         return outside_event_loop(lambda: asyncio.run(collector.collect(problems, size, keys)))
 
     def _report(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, with what the user's own scheduler says; a step without tokens to train is told."""
+        """The metrics of a step, with the user's scheduler's values; warns of a step without tokens to train."""
         if metrics.get("truncation_rate") == 1.0 and self.config.train.mask_truncated:
             log.warning(
                 "step %d: every answer was cut off at max_new_tokens=%d, so nothing was learned; "

@@ -52,7 +52,7 @@ def update(
                 continue
             outputs = learner.forward_backward(batch, loss)
             norm = learner.optim_step(coefficients.learning_rate, max_grad_norm=train.max_grad_norm)
-            known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not tell it
+            known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
             updates.append(outputs.metrics() | known)
             if record is not None:
                 record.add(batch, outputs)

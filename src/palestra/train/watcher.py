@@ -1,4 +1,4 @@
-"""What a person who watches a run is told."""
+"""How a run reports its progress to a person."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger("palestra")
 
 
 class Watcher:
-    """This one is silent but for warnings; a face overrides what it shows."""
+    """Silent but for warnings; displays override what they show."""
 
     def started(self, folder: Path) -> None:
         """The run has its folder; whatever happens now, it can be resumed from there."""
@@ -18,7 +18,7 @@ class Watcher:
         """A stretch of work begins: `total` rollouts to score or steps to train."""
 
     def busy(self, name: str) -> None:
-        """Work begins whose end cannot be told, such as saving the model."""
+        """Work without a count begins, such as saving the model."""
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         """`done` of the phase's total are finished."""

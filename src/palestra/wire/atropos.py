@@ -115,7 +115,7 @@ class EnvProcess:
 
 
 def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What the environment sees: no key but that of the tracker that it was told to use."""
+    """What the environment sees: no key but that of the tracker in its settings."""
     use_wandb = str(settings.get("use_wandb", False)).lower() == "true"
     tracker = [name for name in os.environ if name.startswith("WANDB_") and use_wandb]
     return clean_environment(tracker) | {"PYTHONUNBUFFERED": "1"}

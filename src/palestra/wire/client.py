@@ -13,7 +13,7 @@ from palestra.core.http import HttpError, Request, Retries, ask_async
 from palestra.core.run_folder import RunFolder
 
 _GIVE_UP_S = 600.0
-_SLOW_S = 30.0  # after which a request without an answer is told
+_SLOW_S = 30.0  # after which a request without an answer is logged
 _MAX_BATCH_BYTES = 4 * 2**30
 
 

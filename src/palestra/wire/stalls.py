@@ -1,4 +1,4 @@
-"""Why no groups arrive: said after 30 s without one, and the reason that ends the run after a limit."""
+"""Why no groups arrive: logged after 30 s without one, and the reason that ends the run after a limit."""
 
 from __future__ import annotations
 

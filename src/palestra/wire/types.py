@@ -17,7 +17,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Value = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
 Name = Annotated[str, Field(max_length=4096)]
 T = TypeVar("T")
-Row = Annotated[list[T], Field(fail_fast=True)]  # one entry for each token: the first wrong one is enough to tell
+Row = Annotated[list[T], Field(fail_fast=True)]  # one entry for each token: the first wrong one is enough
 
 
 class Body(BaseModel):

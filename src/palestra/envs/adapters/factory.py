@@ -36,7 +36,7 @@ class FactoryEnv(Env):
         self.environment: Any = None  # the instance of this attempt
 
     def setup(self) -> None:
-        """Make one instance of each, so that a mistake is told before training."""
+        """Make one instance of each, so that an error is raised before training."""
         factories = self._factory.values() if isinstance(self._factory, Mapping) else [self._factory]
         for factory in factories:
             instance = factory()

@@ -1,4 +1,4 @@
-"""A gymnasium environment that speaks text: each answer of the model is one action."""
+"""A gymnasium environment with text observations: each answer of the model is one action."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GymEnv(Env):
         self.total = 0.0
 
     def setup(self) -> None:
-        """Look at the actions once, so that a space that text cannot name is told before training."""
+        """Check the action space once: one that text cannot name is refused before training."""
         probe = self._make()
         space = probe.action_space
         probe.close()

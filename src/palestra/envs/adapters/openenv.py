@@ -139,7 +139,7 @@ class NoSession(RuntimeError):
 
 
 def _ask(socket: Any, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The data of the server's answer; what it says instead is raised in its own words."""
+    """The data of the server's answer; an error is raised with the server's message."""
     from websockets.exceptions import ConnectionClosed
 
     closed: ConnectionClosed | None = None

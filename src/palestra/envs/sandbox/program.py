@@ -53,7 +53,7 @@ class ProgramSandbox:
     socket: str
 
     def command(self, command: Sequence[str], folder: Path, cwd: str | None) -> list[str]:
-        """The words that run a command with `folder`, the attempt's, as the one that it may write to."""
+        """The command line that runs a command with `folder`, the attempt's, as the only one that it may write to."""
         uid = None
         if os.geteuid() == 0:
             uid = random.SystemRandom().randrange(2_000_000, 2**31)
@@ -165,7 +165,7 @@ async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
 
 
 def exit_code(status: int) -> int:
-    """As a shell tells it: 128 and the signal for a program that one has ended."""
+    """As a shell reports it: 128 plus the signal for a program that was killed by one."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

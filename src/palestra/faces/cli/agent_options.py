@@ -61,7 +61,7 @@ class AgentOptions:
         return asdict(self) if self.are_set else {}
 
     def arguments(self) -> list[str]:
-        """As words of a command line, for a run in the background."""
+        """As command-line arguments, for a run in the background."""
         words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)

@@ -61,7 +61,7 @@ COUNT = Count()
 @click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="What is trained.  [default: by lora.r]")
 @click.option("--signal", default=1.0, show_default=True, help="Share of the groups whose rewards differ.")
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
-@click.option("--price", type=float, metavar="PER_HOUR", help="Of one GPU: the cost is told.")
+@click.option("--price", type=float, metavar="PER_HOUR", help="Of one GPU: the cost is shown.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
 @config_option
 @json_option

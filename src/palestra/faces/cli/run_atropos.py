@@ -234,7 +234,7 @@ def _cached_tokenizer(config: RunConfig, console: Console) -> Path:
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
     command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
-    # environments of others cannot be told a token
+    # environments of others cannot be given a token
     environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
     with open_private(run.log_file("api")) as log:
         process = children.start(command, env=environ, stderr=log)

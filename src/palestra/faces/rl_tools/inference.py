@@ -255,7 +255,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _last_line(path: Path) -> str:
-    """The error that ended a process, in its own words."""
+    """The error that ended a process, as it printed it."""
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     errors = [line for line in lines if line.startswith("Error: ")] or lines
     return short(errors[-1].removeprefix("Error: "), 500) if errors else ""

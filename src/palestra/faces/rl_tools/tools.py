@@ -31,7 +31,7 @@ _MAX_LISTED = 200
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool: whose it is, who is told of its progress, and whether it is still wanted."""
+    """One call of a tool: whose it is, where its progress is reported, and whether it was cancelled."""
 
     session: Session
     progress: Progress
