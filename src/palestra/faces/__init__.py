@@ -1,1 +1,1 @@
-"""What people touch: the command line and the report page."""
+"""What people and agents use: the command line, the rl_* tools over MCP and HTTP, and the pages that they write."""

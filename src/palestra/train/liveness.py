@@ -1,5 +1,5 @@
 """A connection between the first rank and each other one, open as long as both live: the death of a process is noticed
-at once, whatever the others are waiting for, and requests to stop and reasons of failures get around."""
+at once, whatever the others are waiting for, and requests to stop and reasons of failures reach all."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Training:
         return bool(every) and step > 0 and step % every == 0 and step < (self.total_steps or 0)
 
     def _log(self, metrics: dict[str, float], total: int) -> None:
-        """A line for people without a face, every `track.log_every` steps."""
+        """A log line every `track.log_every` steps, for runs without a display."""
         step = self.state.step
         if step % self.config.track.log_every == 0 or step == total:
             names = ("loss", "reward_mean", "pass_rate")
@@ -134,7 +134,7 @@ class Training:
             log.info("step %d of %d: %s", step, total, shown)
 
     def _judge(self, metrics: dict[str, float], total: int) -> None:
-        """Tell what keeps the run from learning, each thing once, and end it where nothing is left to learn."""
+        """Warn of what keeps the run from learning, each kind once, and end it where nothing is left to learn."""
         self.history.append(metrics)
         for finding in run_findings(self.history):
             if finding.kind not in self.reported_findings:
@@ -223,7 +223,7 @@ class Training:
 
     @contextmanager
     def _policy_asleep(self) -> Iterator[None]:
-        """The learner has the KV cache's memory inside, where `model.sleep_mode` says so."""
+        """With `model.sleep_mode`, the learner may use the KV cache's memory inside of this block."""
         if not self.config.model.sleep_mode:
             yield
             return

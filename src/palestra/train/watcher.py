@@ -29,7 +29,7 @@ class Watcher:
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        """Something that keeps the run from learning. Never silent: without a face it goes to the log."""
+        """Something that keeps the run from learning. Never silent: without a display it goes to the log."""
         log.warning("%s", text)
 
 

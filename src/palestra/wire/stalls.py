@@ -42,7 +42,7 @@ class StallWatch:
     status: Callable[[], Awaitable[Mapping[str, Any]]]
     inference: Tally
     requests: CountsGroups
-    log: Path  # of the environment; it may be elsewhere, and then there is none
+    log: Path  # of the environment; there is no such file where it runs on another machine
     note: Callable[[str], None]
     limit_s: float = WAIT_LIMIT_S  # 0: wait for ever
     clock: Callable[[], float] = time.monotonic
