@@ -4,7 +4,7 @@
 
 vLLM must be importable here. It serves the embedded model in bfloat16 on the GPU that the training has too, with a
 share of its memory; weights are synchronised after each step, with `--lora` as an adapter of that rank. Without a GPU
-all is in float32, and smaller.
+all is in float32, with half the problems.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from palestra.train.evaluation import read_evaluation
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 RUN = [
-    *("--train.problems_per_step", "16" if ON_GPU else "4", "--rollout.group_size", "8" if ON_GPU else "4"),
-    *("--rollout.max_new_tokens", "96", "--eval.cases", "60" if ON_GPU else "8"),
+    *("--train.problems_per_step", "16" if ON_GPU else "8", "--rollout.group_size", "8"),
+    *("--rollout.max_new_tokens", "96", "--eval.cases", "60" if ON_GPU else "40"),
     *("--checkpoint.every", "0", "--model.dtype", DTYPE),
 ]
+RATE = ["--train.learning_rate", "0.003"]  # of an adapter to the embedded model, so that a few steps show something
 WHOLE = ["--worker-extension-cls", "palestra.policy.vllm_worker.PalestraWorker"]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -57,7 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp())
     run = [*RUN, "--train.max_steps", str(arguments.steps), "--model.name", arguments.model]
-    run += ["--lora.r", str(arguments.lora)] if arguments.lora else []
+    run += ["--lora.r", str(arguments.lora), *RATE] if arguments.lora else []
     rows = [("our own engine", train(work / "own", run))]
     loaded = load_model(arguments.model)
     server, url = serve(save_hf(loaded.model, loaded.tokenizer, work / "model"), arguments, work / "vllm.log")

@@ -50,6 +50,7 @@ RUN = [
     *("--train.max_steps", "3", "--train.problems_per_step", "4", "--rollout.group_size", "4"),
     *("--rollout.max_new_tokens", "80", "--eval.cases", "8", "--checkpoint.every", "1"),
 ]
+LORA = ["--lora.r", "8", "--train.learning_rate", "0.003"]
 MAX_GAP = 1e-3  # nats, float32; seen: 4e-6
 
 
@@ -152,7 +153,7 @@ def test_weights_of_another_model_are_refused_by_the_real_server(url: str, tiny:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_adapter_is_trained_with_a_running_vllm(lora_url: str, tmp_path: Path, staleness: int) -> None:
     rows = train(
-        sys.executable, tmp_path, "--lora.r", "8", "--vllm.mode", "server", "--vllm.url", lora_url,
+        sys.executable, tmp_path, *LORA, "--vllm.mode", "server", "--vllm.url", lora_url,
         "--rollout.weights_folder", str(tmp_path / "weights"), "--rollout.max_staleness", str(staleness),
     )  # fmt: skip
     assert len(rows) == 3
@@ -166,7 +167,7 @@ def test_an_adapter_is_trained_with_a_running_vllm(lora_url: str, tmp_path: Path
 def test_an_adapter_is_trained_with_vllm_in_the_process(tmp_path: Path) -> None:
     if subprocess.run([PYTHON, "-c", "import peft"], capture_output=True).returncode:
         pytest.skip("peft is not in vLLM's environment")
-    rows = train(PYTHON, tmp_path, "--lora.r", "8", "--vllm.mode", "colocate", "--vllm.max_model_len", "1024")
+    rows = train(PYTHON, tmp_path, *LORA, "--vllm.mode", "colocate", "--vllm.max_model_len", "1024")
     assert len(rows) == 3
     assert all(row["rollout_failures"] == 0 for row in rows)
     assert max(row["sampler_gap_max"] for row in rows if "sampler_gap_max" in row) < MAX_GAP
@@ -215,7 +216,9 @@ def test_a_turn_that_newer_adapters_overtake_is_sampled_with_its_own_to_the_end(
     pieces = token_logprobs(model, [*prompt, *turn.token_ids.tolist()], len(prompt))
     own = np.asarray([value for piece in pieces for value in piece.logprobs])
     assert (len(own), set(turn.versions.tolist())) == (900, {0})
-    assert float(np.abs(own - turn.logprobs).max()) < MAX_GAP
+    gap = float(np.abs(own - turn.logprobs).max())
+    print({"tokens": len(own), "largest gap": gap})
+    assert gap < MAX_GAP
     policy.release()
 
 

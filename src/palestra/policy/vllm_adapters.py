@@ -26,6 +26,9 @@ class Adapter:
     number: int  # from 1 on
     folder: Path  # in PEFT's format
 
+    def delete(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
 
 class AdapterFolders:
     """The adapters of the last versions on disk.
@@ -55,19 +58,11 @@ class AdapterFolders:
         return adapter
 
     def take_outdated(self) -> list[Adapter]:
-        """Those that no request can be under way for; their files are deleted."""
-        outdated = [self._written.popleft() for _ in range(len(self._written) - self._kept)]
-        return self._delete(outdated)
+        """Those that no request can be under way for; the caller deletes them."""
+        return [self._written.popleft() for _ in range(len(self._written) - self._kept)]
 
     def take_all(self) -> list[Adapter]:
-        outdated = list(self._written)
-        self._written.clear()
-        return self._delete(outdated)
-
-    def _delete(self, adapters: list[Adapter]) -> list[Adapter]:
-        for adapter in adapters:
-            shutil.rmtree(adapter.folder, ignore_errors=True)
-        return adapters
+        return [self._written.popleft() for _ in range(len(self._written))]
 
 
 def rank_limit(rank: int) -> int:

@@ -151,7 +151,8 @@ class VllmColocatePolicy(TokenSessions):
                 f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
                 "our own engine (vllm.mode = off)"
             ) from error
-        folders.take_outdated()
+        for outdated in folders.take_outdated():
+            outdated.delete()
 
     def sleep(self) -> None:
         self._sleep_mode("sleep")

@@ -84,7 +84,13 @@ class VllmServerPolicy(TokenSessions):
 
     def update(self, weights: Weights) -> None:
         """Give the server these weights, and see by the logprobs of a few tokens that it samples with them."""
-        self.served_model = self._sync.load(weights) or self.served_model
+        try:
+            self.served_model = self._sync.load(weights) or self.served_model
+        except OSError as error:
+            raise PalestraError(
+                f"version {weights.version} could not be saved to rollout.weights_folder: {error}; free some space, or "
+                "choose another folder that the server can read"
+            ) from error
         self.version = weights.version
         self._check(weights)
 

@@ -142,6 +142,7 @@ class LoraAdapters:
                 log.debug("%s was not unloaded: %s", adapter.name, error)
                 if error.status is None:  # it is gone, and each request would wait for it
                     return
+            adapter.delete()
 
 
 def remedy(reason: str, rank: int) -> str:

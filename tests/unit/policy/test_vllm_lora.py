@@ -158,6 +158,13 @@ def test_a_folder_that_the_server_cannot_read_is_told(
         policy(url, tiny_tokenizer, tmp_path).update(weights_of(model, 0))
 
 
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_a_folder_that_cannot_be_written_is_told(url: str, tiny_tokenizer: Any, tmp_path: Path, rank: int) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(PalestraError, match=r"could not be saved to rollout\.weights_folder: .*Not a directory"):
+        policy(url, tiny_tokenizer, tmp_path / "taken", rank=rank).update(weights_of(adapted(0), 0))
+
+
 def test_a_rank_beyond_vllms_is_refused_before_it_is_asked(tiny_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(PalestraError, match=r"rank 512 at most, and lora\.r is 600"):
         policy("http://127.0.0.1:9", tiny_tokenizer, tmp_path, rank=600)
