@@ -33,7 +33,10 @@ class Weights:
 
         aside = path.with_name(f".{path.name}.partial")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
+        aside.touch()
+        mode = aside.stat().st_mode
         save_file(tensors, aside, metadata={"version": str(self.version)})
+        aside.chmod(mode)  # by the umask: safetensors makes its files private, and another user's server reads them
         aside.rename(path)
         return path
 

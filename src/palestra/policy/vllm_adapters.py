@@ -54,6 +54,8 @@ class AdapterFolders:
         adapter.folder.mkdir(parents=True)
         # "auto" would ask the hub for the vocabulary of the base model
         weights.module.save_pretrained(adapter.folder, save_embedding_layers=False)
+        # by the umask, as other files: safetensors makes its own private, and the server may be another user's
+        shutil.copymode(adapter.folder / "adapter_config.json", adapter.folder / "adapter_model.safetensors")
         self._written.append(adapter)
         return adapter
 

@@ -25,6 +25,7 @@ from palestra.core.weights import Weights
 from palestra.export.hf import save_base
 from palestra.learner.lora import add_lora
 from palestra.policy.local import LocalPolicy
+from palestra.policy.vllm_adapters import Adapter, AdapterFolders
 from palestra.policy.vllm_server import VllmServerPolicy
 
 RANK = 2
@@ -117,6 +118,14 @@ def test_the_end_of_a_run_leaves_nothing_at_the_server_and_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    folders = AdapterFolders(tmp_path)
+    written = list(folders.write(weights_of(adapted(0), 0)).folder.glob("adapter*"))
+    written.append(Weights(0, lambda: {"w": torch.zeros(1)}).save(tmp_path / "whole.safetensors"))
+    assert [path.stat().st_mode for path in written] == [(tmp_path / "other").stat().st_mode] * 3
+
+
 def test_two_runs_at_one_server_never_share_a_name(url: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     one, other = (policy(url, tiny_tokenizer, tmp_path) for _ in range(2))
     for sampler in (one, other):
@@ -153,7 +162,7 @@ def test_a_folder_that_the_server_cannot_read_is_told(
     url: str, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = adapted(0)
-    monkeypatch.setattr(model, "save_pretrained", lambda folder, **_: None)  # as on another machine's disk
+    monkeypatch.setattr("palestra.policy.vllm_sync.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away"))
     with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
         policy(url, tiny_tokenizer, tmp_path).update(weights_of(model, 0))
 
