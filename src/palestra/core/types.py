@@ -134,7 +134,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One measure's verdict: a value, whether it counts as passed (None: it has no say in that), and why.
+    """One measure's verdict: a value, whether it counts as passed (None: it does not decide that), and why.
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
     `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.

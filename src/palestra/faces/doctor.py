@@ -50,14 +50,14 @@ def examine() -> list[Check]:
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
-def _finding(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
+def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
     return Check(topic, name, "ok", found) if ok else Check(topic, name, otherwise, found, remedy)
 
 
 def _python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
-    yield _finding("Python", "version", check_rl_python_version(), found, remedy, "broken")
+    yield _check("Python", "version", check_rl_python_version(), found, remedy, "broken")
 
 
 def _torch() -> Iterator[Check]:
@@ -80,23 +80,23 @@ def _torch() -> Iterator[Check]:
     version, gpus = [*done.stdout.splitlines(), "", ""][:2]
     yield Check("torch", "version", "ok", version)
     remedy = "small models train on a CPU; for large ones use a machine with an NVIDIA GPU and torch built for CUDA"
-    yield _finding("torch", "GPU", bool(gpus), gpus or "none that torch can use", remedy)
+    yield _check("torch", "GPU", bool(gpus), gpus or "none that torch can use", remedy)
     transformers = installed_version("transformers")
     remedy = "pip install 'transformers>=5.17'"
-    yield _finding("torch", "transformers", bool(transformers), transformers or "not installed", remedy, "broken")
+    yield _check("torch", "transformers", bool(transformers), transformers or "not installed", remedy, "broken")
 
 
 def _room() -> Iterator[Check]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     remedy = f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
-    yield _finding("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
+    yield _check("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
     for name, path in {"disk here": Path.cwd(), "disk of the runs' index": palestra_home()}.items():
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         free = shutil.disk_usage(existing).free / 2**30
         writable = os.access(existing, os.W_OK)
         found = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
         remedy = "make room, or use another folder (PALESTRA_HOME moves the index)"
-        yield _finding("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
+        yield _check("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
 
 
 def _extras() -> Iterator[Check]:
@@ -108,7 +108,7 @@ def _extras() -> Iterator[Check]:
     for extra, needed in sorted(packages.items()):
         missing = [package for package in needed if not installed_version(package)]
         found = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
-        yield _finding("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
+        yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
 
 
 def installed_version(package: str) -> str | None:
@@ -122,7 +122,7 @@ def _keys() -> Iterator[Check]:
     """By name alone: no value is ever looked at further than whether it is there."""
     for name, use in KEYS.items():
         is_set = bool(os.environ.get(name))
-        yield _finding("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
+        yield _check("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
 
 
 def _ports() -> Iterator[Check]:
@@ -133,7 +133,7 @@ def _ports() -> Iterator[Check]:
     for port, user in PORTS.items():
         free = not _bind_error(port)
         found = f"free for {user}" if free else f"taken; {user} wants it"
-        yield _finding("ports", str(port), free, found, "choose another one with --port")
+        yield _check("ports", str(port), free, found, "choose another one with --port")
 
 
 def _bind_error(port: int) -> str | None:
@@ -152,6 +152,6 @@ def _sandbox() -> Iterator[Check]:
     from palestra.envs.sandbox.sandbox import choose_isolation
 
     try:
-        yield _finding("sandbox", "isolation", True, choose_isolation(), "")
+        yield _check("sandbox", "isolation", True, choose_isolation(), "")
     except PalestraError as error:
-        yield _finding("sandbox", "isolation", False, "none", str(error))
+        yield _check("sandbox", "isolation", False, "none", str(error))

@@ -19,8 +19,8 @@ from palestra.core.messages import to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
 
-# TRL's form: (prompts, completions, completion_ids, **columns) -> a number for each rollout, or None where it has no
-# say; sync or async. Or an object with calculate_combined_reward(output, expected_answer).
+# TRL's form: (prompts, completions, completion_ids, **columns) -> a number for each rollout, or None where it does
+# not apply; sync or async. Or an object with calculate_combined_reward(output, expected_answer).
 RewardFunction = Callable[..., Any]
 RewardFunctionList = RewardFunction | Sequence[RewardFunction] | None
 

@@ -23,20 +23,24 @@ def doctor(as_json: bool) -> None:
 
     ✓ is there, · is optional and missing, ✗ is needed and broken. The exit status is 1 only for the last.
     """
-    from palestra.faces.doctor import examine
+    from rich.console import Console
 
-    findings = examine()
-    broken = any(finding.state == "broken" for finding in findings)
+    from palestra.faces.doctor import examine
+    from palestra.train.progress import task
+
+    with task(Console(stderr=True), "examining this machine"):
+        checks = examine()
+    broken = any(check.state == "broken" for check in checks)
     if as_json:
-        click.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+        click.echo(json.dumps({"ok": not broken, "findings": [asdict(check) for check in checks]}))
     else:
-        for topic, members in groupby(findings, lambda finding: finding.topic):
+        for topic, members in groupby(checks, lambda check: check.topic):
             click.secho(topic, bold=True)
-            for finding in members:
-                mark, color = _MARKS[finding.state]
-                click.echo(f"  {click.style(mark, fg=color)} {finding.name}: {finding.found}")
-                if finding.remedy:
-                    click.echo(f"      → {finding.remedy}")
+            for check in members:
+                mark, color = _MARKS[check.state]
+                click.echo(f"  {click.style(mark, fg=color)} {check.name}: {check.found}")
+                if check.remedy:
+                    click.echo(f"      → {check.remedy}")
     if broken:
         raise click.exceptions.Exit(1)
 
