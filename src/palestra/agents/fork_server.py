@@ -48,7 +48,7 @@ def serve(path: str, script: str, arguments: list[str]) -> None:
             load(found)
         if os.fork() == 0:
             listener.close()
-            attend(connection, script, f"{path}.modules")
+            supervise(connection, script, f"{path}.modules")
         connection.close()
 
 
@@ -78,7 +78,7 @@ def first_run(path: str) -> list[str]:
     return []
 
 
-def attend(connection: socket.socket, script: str, modules: str) -> NoReturn:
+def supervise(connection: socket.socket, script: str, modules: str) -> NoReturn:
     """In a process between: start the program, and see that it ends when its parent does. Never returns."""
     code = 1
     try:
@@ -87,7 +87,7 @@ def attend(connection: socket.socket, script: str, modules: str) -> NoReturn:
         child = os.fork()
         if child == 0:
             connection.close()
-            become(request, streams, script, modules)
+            run_program(request, streams, script, modules)
         for stream in streams:
             os.close(stream)
         null = os.open(os.devnull, os.O_RDWR)
@@ -141,7 +141,7 @@ def end(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def become(request: dict[str, Any], streams: list[int], script: str, modules: str) -> NoReturn:
+def run_program(request: dict[str, Any], streams: list[int], script: str, modules: str) -> NoReturn:
     """In the forked process: the program, as if it had just been started. Never returns."""
     code, known = 1, set(sys.modules)
     try:
@@ -171,11 +171,11 @@ def become(request: dict[str, Any], streams: list[int], script: str, modules: st
             with contextlib.suppress(Exception):
                 written.flush()
         with contextlib.suppress(Exception):
-            tell(modules, [name for name in sys.modules if name not in known])
+            record_modules(modules, [name for name in sys.modules if name not in known])
         os._exit(code & 0xFF)
 
 
-def tell(path: str, names: list[str]) -> None:
+def record_modules(path: str, names: list[str]) -> None:
     """Leave the names of modules for the server, unless an earlier run has done so."""
     if not Path(path).exists() and not Path(path.replace(".modules", ".learned")).exists():
         own = Path(f"{path}.{os.getpid()}")

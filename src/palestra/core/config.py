@@ -95,7 +95,7 @@ class RunConfig(Section):
         may_differ = self.rollout.max_staleness > 0 or self.vllm.mode != "off"
         return ("token_truncate" if may_differ else "none") if chosen == "auto" else chosen
 
-    def suited_to(self, parameters: int) -> RunConfig:
+    def with_learning_rate(self, parameters: int) -> RunConfig:
         """With a learning rate, where none is given, for a model of so many parameters."""
         if self.train.learning_rate is not None:
             return self

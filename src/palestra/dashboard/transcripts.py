@@ -27,7 +27,7 @@ def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CH
         )
         siblings = db.execute("SELECT id FROM rollouts WHERE group_id = ? ORDER BY id", (row["group_id"],)).fetchall()
     more = {"previous": previous, "next_id": following, "siblings": [sibling[0] for sibling in siblings]}
-    return _whole(row, record, max_chars) | more
+    return _full_record(row, record, max_chars) | more
 
 
 def message_text(index: RolloutIndex, rollout_id: int, message: int, start: int, limit: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
     siblings = []
     for row, record, own in zip(rows, records, tokens, strict=True):
         at = parts if own is tokens[0] else first_difference([tokens[0], own])
-        siblings.append(_whole(row, record, max_chars) | _divergence(record, records[0], at))
+        siblings.append(_full_record(row, record, max_chars) | _divergence(record, records[0], at))
     rewards = [row["reward"] for row in rows if row["error"] is None]
     return {
         "id": group_id,
@@ -87,7 +87,7 @@ def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
 
 def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | None) -> dict[str, Any]:
     """Where a rollout leaves the best one: the token, and the message and character that a reader sees."""
-    own, others = (_said(each) for each in (record, best))
+    own, others = (_message_texts(each) for each in (record, best))
     for number, text in enumerate(own):
         other = others[number] if number < len(others) else ""
         if text != other:
@@ -102,7 +102,7 @@ def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | No
     return {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
 
 
-def _said(record: Mapping[str, Any]) -> list[str]:
+def _message_texts(record: Mapping[str, Any]) -> list[str]:
     """Each message as text, with its calls after it."""
     return [
         message["text"] + "".join(f"{call.get('name')}({call.get('arguments')})" for call in message["tool_calls"])
@@ -115,7 +115,7 @@ def _prompt_tokens(record: Mapping[str, Any]) -> int:
     return len(turns[0].get("token_ids") or ()) if turns else 0
 
 
-def _whole(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
+def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
     others = [{"stop": part.get("stop"), "messages": _messages(part, max_chars)} for part in lineages_of(record)]
     return {
         **shown(row),

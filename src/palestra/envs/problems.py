@@ -14,7 +14,7 @@ from palestra.core.messages import as_messages
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 
-_MOST_DRAWS = 500  # for one problem, before a split counts as empty
+_MAX_DRAWS = 500  # for one problem, before a split counts as empty
 
 
 def as_problem(item: Any, problem_id: str) -> Problem:
@@ -68,12 +68,12 @@ class LazyProblems:
 
     def __getitem__(self, index: int) -> Problem:
         rng = random.Random(f"{self.seed}/{self.split}/{index}")
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             problem = as_problem(self.make(rng), f"{self.split}-{index}")
             if is_held_out(problem, self.share) == (self.split == "held_out"):
                 return problem
         raise NoProblem(
-            f"make_problem gave no problem for the {self.split} split in {_MOST_DRAWS} draws: it makes too few "
+            f"make_problem gave no problem for the {self.split} split in {_MAX_DRAWS} draws: it makes too few "
             "different ones. Make more, or set held_out_share"
         )
 
@@ -89,7 +89,7 @@ class Stream:
 
     def take(self, split: Split, size: int) -> list[Problem]:
         """Up to `size` problems of a split; what comes for the other one meanwhile is kept for it."""
-        most = len(self.dealt[split]) + _MOST_DRAWS * size
+        most = len(self.dealt[split]) + _MAX_DRAWS * size
         while len(self.dealt[split]) < size and sum(map(len, self.dealt.values())) < most and not self.ended:
             item = self.next_item()
             if item is None:

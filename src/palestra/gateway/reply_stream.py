@@ -32,28 +32,28 @@ class ReplyStream:
         if not self._sent and not self._has_thought and (self._thinks or start.startswith(_OPEN)):
             if _CLOSE not in start:
                 return
-            yield from self._thought(thinking_of(start))
+            yield from self._thinking_delta(thinking_of(start))
         elif not self._sent and _OPEN.startswith(start[: len(_OPEN)]):
             return  # nothing yet, or the beginning of the tag
         spoken = start.partition(_CLOSE)[2].lstrip() if self._has_thought else start
-        yield from self._said(certain(spoken, (_OPEN, _CLOSE))[len(self._sent) :])
+        yield from self._text_delta(certain(spoken, (_OPEN, _CLOSE))[len(self._sent) :])
 
     def rest(self, answer: Answer) -> Iterator[Delta]:
         """What was held back until the answer ended."""
         if not self._has_thought:
-            yield from self._thought(answer.thinking)
+            yield from self._thinking_delta(answer.thinking)
         text = answer.message.text
         if text.startswith(self._sent):
-            yield from self._said(text[len(self._sent) :])
+            yield from self._text_delta(text[len(self._sent) :])
         elif text != self._sent.rstrip():  # the text turned out to be thinking: by the rule of matching it still is
-            yield from self._said(answer.completion.text.lstrip()[len(self._sent) :])
+            yield from self._text_delta(answer.completion.text.lstrip()[len(self._sent) :])
 
-    def _thought(self, thinking: str) -> Iterator[Delta]:
+    def _thinking_delta(self, thinking: str) -> Iterator[Delta]:
         self._has_thought = True
         if thinking:
             yield Delta(thinking, is_thinking=True)
 
-    def _said(self, text: str) -> Iterator[Delta]:
+    def _text_delta(self, text: str) -> Iterator[Delta]:
         if text:
             self._sent += text
             yield Delta(text)

@@ -186,7 +186,7 @@ class LocalLearner:
                     waiting = self._smaller(batch, [micro, *waiting], echo=False)
                 else:
                     parts.append((micro, scored[0]))
-        self._limit.tell()
+        self._limit.log_reduction()
         return tokens_to_rows(parts, batch.samples)
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
@@ -196,7 +196,7 @@ class LocalLearner:
         except BaseException:  # half a gradient is none
             self._forget_gradients()
             raise
-        self._limit.tell()
+        self._limit.log_reduction()
         self._pending.append(found)
         return found
 

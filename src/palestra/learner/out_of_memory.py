@@ -47,7 +47,7 @@ class MicroBatchLimit:
         self._lowered_from = self._lowered_from or tokens
         self.tokens = max(1, min(self.tokens, tokens) // 2)
 
-    def tell(self) -> None:
+    def log_reduction(self) -> None:
         """Once the work is done with smaller micro-batches."""
         if self._lowered_from is None:
             return

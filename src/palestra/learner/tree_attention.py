@@ -22,7 +22,7 @@ from palestra.learner.tree_attention_cpu import fits as cpu_fits
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
 
 NAME = "palestra_trees"
-MOST_REPEATS = 4
+MAX_REPEATS = 4
 
 
 class Layout:
@@ -96,7 +96,7 @@ def tree_attention(
 def repeated(x: Tensor, heads: int) -> Tensor:
     """[T, K, D] -> [T, heads, D], if each key-value head serves few heads of queries; else as it is."""
     share = heads // x.shape[1]
-    return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MOST_REPEATS else x
+    return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MAX_REPEATS else x
 
 
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next

@@ -52,7 +52,7 @@ def suited(config: RunConfig) -> RunConfig:
             "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "
             f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
         )
-    return config.suited_to(0) if config.train.learning_rate is None else config
+    return config.with_learning_rate(0) if config.train.learning_rate is None else config
 
 
 def context_tokens(service: Any, name: str) -> int:

@@ -48,7 +48,7 @@ def backend_of(
         config.refuse(["ray"], "it is for backend: ray")
         return tinker_backend(config, loaded)
     config.refuse(["tinker"], "it is for backend: tinker")
-    config = config.suited_to(parameter_count(loaded.model))
+    config = config.with_learning_rate(parameter_count(loaded.model))
     model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
     if config.backend == "ray":
         config = ray_config(config, model)

@@ -52,7 +52,7 @@ class Liveness:
         _send(peer, hello)
         self._follow(peer, peer.makefile("rb"), "rank 0")
 
-    def tell(self, **message: Any) -> None:
+    def broadcast(self, **message: Any) -> None:
         """Send to all that are connected."""
         with self._lock:
             for peer in self._peers:

@@ -159,7 +159,7 @@ class TorchRanks:
             raise
         except Exception as error:
             reason = self._reason_of(error)
-            self._liveness.tell(failed=f"rank {self.rank}: {reason}")
+            self._liveness.broadcast(failed=f"rank {self.rank}: {reason}")
             self._is_guarding = False
             raise RankFailed(reason) from error
         else:
@@ -172,7 +172,7 @@ class TorchRanks:
         """Stop, with all ranks, where they next agree."""
         if not self.stop_requested:
             self.stop_requested = True
-            self._liveness.tell(stop=True)
+            self._liveness.broadcast(stop=True)
             self._cancel()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class TorchRanks:
             return
         self.lost = reason
         self._was_lost.set()
-        self._liveness.tell(failed=reason)  # the others see only the first rank
+        self._liveness.broadcast(failed=reason)  # the others see only the first rank
         self._cancel()
         threading.Timer(GRACE_S, self._end).start()
 

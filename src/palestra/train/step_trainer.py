@@ -104,7 +104,9 @@ class StepTrainer:
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
             raise PalestraError("config and config_path are one setting; give one of them")
-        self.config = _resolve(config if config_path is None else config_path).suited_to(parameter_count(model))
+        self.config = _resolve(config if config_path is None else config_path).with_learning_rate(
+            parameter_count(model)
+        )
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
         self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on

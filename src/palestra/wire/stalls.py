@@ -60,7 +60,7 @@ class StallWatch:
         self._groups = -1
         shorten_log(self.log)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Say why nothing comes; raise when it has failed for longer than the limit."""
         now = self.clock()
         if self._groups >= 0 and now - self._looked < _LOOK_EVERY_S:

@@ -156,7 +156,7 @@ class WireSource:
                 return delivery
             self._note_once("no batch", delivery.reason)
             self.check()
-            await self.stalls.look()
+            await self.stalls.check()
             await asyncio.sleep(_POLL_S)
 
     def _note_once(self, subject: str, text: str) -> None:

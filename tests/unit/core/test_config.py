@@ -82,6 +82,6 @@ def test_the_flat_config_refuses_a_typo() -> None:
 
 @pytest.mark.parametrize(("parameters", "rate"), [(7_000_000_000, 1e-5), (135_000_000, 1e-5), (1_800_000, 1e-3)])
 def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate):
-    assert RunConfig().suited_to(parameters).train.learning_rate == rate
-    assert RunConfig.build({"lora.r": 8}).suited_to(parameters).train.learning_rate == 1e-4
-    assert RunConfig.build({"train.learning_rate": 3e-6}).suited_to(parameters).train.learning_rate == 3e-6
+    assert RunConfig().with_learning_rate(parameters).train.learning_rate == rate
+    assert RunConfig.build({"lora.r": 8}).with_learning_rate(parameters).train.learning_rate == 1e-4
+    assert RunConfig.build({"train.learning_rate": 3e-6}).with_learning_rate(parameters).train.learning_rate == 3e-6

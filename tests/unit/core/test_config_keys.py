@@ -188,7 +188,7 @@ def test_a_vllm_setting_at_its_default_is_accepted() -> None:
 
 def test_four_bits_imply_an_adapter_through_every_door() -> None:
     config = RunConfig.build({"lora.load_in_4bit": "true"})
-    assert (config.lora.r, config.suited_to(135_000_000).train.learning_rate) == (16, 1e-4)
+    assert (config.lora.r, config.with_learning_rate(135_000_000).train.learning_rate) == (16, 1e-4)
     assert RunConfig.build({"lora.load_in_4bit": True, "lora.r": 4}).lora.r == 4
 
 

@@ -35,7 +35,7 @@ class Wait:
 
     def look_at(self, now: float) -> None:
         self.now = now
-        asyncio.run(self.watch.look())
+        asyncio.run(self.watch.check())
 
 
 @pytest.fixture

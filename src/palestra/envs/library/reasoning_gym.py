@@ -20,7 +20,7 @@ from palestra.envs.scorer import ScoringFailed, scorer
 
 _SEEDS_APART = 1_000_003  # datasets add the index to the seed
 _EXAMPLES_SEED = 77_777_777
-_MOST_DRAWS = 60
+_MAX_DRAWS = 60
 _ANSWER = ("<answer>", "</answer>")
 
 
@@ -115,7 +115,7 @@ class _Entries(Sequence[Problem]):
         return int(config.train_size if self._split == "train" else config.held_out_size)
 
     def __getitem__(self, index: Any) -> Any:
-        for number in range(_MOST_DRAWS):
+        for number in range(_MAX_DRAWS):
             entry = self._env.dataset(number)[index]
             problem = Problem(f"{self._split}-{index}", entry["question"], entry["answer"], {"entry": entry})
             if is_held_out(problem, self._env.config.held_out_share) == (self._split == "held_out"):

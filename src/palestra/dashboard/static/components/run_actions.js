@@ -12,7 +12,7 @@ export function runActions(run, onChange) {
     toast(message);
     onChange(answer.run);
   };
-  const stop = () => change("stop", {}, "Stopping: the step that is under way is finished first.");
+  const stop = () => change("stop", {}, "Stopping: the step in progress is finished first.");
   const resume = async () => {
     const body = run.state === "completed" ? await moreSteps(run) : {};
     if (body) await change("resume", body, "Going on from the newest checkpoint.");
