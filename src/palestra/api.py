@@ -21,7 +21,7 @@ from palestra.envs.base import Environment
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
-from palestra.evals.suite import EvalSuite, hold_out
+from palestra.evals.suite import EvalSuite, hold_out, require_suite
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
@@ -272,6 +272,7 @@ def evaluate(
 ) -> EvalReport:
     """Score an agent on a suite, without training."""
     refuse_in_import("an evaluation")
+    require_suite(suite)
     trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)
     environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
 

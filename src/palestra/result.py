@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError
 from palestra.core.files import slug
+from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.evals.report import EvalReport
@@ -106,7 +107,7 @@ class GRPOTrainingResult:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[Message | Mapping[str, Any]],
         max_new_tokens: int = 256,
         temperature: float = 0.7,
         repetition_penalty: float = 1.2,
@@ -115,7 +116,7 @@ class GRPOTrainingResult:
         seed: int = 0,
         context: Any = None,
     ) -> str:
-        """Answer `prompt` with the trained model, calling tools as it goes; thinking is stripped.
+        """Answer `prompt`, a text or messages, with the trained model, calling tools as it goes; thinking is stripped.
 
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
         `context` is the state that tools with a Context parameter work on.
@@ -134,7 +135,7 @@ class GRPOTrainingResult:
         chosen = [tool.bind(context) for tool in chosen]
         system = self.instructions if instructions is None else instructions
         messages = [Message("system", system)] if system else []
-        messages.append(Message("user", prompt))
+        messages += as_messages(prompt)
         sampling = SamplingParams(
             max_new_tokens,
             temperature,

@@ -26,10 +26,12 @@ class Agent:
     mcp_servers: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        enabled = (tool for tool in self.tools if getattr(tool, "is_enabled", True) is not False)  # of openai-agents
+        enabled = (
+            tool for tool in self.tools or () if getattr(tool, "is_enabled", True) is not False
+        )  # of openai-agents
         self.tools = tuple(as_tool(tool) for tool in enabled)
         tools_by_name(self.tools)  # refuses two of one name
-        self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers)
+        self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers or ())
 
     @property
     def fixed_instructions(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -42,7 +42,11 @@ def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Mes
     """A text is one user message; a sequence holds messages or dicts."""
     if isinstance(value, str):
         return (Message("user", encodable(value)),)
-    return tuple(item if isinstance(item, Message) else from_dict(item) for item in value)
+    items = tuple(value) if isinstance(value, Iterable) else (value,)
+    for item in items:
+        if not isinstance(item, (Message, Mapping)):
+            raise PalestraError(f"{item!r:.100} is no message; expected a text, or dicts with `role` and `content`")
+    return tuple(item if isinstance(item, Message) else from_dict(item) for item in items)
 
 
 def encodable(text: str) -> str:

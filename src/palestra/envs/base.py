@@ -42,3 +42,11 @@ class Environment(Protocol):
     def reward_weights(self) -> Mapping[str, float]:
         """How the measures' values add up to the reward."""
         ...
+
+
+class ScoresGroups(Protocol):
+    """An environment that also judges siblings against each other."""
+
+    async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, Score]] | None:
+        """More scores of attempts at one problem, which have all ended; None: there are none."""
+        ...

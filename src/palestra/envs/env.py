@@ -112,7 +112,14 @@ class Env:
 
     def score(self, answer: str) -> Any:
         """How good the attempt was: a bool, a number in 0..1, pass_reason(…), fail_reason(…), or a dict of several."""
-        raise NotImplementedError(f"{type(self).__name__} needs score(self, answer)")
+        if type(self).score_group is Env.score_group:
+            raise NotImplementedError(f"{type(self).__name__} needs score(self, answer)")
+        return {}
+
+    def score_group(self, attempts: Sequence[Env]) -> Any:
+        """Where siblings are judged against each other: a list with what `score` would give for each of these attempts
+        at one problem, which is added to what `score` gave. None: each is scored alone. May be async."""
+        return None
 
     def close(self) -> None:
         """End an attempt: give back what `start` took."""

@@ -51,7 +51,10 @@ class EnvEpisode:
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         self.env.tool_results = tuple(tool_results)
-        verdict = await self._call("score", messages)
+        return self.as_scores(await self._call("score", messages))
+
+    def as_scores(self, verdict: Any) -> Mapping[str, Score]:
+        """What the environment's own methods say of the attempt, by name."""
         verdicts = verdict if isinstance(verdict, Mapping) else {"score": verdict}
         return {name: self._as_score(name, value) for name, value in verdicts.items()}
 
@@ -140,6 +143,21 @@ class RunningEnv:
         except (Exception, SystemExit) as failure:
             error = f"beginning an attempt raised {type(failure).__name__}: {failure}"
         return EnvEpisode(env, prompt, tools, error)
+
+    async def score_group(self, episodes: Sequence[EnvEpisode]) -> list[Mapping[str, Score]] | None:
+        """The scores of siblings that are judged together; None where each is scored alone."""
+        if type(self.env).score_group is Env.score_group:
+            return None
+        attempts = [episode.env for episode in episodes]
+        try:
+            found = await call_with_limit(self.env.score_group, attempts, timeout_s=STEP_TIMEOUT_S)
+        except SystemExit as error:
+            raise RolloutError(f"score_group asked to exit with {error.code}") from None
+        if found is None:
+            return None
+        if len(found) != len(episodes):
+            raise RolloutError(f"score_group gave {len(found)} scores for {len(episodes)} attempts; return one each")
+        return [episode.as_scores(verdict) for episode, verdict in zip(episodes, found, strict=True)]
 
     def _outside(self, method: str, call: Any) -> Any:
         """What is called once, before any attempt: without it there is nothing to run."""

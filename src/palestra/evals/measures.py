@@ -75,6 +75,8 @@ def measure(
     given_name = target if isinstance(target, str) else name
 
     def declare(fn: Callable[..., Any]) -> Measure:
+        if not callable(fn):
+            raise PalestraError(f"@measure declares a function, got {fn!r}; for example:\n{_EXAMPLE}")
         declared = Measure(given_name or _name_of(fn), fn, threshold)
         _declared[declared.name] = declared
         return declared

@@ -152,9 +152,10 @@ def compare_means(before: EvalReport, after: EvalReport) -> list[Change]:
     """A row per graded measure that both have, then one for the reward, unless it only says who passed."""
     graded = {m.name for report in (before, after) for m in report.measures if m.graded}
     earlier = {m.name: m.mean for m in before.measures if m.name in graded}
-    rows = [Change(m.name, earlier[m.name], m.mean) for m in after.measures if m.name in earlier]
+    others = [m for m in after.measures if m.name in earlier and m.name != "reward"]  # which is the last row
+    rows = [Change(m.name, earlier[m.name], m.mean) for m in others]
     rollouts = (*before.rollouts, *after.rollouts)
-    says_more = rows or any(r.reward != float(r.passed) for r in rollouts if r.error is None)
+    says_more = earlier or any(r.reward != float(r.passed) for r in rollouts if r.error is None)
     return [*rows, Change("reward", before.reward, after.reward)] if says_more else []
 
 

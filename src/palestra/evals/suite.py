@@ -145,11 +145,20 @@ class EvalSuite:
         return replace(self, cases=train), replace(self, cases=[self.cases[i] for i in sorted(chosen)])
 
 
+def require_suite(suite: Any) -> None:
+    if not isinstance(suite, EvalSuite):
+        raise PalestraError(
+            f"the suite is a {type(suite).__name__}; make one of it: EvalSuite.from_records(rows, measures=[…]), or "
+            "EvalSuite.from_hf_dataset(dataset, …)"
+        )
+
+
 def hold_out(suite: EvalSuite, held_out: EvalSuite | float | None) -> tuple[EvalSuite, EvalSuite | None]:
     """(train, held-out) for a held-out suite or a share. None is held out by 0 or None, or of a suite of one case.
 
     Held-out cases that share an id with other training cases get another one, so that an id means one case.
     """
+    require_suite(suite)
     if isinstance(held_out, EvalSuite):
         trained = {case.id: case for case in suite}
         if any(trained.get(case.id, case) is not case for case in held_out):

@@ -13,9 +13,9 @@ from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
-from palestra.envs.base import Environment, Episode
+from palestra.envs.base import Environment, Episode, ScoresGroups
 from palestra.policy.base import Policy
-from palestra.rollout.agent_loop import AttemptLimits, Speaker, run_attempt
+from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
 from palestra.rollout.opening import NotOpened, abandon, close_episodes, open_episodes
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
@@ -90,7 +90,7 @@ class Collector:
             for i, (episode, speaker) in enumerate(zip(episodes, speakers, strict=True))
         ]
         try:
-            rollouts = await asyncio.gather(*tasks)
+            rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
             return await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         finally:
             for task in tasks:
@@ -104,6 +104,26 @@ class Collector:
         rollout = await run_attempt(speaker, episode, problem, limits)
         on_rollout(rollout)
         return rollout
+
+
+async def scored_together(
+    environment: Environment, episodes: Sequence[Episode], rollouts: Sequence[Rollout]
+) -> Sequence[Rollout]:
+    """The siblings with what the environment says of them together, where it does; those that failed are left out."""
+    scores: ScoresGroups | None = environment if hasattr(environment, "score_group") else None  # type: ignore[assignment]
+    good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
+    if scores is None or not good:
+        return rollouts
+    scored = list(rollouts)
+    try:
+        found = await from_outside("score_group", scores.score_group([episodes[i] for i in good]))
+    except PalestraError as failure:
+        for i in good:
+            scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
+        return scored
+    for i, verdicts in zip(good, found or (), strict=found is not None):
+        scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
+    return scored
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:

@@ -16,7 +16,7 @@ from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, failed_group
+from palestra.rollout.collect import OnRollout, failed_group, scored_together
 from palestra.rollout.opening import NotOpened, close_episodes, open_episodes
 from palestra.rollout.rewards import RewardFunctions
 
@@ -108,7 +108,8 @@ class FunctionCollector:
     ) -> Group:
         mine = slice(index * len(episodes), (index + 1) * len(episodes))
         extra = {k: v[mine] for k, v in columns.items() if k not in (*_NEEDED, "env_mask")}
-        return await self.rewards.reward(problem, rollouts[mine], episodes, self.environment.reward_weights, extra)
+        scored = await scored_together(self.environment, episodes, rollouts[mine])
+        return await self.rewards.reward(problem, scored, episodes, self.environment.reward_weights, extra)
 
     async def _rollout(
         self, problem: Problem, episode: Episode, columns: Mapping[str, Sequence[Any]], i: int

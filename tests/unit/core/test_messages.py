@@ -63,3 +63,9 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
     half = "half \ud83d, whole 😀"
     assert [message.text for message in as_messages(half)] == ["half ?, whole 😀"]
     assert from_dict({"role": "user", "content": [{"type": "text", "text": half}]}).text == "half ?, whole 😀"
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"role": "user"}, 5])
+def test_what_is_no_message_is_refused_with_what_was_expected(value):
+    with pytest.raises(PalestraError, match="is no message; expected a text, or dicts with `role` and `content`"):
+        as_messages(value)

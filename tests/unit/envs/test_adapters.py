@@ -422,3 +422,35 @@ class LooksAround(Task):
 
 def test_a_v1_task_finds_the_attributes_of_a_trace():
     assert [r.reward for r in play(TasksetEnv([LooksAround(i) for i in range(40)]), repeat)] == [1.0] * 3
+
+
+@dataclass
+class GroupRubric(Rubric):
+    """The longest answer of a group wins: as verifiers score where a function takes `completions`."""
+
+    has_group_rewards: bool = True
+
+    async def score_rollout(self, state: dict) -> None:
+        raise AssertionError("score_rollout requires no group-level reward functions")
+
+    async def score_group(self, states: list[dict]) -> None:
+        lengths = [len(state["completion"][-1]["content"]) for state in states]
+        for state, length in zip(states, lengths, strict=True):
+            state["reward"] = float(length == max(lengths))
+            assert all(turn["reward"] is turn["advantage"] is None for turn in state["trajectory"])
+
+
+@pytest.mark.parametrize(
+    "rubric", [GroupRubric(), SimpleNamespace(rubrics=[GroupRubric()], score_group=GroupRubric().score_group)]
+)
+def test_a_rubric_with_a_function_of_the_group_scores_siblings_together(rubric):
+    running, texts = RunningEnv(VerifiersEnv(SingleTurn(rubric))), iter(["a", "abc", "ab"])
+    collector = Collector(running, AttemptLimits(SamplingParams(50)), endpoint_speakers(Says(lambda _: next(texts))))
+    (group,) = asyncio.run(collector.collect(running.problems("train")[:1], 3, ["k"]))
+    said = [rollout.messages[-1].text for rollout in group.rollouts]
+    assert group.rewards == [float(text == "abc") for text in said]
+
+
+def test_a_verifiers_environment_with_a_harness_of_its_own_is_refused_by_name():
+    with pytest.raises(PalestraError, match=r"scores its attempts by a harness of its own.*palestra serve"):
+        VerifiersEnv(SimpleNamespace(harness=object()))

@@ -8,10 +8,11 @@ import pytest
 
 from palestra import Env, EnvConfig, fail_reason, pass_reason
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, Problem, Score
+from palestra.core.types import Message, Problem, Rollout, Score
 from palestra.envs.base import Environment
 from palestra.envs.env import default_name, env_name
 from palestra.envs.running import RunningEnv
+from palestra.rollout.collect import scored_together
 
 
 class Sums(Env):
@@ -229,3 +230,45 @@ def test_a_name_is_the_class_unless_it_gives_one():
     assert env_name(type("More", (Sums,), {"name": "more/sums"})) == "more/sums"
     assert default_name("SQLEnv") == "sqlenv"
     assert default_name("GuessTheNumberEnv") == "guess-the-number"
+
+
+class Shortest(Sums):
+    """The shortest of the right answers wins."""
+
+    def score_group(self, attempts: Any) -> Any:
+        lengths = [len(attempt.messages[-1].text) for attempt in attempts]
+        return [{"shortest": length == min(lengths)} for length in lengths]
+
+
+async def score_all(environment: RunningEnv, *texts: str) -> Any:
+    episodes = [environment.open(environment.problems("train")[0]) for _ in texts]
+    rollouts = []
+    for episode, text in zip(episodes, texts, strict=True):
+        scores = {} if text == "failed" else dict(await episode.score(say(text), []))
+        rollouts.append(Rollout("p", (), (), "answered", scores=scores, error="no" if text == "failed" else None))
+    return await scored_together(environment, episodes, rollouts)
+
+
+def test_siblings_are_scored_together_beside_their_own_scores_and_without_those_that_failed():
+    rollouts = asyncio.run(score_all(RunningEnv(Shortest()), "abc", "failed", "ab"))
+    assert [sorted(rollout.scores) for rollout in rollouts] == [["score", "shortest"], [], ["score", "shortest"]]
+    assert [rollout.scores["shortest"].passed for rollout in rollouts if rollout.scores] == [False, True]
+
+
+def test_an_environment_may_have_scores_of_the_group_alone():
+    class Alone(Shortest):
+        score = Env.score
+
+    assert [sorted(r.scores) for r in asyncio.run(score_all(RunningEnv(Alone()), "abc", "ab"))] == [["shortest"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [([1.0], "gave 1 scores for 2 attempts; return one each"), (lambda: 1 / 0, "ZeroDivisionError")]
+)
+def test_a_group_that_cannot_be_scored_fails_and_says_why(found: Any, words: str):
+    class Broken(Sums):
+        def score_group(self, attempts: Any) -> Any:
+            return found() if callable(found) else found
+
+    rollouts = asyncio.run(score_all(RunningEnv(Broken()), "abc", "ab"))
+    assert all(rollout.stop == "failed" and words in str(rollout.error) for rollout in rollouts)

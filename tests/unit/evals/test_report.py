@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.core.types import Rollout, Score, ToolCall, ToolResult, Turn
-from palestra.evals.report import EvalReport, Rate, compare, pick_transcripts
+from palestra.evals.report import EvalReport, Rate, compare, compare_means, pick_transcripts
 
 
 def rollout(
@@ -96,3 +96,8 @@ def test_a_score_without_a_verdict_has_a_mean_and_no_pass_rate():
     assert report.pass_rate.rate == 1.0
     assert {m.name: (m.pass_rate.n, m.mean_value) for m in report.measures} == {"right": (2, 1.0), "brief": (0, -0.5)}
     assert [row.name for row in compare(report, report)] == ["right", "all measures"]
+
+
+def test_a_measure_that_is_named_reward_has_one_row_of_means():
+    report = EvalReport.of([replace(rollout("p", reward=0.5), scores={"reward": Score(0.5, False)})], 1.0)
+    assert [change.name for change in compare_means(report, report)] == ["reward"]

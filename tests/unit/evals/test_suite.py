@@ -164,3 +164,8 @@ def test_a_held_out_case_never_has_the_id_of_another_training_case_and_keeps_its
     assert held_out is not None
     assert not {case.id for case in trained} & {case.id for case in held_out}
     assert [case.own_id for case in held_out] == [case.id for case in other]
+
+
+def test_records_in_the_place_of_a_suite_are_answered_with_how_to_make_one():
+    with pytest.raises(PalestraError, match=r"the suite is a list; make one of it: EvalSuite\.from_records\(rows"):
+        hold_out([{"input": "1"}], 0.2)

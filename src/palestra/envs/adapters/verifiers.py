@@ -38,6 +38,11 @@ class VerifiersEnv(Env):
         self._is_ready = False
         turns = int(getattr(environment, "max_turns", -1))
         self.max_turns = turns if turns > 0 else None
+        if hasattr(environment, "harness"):
+            raise PalestraError(
+                f"{type(environment).__name__} plays and scores its attempts by a harness of its own, which this "
+                "adapter has not; run it with verifiers against `palestra serve`, or write it as a palestra.Env"
+            )
         if hasattr(environment, "update_tool_args"):
             raise PalestraError(
                 f"{type(environment).__name__} fills in arguments of its tools itself, which is not supported; "
@@ -84,6 +89,8 @@ class VerifiersEnv(Env):
 
     async def score(self, answer: str) -> dict[str, float]:
         await self._record()
+        if _has_group_rewards(self.theirs.rubric):
+            return {}
         state = self.state
         score = self.theirs.rubric.score_rollout
         takes = inspect.signature(score).parameters
@@ -97,6 +104,18 @@ class VerifiersEnv(Env):
         await (score(state, score_sem=nullcontext()) if "score_sem" in takes else score(state))
         return {"reward": float(state["reward"])}
 
+    async def score_group(self, attempts: Sequence[Any]) -> list[dict[str, float]] | None:
+        """A Rubric with a function of the whole group scores siblings together, with its other functions."""
+        rubric = self.theirs.rubric
+        if not _has_group_rewards(rubric):
+            return None
+        states = [attempt.state for attempt in attempts]
+        takes = inspect.signature(rubric.score_group).parameters
+        await (
+            rubric.score_group(states, score_sem=nullcontext()) if "score_sem" in takes else rubric.score_group(states)
+        )
+        return [{"reward": float(state["reward"])} for state in states]
+
     async def _record(self) -> list[Any]:
         """What was said so far, in the state where their methods look for it."""
         if not self._is_ready:
@@ -108,7 +127,9 @@ class VerifiersEnv(Env):
         first = replies[0] if replies else len(messages)
         self.state["completion"] = messages[first:]
         self.state["turn"] = len(replies)
-        self.state["trajectory"] = [{"prompt": messages[:i], "completion": [messages[i]]} for i in replies]
+        self.state["trajectory"] = [
+            {"prompt": messages[:i], "completion": [messages[i]], "reward": None, "advantage": None} for i in replies
+        ]
         return messages
 
     async def _is_completed(self, messages: list[Any]) -> bool:
@@ -116,6 +137,12 @@ class VerifiersEnv(Env):
         if conditions is not None:
             return any([await _awaited(condition(self.state)) for condition in conditions])
         return bool(await _awaited(self.theirs.is_completed(messages, self.state)))
+
+
+def _has_group_rewards(rubric: Any) -> bool:
+    """Whether some function of a Rubric, or of one inside of it, scores a whole group."""
+    inner = getattr(rubric, "rubrics", ())
+    return bool(getattr(rubric, "has_group_rewards", False)) or any(map(_has_group_rewards, inner))
 
 
 class _Timing(dict[str, float]):
