@@ -79,7 +79,7 @@ def first_run(path: str) -> list[str]:
 
 
 def supervise(connection: socket.socket, script: str, modules: str) -> NoReturn:
-    """In a process between: start the program, and see that it ends when its parent does. Never returns."""
+    """In a child of the server: start the program, and end it when the client is gone. Never returns."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -43,7 +43,7 @@ _LOST = (
     exceptions.WorkerCrashedError,
 )
 _DRIVER = {
-    # by itself Ray ends a driver without a word once the head is away for a minute: the learner may be in a long step
+    # Ray would end a driver without a message once the head is away for a minute: the learner may be in a long step
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -105,7 +105,7 @@ class RayActor:
 
 
 class RayCluster:
-    """A connection to a cluster, for the run's life."""
+    """A connection to a cluster, until the run ends."""
 
     def __init__(self, options: RaySection) -> None:
         self._options = options
@@ -123,7 +123,7 @@ class RayCluster:
         return RayActor(self._options, self._recipe, self._head)
 
     def share(self, weights: PackedWeights) -> Any:
-        if not _takes_connections(self._head, HEAD_S):  # to put anything there would end this process without a word
+        if not _takes_connections(self._head, HEAD_S):  # to put anything there would end this process without a message
             raise PalestraError(self._lost())
         return ray.put(weights)
 
@@ -171,7 +171,7 @@ class RayCluster:
 
 
 def _leave() -> None:
-    """End this process, whose run has failed, without Ray's own goodbye: without a head it waits, or crashes."""
+    """End this process, whose run has failed, without Ray's shutdown: without a head it hangs, or crashes."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -84,7 +84,7 @@ class Access:
 
 
 def _is_own_page(request: Request) -> bool:
-    """Whether no other site asks: by the Origin, which must be this very server, and the browser's own mark."""
+    """Whether no other site asks: by the Origin, which must be this server, and the browser's Sec-Fetch-Site."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False

@@ -17,11 +17,11 @@ from palestra.serve.http_errors import error_body, refuse
 
 Event = tuple[str, Any]  # its name and its data
 _PING_S = 15.0
-_SURROGATES = re.compile("[\ud800-\udfff]")  # half characters, which JSON may name and UTF-8 cannot
+_SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates, which JSON can escape and UTF-8 cannot encode
 
 
 def to_json(data: Any) -> str:
-    """NaN and infinity are null, as in no JSON of others; half characters are replaced."""
+    """JSON with null for NaN and infinity; lone surrogates are replaced."""
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
@@ -61,7 +61,7 @@ async def _lines(source: AsyncIterator[Event]) -> AsyncIterator[str]:
 
 async def _nothing() -> AsyncIterator[Event]:
     return
-    yield  # a generator all the same
+    yield  # makes it a generator
 
 
 def number(request: Request, name: str, default: float | None = None) -> float | None:

@@ -78,7 +78,7 @@ def as_number(value: Any) -> float:
 
 
 def numbers_of(record: Any) -> dict[str, float]:
-    """The values of a mapping that are numbers; NaN is what a reward function writes that has no opinion."""
+    """The values of a mapping that are numbers; without NaN, which reward functions write where they do not apply."""
     found = record.items() if isinstance(record, Mapping) else ()
     return {name: float(value) for name, value in found if isinstance(value, int | float) and math.isfinite(value)}
 

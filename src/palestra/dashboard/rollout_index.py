@@ -260,7 +260,7 @@ def _step(record: dict[str, Any], kind: str) -> int:
 
 
 def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:
-    """Which group it is in, as the how-manieth, and where its tokens begin among those of its step.
+    """The number of its group, its place in the group, and where its tokens begin among those of its step.
 
     A group's rollouts lie one after the other; newer files number the groups of a step.
     """

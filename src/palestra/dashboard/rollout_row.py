@@ -141,7 +141,7 @@ def teaser(text: str, most: int = _ANSWER) -> str:
 
 
 def clean(value: Any) -> str:
-    """Text that SQLite and UTF-8 can hold: half characters are replaced."""
+    """Text that SQLite and UTF-8 can hold: lone surrogates are replaced."""
     return str("" if value is None else value).encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
 
 

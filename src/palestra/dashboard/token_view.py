@@ -1,4 +1,4 @@
-"""The tokens of one rollout as columns: who made each, whether it was trained, and what sampler and learner thought."""
+"""The tokens of one rollout as columns: who made each, whether it was trained, and its logprobs."""
 
 from __future__ import annotations
 

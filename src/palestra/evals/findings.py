@@ -221,7 +221,7 @@ def _cut_off(rows: Sequence[Row], when: str) -> Iterator[Finding]:
 
 
 def _collapse(steps: Sequence[Row]) -> Iterator[Finding]:
-    """Tool use, length or entropy that went away without the pass rate having gained by it."""
+    """Tool use, length or entropy that fell without a gain in the pass rate."""
     if len(steps) < 2 * MIN_STEPS:
         return
     first, last = steps[:MIN_STEPS], steps[-MIN_STEPS:]
@@ -255,7 +255,7 @@ def _collapse(steps: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _stale(rows: Sequence[Row], when: str) -> Iterator[Finding]:
-    """Groups of older weights: thrown away, or so old that the clipped loss ignores what they say."""
+    """Groups of older weights: dropped, or so old that the clipped loss ignores them."""
     dropped, taken = (sum(row.get(name, 0.0) for row in rows) for name in ("stale_groups_dropped", "groups"))
     if dropped > _DROPPED * (dropped + taken):
         yield Finding(

@@ -319,7 +319,7 @@ def _read_calls(text: str, model: Completer) -> tuple[str, tuple[ToolCall, ...]]
 
 
 def _is_json(value: Any) -> bool:
-    """Whether others can read it: Python's parser also takes NaN and halves of characters."""
+    """Whether strict JSON parsers can read it: Python's also takes NaN and lone surrogates."""
     try:
         _to_json(value).encode()
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """The conversations of one attempt as a tree of sampled turns: a path from a root to a leaf is a lineage.
 
-A request whose history leads to a known turn goes on from there, with the very tokens that were sampled. Any other
+A request whose history leads to a known turn goes on from there, with exactly the tokens that were sampled. Any other
 history opens a branch: at the last turn that it shares with a known conversation, or at a root of its own.
 """
 

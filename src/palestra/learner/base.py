@@ -49,7 +49,7 @@ class Learner(Protocol):
         ...
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> Outputs:
-        """Add the gradient of this batch's share of the loss to what has gathered since the last `optim_step`.
+        """Add the gradient of this batch's share of the loss to those accumulated since the last `optim_step`.
 
         A batch that raises leaves no gradient behind, nor what had gathered before.
         """

@@ -75,7 +75,7 @@ def calibrated(planned: RunEstimate, measured: MeasuredStep, model: str) -> Effi
 
 
 def _share(assumed: float, planned_s: float, measured_s: float) -> float:
-    """The share by which the planned time is the measured one; none reaches more than all."""
+    """The efficiency at which the planned time equals the measured one, at most 1."""
     return min(1.0, max(0.001, assumed * planned_s / max(measured_s, 1e-9)))
 
 

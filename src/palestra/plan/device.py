@@ -1,4 +1,4 @@
-"""Devices, and how much of what they promise the engine and the learner reach."""
+"""Devices, and the share of their peak figures that engine and learner reach."""
 
 from __future__ import annotations
 

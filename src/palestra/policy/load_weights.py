@@ -12,7 +12,7 @@ from palestra.core.weights import Weights
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Weights) -> None:
-    """Copy the tensors by name; nothing to do where the learner trains this very module."""
+    """Copy the tensors by name; nothing to do where the learner trains this module itself."""
     if weights.module is model:
         return
     own = dict(model.named_parameters())

@@ -39,7 +39,7 @@ class EnvLocks(Section):
     inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
     eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
     isolation: str | None = Field(None, description="how code that the model writes is isolated")
-    allow_unsandboxed: bool | None = Field(None, description="without isolation, run the model's code all the same")
+    allow_unsandboxed: bool | None = Field(None, description="run the model's code even without isolation")
 
 
 class ServerLocks(Section):

@@ -192,7 +192,7 @@ def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
 
 
 def token_text(token: int, model: Completer) -> str:
-    """The token's text; of half a character, which many tokens are, its name in the vocabulary."""
+    """The token's text; of a token that is only part of a character, its name in the vocabulary."""
     text = decode(model.tokenizer, [token])
     return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
 

@@ -1,4 +1,4 @@
-"""One model that a client trains: gradients gather over requests until a step uses them."""
+"""One model that a client trains: gradients accumulate over requests until an optimizer step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Trainee:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, backward: bool = True
     ) -> Outputs:
-        """The loss of these rows; its gradient is added to what has gathered, unless it is for looking only."""
+        """The loss of these rows; its gradient is accumulated, unless only the forward pass was asked for."""
         self.check(data, loss_fn)
         logprobs: list[Tensor] = []  # on the device, so that no pass waits for the one before
         losses: list[Tensor] = []
@@ -160,7 +160,7 @@ class Trainee:
         return norm
 
     def gradient(self) -> dict[str, Tensor]:
-        """What has gathered since the last step, by the names of the weights."""
+        """The gradients accumulated since the last step, by the names of the weights."""
         named = [(name, weight) for name, weight in self._model.named_parameters() if weight.requires_grad]
         pairs = zip(named, self._optimizer.masters, strict=True)
         return {name: master.grad for (name, _), master in pairs if master.grad is not None}

@@ -31,7 +31,7 @@ _port = click.option("--port", default=8004, show_default=True, type=click.IntRa
 def command(
     run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, port: int, dtype: str, device: str
 ) -> None:
-    """Serve a model to agents and write down the very tokens of each attempt, without a training.
+    """Serve a model to agents and record the exact tokens of each attempt, without a training.
 
     \b
     palestra gateway palestra/tiny --out rollouts.jsonl

@@ -23,7 +23,7 @@ COMMANDS = {
     "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
     "chat": ("chat", "Chat with a trained model that has its tools."),
     "serve": ("serve", "Serve a model to any OpenAI client."),
-    "gateway": ("gateway", "Serve a model to agents, and keep the very tokens of each attempt."),
+    "gateway": ("gateway", "Serve a model to agents, and record the exact tokens of each attempt."),
     "record": ("gateway:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
     "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
     "tinker": ("tinker", "Serve models to the Tinker SDK: train and sample over its API."),
