@@ -35,9 +35,9 @@ def serving(folder: Path) -> Iterator[str]:
     from palestra.serve.web import Server, open_port, url_of
     from palestra.tinker.base_model import BaseModel
     from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Limits, Service
+    from palestra.tinker.service import Service, ServiceLimits
 
-    service = Service([BaseModel.load(MODEL, device="cpu")], folder, Limits(models=64))
+    service = Service([BaseModel.load(MODEL, device="cpu")], folder, ServiceLimits(models=64))
     sock = open_port("127.0.0.1", 0, None)
     server = Server(tinker_app(service))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)

@@ -136,7 +136,7 @@ def rl_clients(home: Path) -> Iterator[Any]:
     from palestra.faces.rl_tools import RlTools
     from palestra.faces.rl_tools.clients import Clients
     from palestra.runs import manager as runs_manager
-    from palestra.runs.locks import Limits, Site
+    from palestra.runs.locks import RequestLimits, Site
 
     def start(*_: Any, **__: Any) -> Any:
         raise PalestraError("the fuzzer starts no runs")
@@ -145,7 +145,7 @@ def rl_clients(home: Path) -> Iterator[Any]:
     runs_manager.RunManager.start = start  # type: ignore[method-assign]
     manager = runs_manager.RunManager(home)
     try:
-        yield Clients(lambda: RlTools(manager, Site(limits=Limits(test_minutes=0.02))))
+        yield Clients(lambda: RlTools(manager, Site(limits=RequestLimits(test_minutes=0.02))))
     finally:
         runs_manager.RunManager.start = before  # type: ignore[method-assign]
 

@@ -27,7 +27,7 @@ def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
     from palestra.models.loading import load_model
     from palestra.tinker.base_model import BaseModel
     from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Limits, Service
+    from palestra.tinker.service import Service, ServiceLimits
 
     tally = Tally("tinker requests")
     loaded = load_model("palestra/tiny", device="cpu")
@@ -35,7 +35,7 @@ def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
     config = loaded.model.config
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
     config.max_position_embeddings = 48  # so that no accepted request takes long for a good reason
-    service = Service([BaseModel(loaded)], folder / "runs", Limits(models=64, sessions=100_000))
+    service = Service([BaseModel(loaded)], folder / "runs", ServiceLimits(models=64, sessions=100_000))
     with served(tinker_app(service, long_poll_s=2.0)) as (port, errors):
         calm = train(port, 0, [], None)
         trained = train(port, 1, garbage(count, rng, port), (tally, errors, rng))
