@@ -75,3 +75,14 @@ def test_a_file_that_trains_by_itself_is_refused_before_it_does(cli, agent_file,
 def test_a_folder_is_not_an_agent_file(cli, tmp_path):
     answer = cli("train", str(tmp_path))
     assert (answer.code, "is a folder; give a Python file" in answer.err) == (2, True)
+
+
+def test_a_program_is_answered_with_how_programs_train(cli, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import json, sys\njson.loads('')\n")
+    answer = cli("train", str(file))
+    assert (answer.code, "line 2: JSONDecodeError" in answer.err, "--agent-cmd 'python " in answer.err) == (
+        2,
+        True,
+        True,
+    )

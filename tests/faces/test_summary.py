@@ -86,6 +86,17 @@ def test_the_transcripts_are_of_different_kinds_of_cases() -> None:
             {"environment": {"name": "my env.py", "settings": {"level": 2, "text": "a b"}}},
             ["env", "evaluate", "my env.py", "--env.level", "2", "--env.text", "a b"],
         ),
+        (
+            {
+                "agent_options": {
+                    "agent_cmd": "python a.py",
+                    "cases": "/c.jsonl",
+                    "measure": ["/s.py:score"],
+                    "cwd": "/x",
+                }
+            },
+            ["eval", "--agent-cmd", "python a.py", "--cases", "/c.jsonl", "--measure", "/s.py:score"],
+        ),
     ],
 )
 def test_the_command_that_scores_a_model_can_be_pasted(

@@ -37,7 +37,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PalestraError(f"there is no config file {path}; `palestra config > {path}` writes one") from None
+        raise PalestraError(
+            f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise PalestraError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:

@@ -147,7 +147,7 @@ def _failures(rows: Sequence[Row], when: str) -> Iterator[Finding]:
         yield Finding(
             "measure_errors",
             f"the measure {name.partition('/')[2]} failed by itself in {errors:.0f} of {count:.0f} rollouts {when}; "
-            "they are left out. rollouts.jsonl and evals/ have the reasons.",
+            "they are left out. A training keeps the reasons in rollouts.jsonl and evals/.",
         )
     if failed > _FAILURE_RATE * count:
         yield Finding(
@@ -186,8 +186,8 @@ def _tools(rows: Sequence[Row], when: str, called_before: bool) -> Iterator[Find
     elif _mean(called, "tool_error_rate") >= _WRONG_CALLS:
         yield Finding(
             "tool_errors",
-            f"{_mean(called, 'tool_error_rate'):.0%} of the tool calls {when} failed; the tools' answers are in "
-            "rollouts.jsonl and evals/. If arguments are wrong, rollout.constrain_tool_calls=true helps.",
+            f"{_mean(called, 'tool_error_rate'):.0%} of the tool calls {when} failed; a training keeps the tools' "
+            "answers in rollouts.jsonl and evals/. If arguments are wrong, rollout.constrain_tool_calls=true helps.",
             ("rollout.constrain_tool_calls",),
         )
 

@@ -189,7 +189,7 @@ def _apply(fn: Callable[[Record], Any], record: Record, index: int, what: str) -
     except KeyError as error:
         raise PalestraError(
             f"record {index} has no {error}; its keys are {', '.join(map(str, record))}. "
-            f"Pass {what}=lambda record: record['…'] with the right one."
+            f"Rename one, or pass {what}=lambda record: record['…'] with the right one."
         ) from None
 
 

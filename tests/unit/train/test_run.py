@@ -148,8 +148,8 @@ def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: La
     lab.evaluator.rollouts = [calling(scores=judge), *(calling() for _ in range(8))]
     lab.train()
     assert lab.notes.warnings == [
-        "the measure judge failed by itself in 1 of 9 rollouts in the evaluation; they are left out. rollouts.jsonl "
-        "and evals/ have the reasons."
+        "the measure judge failed by itself in 1 of 9 rollouts in the evaluation; they are left out. A training "
+        "keeps the reasons in rollouts.jsonl and evals/."
     ]
 
 

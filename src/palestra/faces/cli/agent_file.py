@@ -79,7 +79,13 @@ def _import_file(path: Path, shown: str) -> ModuleType:
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
         raise PalestraError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")
-    return import_file(path, shown, _EXPECTED)
+    try:
+        return import_file(path, shown, _EXPECTED)
+    except PalestraError as error:
+        if "palestra" in path.read_text(encoding="utf-8", errors="replace"):
+            raise
+        program = f"a program with a loop of its own trains by --agent-cmd 'python {shown}'"
+        raise PalestraError(f"{error}\n{_EXPECTED}; {program}") from error
 
 
 def _required(module: ModuleType, name: str, source: str) -> Any:

@@ -26,7 +26,7 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, as_jso
     """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
 
     \b
-    palestra config > run.yaml                  write them down, then edit
+    palestra config my_agent.py > run.yaml      write them down, then edit
     palestra config my_agent.py --lora.r 8      with those of your file and of the command line
     palestra config --keys                      every setting with its default and description
     """

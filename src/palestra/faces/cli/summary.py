@@ -18,6 +18,7 @@ from palestra.core.show import show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score, ToolCall
 from palestra.evals.findings import Finding, evaluation_findings
 from palestra.evals.report import Change, EvalReport, Mean, Rate, compare, compare_means, opening, pick_transcripts
+from palestra.faces.cli.agent_options import AgentOptions
 from palestra.result import GRPOTrainingResult
 
 if TYPE_CHECKING:
@@ -214,5 +215,6 @@ def score_command(run: RunFolder, model: Path) -> str:
         words = ["env", "evaluate", str(environment["name"]), *options]
     else:
         source = str(record.get("source") or "")
-        words = ["eval", *([show_path(Path(source))] if source.endswith(".py") else [])]
+        options = AgentOptions.from_record(record.get("agent_options")).arguments()
+        words = ["eval", *([show_path(Path(source))] if source.endswith(".py") else []), *options]
     return shlex.join(["palestra", *words, "--model.name", show_path(model)])
