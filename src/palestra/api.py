@@ -22,6 +22,7 @@ from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite, hold_out, require_suite
+from palestra.models.progress_bars import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
@@ -148,7 +149,8 @@ class GRPOTrainer:
         if self._loaded is None:
             from palestra.train.setup import load_for_run
 
-            self._loaded = load_for_run(config)
+            with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
+                self._loaded = load_for_run(config)
         return self._loaded
 
     def train(
@@ -232,7 +234,9 @@ class GRPOTrainer:
                 loaded=self._load(config),
                 resume=resume,
             )
-            return GRPOTrainingResult(self.agent, run, built.train(), self)
+            with hidden_progress_bars():
+                outcome = built.train()
+            return GRPOTrainingResult(self.agent, run, outcome, self)
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""

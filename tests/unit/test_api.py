@@ -28,3 +28,12 @@ def brief(completions: list[Any]) -> list[float]:
 def test_reward_functions_may_be_none_one_or_several(given: Any, functions: list[Any]) -> None:
     assert list(as_list(given)) == functions
     assert list(GRPOTrainer(AGENT, extra_reward_funcs=given)._reward_functions) == functions
+
+
+def test_a_model_of_this_machine_loads_without_bars_and_the_users_own_setting_stays(capfd: Any) -> None:
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    assert GRPOTrainer(AGENT, progress=False).model is not None
+    assert "Loading weights" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from palestra.faces.cli import serve as cli_serve
 from palestra.serve.web import Server, make_app, open_port, url_of
 
 
@@ -49,3 +51,18 @@ def test_requests_in_flight_are_answered_when_the_server_ends_and_no_error_is_lo
     assert response.status_code == status
     assert ("shutting down" in response.text) == (status == 503)
     assert [record.message for record in caplog.records] == []
+
+
+def test_who_has_read_the_address_of_a_server_can_connect(monkeypatch) -> None:
+    sock = open_port("127.0.0.1", 0, None)
+    connected = []
+
+    def echo(line: str) -> None:
+        with socket.create_connection(sock.getsockname(), timeout=5):
+            connected.append(line)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_serve.click, "echo", echo)
+    with sock, pytest.raises(KeyboardInterrupt):
+        cli_serve.run_server(make_app([]), sock, "it is at")
+    assert connected[0].startswith("it is at http://127.0.0.1:")

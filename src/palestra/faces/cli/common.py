@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from palestra.core.errors import PalestraError
+from palestra.models.progress_bars import is_local
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,5 +82,5 @@ def load_libraries(console: Console, model: str) -> None:
         import torch  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
 
-    if model.startswith("palestra/") or Path(model).expanduser().exists():
+    if is_local(model):
         disable_progress_bar()

@@ -20,6 +20,8 @@ from palestra.train.progress import task
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+_BACKLOG = 2048  # connections that wait until the server accepts them
+
 
 def address_options(port: int) -> Any:
     """The options --host, --port and --token of a server."""
@@ -123,6 +125,7 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from palestra.serve.web import Server, url_of
 
+    socket.listen(_BACKLOG)  # so that whoever has read the line can connect
     click.echo(f"{message} {url_of(socket)}{path}")
     asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
 
