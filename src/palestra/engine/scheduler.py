@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from palestra.engine.pages import PagePool
+from palestra.engine.prefixes import PrefixIndex
 from palestra.engine.session import Chunk, Job, Session
+
+MIN_AWAITED_PREFIX = 64  # tokens; to compute fewer takes less time than the step that one would wait
 
 
 class KVMemory(Protocol):
@@ -37,6 +40,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.holders: dict[Session, None] = {}  # sessions with pages, in the order of their last use
         self.dropped_sessions = 0
+        self._prefixes = PrefixIndex(pool.page_size)
         self._preempted: set[Job] = set()  # by the plan being made
 
     @property
@@ -62,6 +66,7 @@ class Scheduler:
         session.table = []
         session.kv_len = session.shared_len = 0
         self.holders.pop(session, None)
+        self._prefixes.remove(session)
 
     def drop_all(self) -> None:
         """Forget every KV (the weights changed); jobs in progress are computed again."""
@@ -123,6 +128,9 @@ class Scheduler:
                     self.waiting.appendleft(Job(source, None, len(source.token_ids)))
                     source.job = self.waiting[0]
                 continue
+            if self._waits_for_prefix(job.session):
+                blocked.append(job)
+                continue
             if not self._inherit_prefix(job.session) or not self._fits(job):
                 self.waiting.appendleft(job)
                 break
@@ -132,7 +140,22 @@ class Scheduler:
             self.memory.enter(job.session)
             job.session.running = True
             self.running.append(job)
+            if job.session.source is None:
+                self._prefixes.add(job.session)
         self.waiting.extendleft(reversed(blocked))
+
+    def _waits_for_prefix(self, session: Session) -> bool:
+        """Share what other prompts have in common with this one; True while one of them is still being computed."""
+        if session.source is not None or session.kv_len > 0:
+            return False
+        for other, length in self._prefixes.find(session):
+            if self.memory.stored_len(other) >= length:
+                self._share(other, session, length)
+                return False
+            filling = other.running and other.job is not None and other.job.params is None
+            if filling and length >= MIN_AWAITED_PREFIX:
+                return True
+        return False
 
     def _unfilled_source(self, session: Session) -> Session | None:
         """The source that must be computed before this session can inherit from it, if any."""
