@@ -271,6 +271,7 @@ def evaluate(
     measures: Sequence[Any] | None = None,
     *,
     config: Config = None,
+    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     progress: bool = True,
     watcher: Watcher | None = None,
 ) -> EvalReport:
@@ -278,7 +279,7 @@ def evaluate(
     refuse_in_import("an evaluation")
     require_suite(suite)
     trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)
-    environment = SuiteEnvironment(trainer.agent, suite, suite, measures)
+    environment = SuiteEnvironment(trainer.agent, suite, suite, measures, reward_weights)
 
     def score() -> EvalReport:
         from palestra.policy.build import build_policy

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from palestra.core.errors import PalestraError
+from palestra.faces.cli import eval as eval_module
 from palestra.faces.cli.agent_file import load_agent_file
 from palestra.faces.cli.eval import _cases
 
@@ -33,3 +36,16 @@ def test_where_nothing_is_held_out_the_training_cases_are_scored_and_called_so(a
     file = load_agent_file(str(agent_file(more="held_out = 0")))
     suite, named, scored = _cases(file, "held-out")
     assert (len(suite), named, scored) == (5, "the 5 cases that are trained on; none are held out", "train")
+
+
+def test_cases_are_scored_by_the_measures_and_weights_of_the_training(cli, agent_file, monkeypatch) -> None:
+    given: dict[str, Any] = {}
+
+    def evaluate(agent: Any, suite: Any, measures: Any, **options: Any) -> None:
+        given.update(options, measures=[measure.name for measure in measures])
+        raise PalestraError("enough")
+
+    monkeypatch.setattr(eval_module, "evaluate", evaluate)
+    more = "held_out = EvalSuite.from_records([{'input': 'x'}])\nreward_weights = {'right_price': 2}"
+    assert "enough" in cli("eval", str(agent_file(more=more))).err
+    assert (given["measures"], given["reward_weights"]) == (["right_price"], {"right_price": 2})

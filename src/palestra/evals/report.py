@@ -145,7 +145,13 @@ def compare(before: EvalReport, after: EvalReport) -> list[Change]:
     """A row per measure that both have, then one for all measures together."""
     earlier = {report.name: report.pass_rate for report in before.measures}
     rows = [Change(m.name, earlier[m.name], m.pass_rate) for m in after.measures if m.name in earlier and m.pass_rate.n]
-    return [*rows, Change("all measures", before.pass_rate, after.pass_rate)]
+    return [*rows, Change(overall_name(after), before.pass_rate, after.pass_rate)]
+
+
+def overall_name(report: EvalReport) -> str:
+    """What the row for all measures together is called; those of weight 0 are not in it."""
+    has_witness = any(not score.counts for rollout in report.rollouts for score in rollout.scores.values())
+    return "all rewarded measures" if has_witness else "all measures"
 
 
 def compare_means(before: EvalReport, after: EvalReport) -> list[Change]:

@@ -101,3 +101,14 @@ def test_a_score_without_a_verdict_has_a_mean_and_no_pass_rate():
 def test_a_measure_that_is_named_reward_has_one_row_of_means():
     report = EvalReport.of([replace(rollout("p", reward=0.5), scores={"reward": Score(0.5, False)})], 1.0)
     assert [change.name for change in compare_means(report, report)] == ["reward"]
+
+
+def test_the_row_of_all_measures_says_that_a_witness_is_not_in_it():
+    scores = {"right": Score(1.0, True), "polite": Score(0.0, False, counts=False)}
+    report = EvalReport.of([replace(rollout("p"), scores=scores)], 1.0)
+    rows = compare(report, report)
+    assert [(row.name, row.after.value) for row in rows] == [
+        ("right", 1.0),
+        ("polite", 0.0),
+        ("all rewarded measures", 1.0),
+    ]

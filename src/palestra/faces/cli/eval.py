@@ -53,7 +53,8 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
     with make_display(console, config.track.log_every) as display:
-        report = evaluate(agent, suite, file.measures, config=config, watcher=display)
+        measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
+        report = evaluate(agent, suite, measures, config=config, reward_weights=file.reward_weights, watcher=display)
     print_evaluation(console, f"{agent.name}, {cases}", report)
     if as_json:
         summary = {

@@ -17,7 +17,17 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score, ToolCall
 from palestra.evals.findings import Finding, evaluation_findings
-from palestra.evals.report import Change, EvalReport, Mean, Rate, compare, compare_means, opening, pick_transcripts
+from palestra.evals.report import (
+    Change,
+    EvalReport,
+    Mean,
+    Rate,
+    compare,
+    compare_means,
+    opening,
+    overall_name,
+    pick_transcripts,
+)
 from palestra.faces.cli.agent_options import AgentOptions
 from palestra.result import GRPOTrainingResult
 
@@ -70,7 +80,7 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
         mean = [show_interval(measure.mean)] if measure.graded else []
         table.add_row(measure.name, show_interval(measure.pass_rate), *mean)
     if len(report.measures) > 1:
-        table.add_row("all measures", show_interval(report.pass_rate), style="bold")
+        table.add_row(overall_name(report), show_interval(report.pass_rate), style="bold")
     if graded:
         table.add_row("reward", "", show_interval(report.reward))
     console.print()
