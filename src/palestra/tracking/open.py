@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from palestra.core.config import RunConfig
@@ -33,15 +34,30 @@ def open_trackers(
     return Trackers(opened)
 
 
+def check_trackers(track: TrackSection) -> None:
+    """Raise for a service that cannot start, before a model is loaded."""
+    for name in track.report_to:
+        if find_spec(name) is None:
+            raise _not_installed(name, name)
+        if name == "wandb":
+            from palestra.tracking.wandb import check_key
+
+            check_key()
+
+
+def _not_installed(name: str, package: str | None) -> PalestraError:
+    return PalestraError(
+        f"report_to {name!r} needs a package that is not installed ({package}); pip install 'palestra[{name}]'"
+    )
+
+
 def _start(
     name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
 ) -> MetricsService:
     try:
         return _service(name, folder, track, settings, resume_after)
     except ModuleNotFoundError as error:
-        raise PalestraError(
-            f"report_to {name!r} needs a package that is not installed ({error.name}); pip install 'palestra[{name}]'"
-        ) from error
+        raise _not_installed(name, error.name) from error
     except PalestraError:
         raise
     except Exception as error:

@@ -24,11 +24,7 @@ class WandbService:
     def __init__(
         self, folder: RunFolder, project: str, name: str, entity: str | None, settings: Mapping[str, Any], resumed: bool
     ) -> None:
-        if os.environ.get("WANDB_MODE", "online") not in _MODES_WITHOUT_KEY and not _has_key():
-            raise PalestraError(
-                "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
-                "or set WANDB_MODE=offline to keep the run on this machine"
-            )
+        check_key()
         if not (resumed and folder.wandb_id_file.exists()):
             write_text(folder.wandb_id_file, uuid.uuid4().hex[:12])
         self._run = wandb.init(
@@ -51,6 +47,15 @@ class WandbService:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_key() -> None:
+    """Raise where W&B would ask for a key."""
+    if os.environ.get("WANDB_MODE", "online") not in _MODES_WITHOUT_KEY and not _has_key():
+        raise PalestraError(
+            "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
+            "or set WANDB_MODE=offline to keep the run on this machine"
+        )
 
 
 def _has_key() -> bool:

@@ -86,8 +86,8 @@ class Overview:
         sampling_s = self.rollouts * before.seconds / max(1, len(before.rollouts))
         learning_s = sampling_s if self.planned is None else self._seen(self.planned, before.rollouts).time.learning_s
         seconds = self.steps * (sampling_s + learning_s)
-        about = duration_text(seconds) if seconds >= 90 else "a minute"
-        return f"the training may take about {about}, by what the evaluation took and the plan of a step"
+        about = f"about {duration_text(seconds)}" if seconds >= 60 else "less than a minute"
+        return f"the training may take {about}, by what the evaluation took and the plan of a step"
 
     @staticmethod
     def _seen(planned: RunEstimate, rollouts: Sequence[Rollout]) -> RunEstimate:

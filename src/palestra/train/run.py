@@ -33,7 +33,7 @@ from palestra.policy.base import Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
 from palestra.tracking.base import Trackers
-from palestra.tracking.open import open_trackers
+from palestra.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
@@ -108,6 +108,7 @@ class Run:
             resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
             config = resume.config(config, resume_from[1].step if resume_from else 0)
         steps = total_steps(config, task.problem_count) if steps is None else steps
+        check_trackers(config.track)
         loaded = loaded or load_for_run(config)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)

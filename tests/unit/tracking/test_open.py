@@ -17,7 +17,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.tracking.base import Trackers
 from palestra.tracking.guard import MAX_CONSECUTIVE_FAILURES, GuardedTracker
 from palestra.tracking.jsonl import JsonlTracker
-from palestra.tracking.open import open_trackers
+from palestra.tracking.open import check_trackers, open_trackers
 
 
 def test_metrics_jsonl_is_always_written(track: Callable[..., Any], tmp_path: Path) -> None:
@@ -54,6 +54,14 @@ class Flaky:
 
     def close(self) -> None:
         raise ConnectionError("still down")
+
+
+def test_a_service_that_cannot_start_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.tracking.open.find_spec", lambda name: None)
+    track = RunConfig.build({"track.report_to": ["mlflow"]}).track
+    with pytest.raises(PalestraError, match=r"needs a package that is not installed .*palestra\[mlflow\]"):
+        check_trackers(track)
+    check_trackers(RunConfig.build({}).track)
 
 
 def test_a_tracker_that_fails_warns_once_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

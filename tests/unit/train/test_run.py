@@ -262,7 +262,7 @@ def test_a_run_says_what_it_is_and_what_it_needs_before_it_starts(lab: Lab) -> N
         "10 cases to train on, 3 to score before and after; 6 steps of 2 × 2 rollouts, up to 32 new tokens a step"
     )
     assert header[2].startswith("needs about 1 MiB of memory besides cache and activations, and 1 MiB of disk")
-    assert lab.notes.lines[1].startswith("the training may take about")
+    assert lab.notes.lines[1].startswith("the training may take less than a minute")
     assert lab.folder.record["steps"] == 6
 
 

@@ -14,7 +14,7 @@ from palestra.faces.cli.common import debug_option, device_option, dtype_option,
 from palestra.faces.cli.find_run import model_of
 from palestra.faces.cli.serve import require_serve_extra, run_server
 
-_port = click.option("--port", default=8004, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
+_port = click.option("--port", default=8005, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
 
 
 @click.command("gateway")
@@ -35,9 +35,9 @@ def command(
 
     \b
     palestra gateway palestra/tiny --out rollouts.jsonl
-    curl http://127.0.0.1:8004/attempts --json '{"input": "What does a red lamp cost?"}'
+    curl http://127.0.0.1:8005/attempts --json '{"input": "What does a red lamp cost?"}'
       → {"id": …, "base_url": …, "api_key": …}; point an agent there, and end it with
-    curl http://127.0.0.1:8004/attempts/ID/reward -H "Authorization: Bearer KEY" --json '{"reward": 1}'
+    curl http://127.0.0.1:8005/attempts/ID/reward -H "Authorization: Bearer KEY" --json '{"reward": 1}'
     """
     require_serve_extra()
     suite = EvalSuite.from_jsonl(cases) if cases else ()
@@ -73,7 +73,7 @@ def record(out: Path, upstream: str | None, port: int) -> None:
 
     \b
     palestra record --out traces.jsonl
-    OPENAI_BASE_URL=http://127.0.0.1:8004/v1 ANTHROPIC_BASE_URL=http://127.0.0.1:8004 python my_agent.py
+    OPENAI_BASE_URL=http://127.0.0.1:8005/v1 ANTHROPIC_BASE_URL=http://127.0.0.1:8005 python my_agent.py
     palestra eval --cases traces.jsonl --measure score.py:score
     """
     require_serve_extra()
