@@ -24,7 +24,7 @@ def mean_of(result: GRPOTrainingResult, name: str, steps: slice) -> float:
     return statistics.fmean(row[name] for row in result.metrics[steps])
 
 
-SLOW = pytest.mark.slow("make test-slow trains with every loss")
+SLOW = pytest.mark.slow("make test-slow trains with every loss, and with LoRA")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow("make test-slow trains with every loss")
         pytest.param({"train.loss": "dr_grpo", **TWO_PASSES}, id="dr_grpo", marks=SLOW),
         pytest.param({"train.loss": "cispo", **TWO_PASSES}, id="cispo", marks=SLOW),
         pytest.param({"train.loss": "gspo"}, id="gspo", marks=SLOW),
-        pytest.param({"lora.r": 8, "train.learning_rate": 5e-3}, id="lora"),
+        pytest.param({"lora.r": 8, "train.learning_rate": 5e-3}, id="lora", marks=SLOW),
     ],
 )
 def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:

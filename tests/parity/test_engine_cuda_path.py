@@ -244,6 +244,7 @@ def test_the_gated_product_is_the_gate_times_the_value(run_kernels: RunKernels) 
     assert output.endswith("SAME\n")
 
 
+@pytest.mark.slow
 def test_in_half_precision_the_fast_decoder_rounds_as_the_module_does(run_kernels: RunKernels) -> None:
     status, output = run_kernels(HALF)
     assert status == 0, output[-3000:]
