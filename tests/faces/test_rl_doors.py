@@ -191,6 +191,11 @@ def test_mcp_over_http_asks_for_the_token(clients):
         assert client.post("/mcp", json=INITIALIZE, headers=allowed).status_code == 200
 
 
+def stdio_server(command, folder, stderr=None):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.Popen(command, **pipes, text=True, cwd=folder, env=rl_agent.server_environment(folder))
+
+
 def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
     rl_agent.make_site(tmp_path)  # its environment prints while it is imported
 
@@ -204,14 +209,7 @@ def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
         call(2, "rl_select_environment", name="echo-number"),
         call(3, "rl_nothing"),
     ]
-    process = subprocess.Popen(
-        [*rl_agent.PALESTRA, "mcp"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=rl_agent.server_environment(tmp_path),
-    )
+    process = stdio_server([*rl_agent.PALESTRA, "mcp"], tmp_path)
     assert process.stdin is not None
     assert process.stdout is not None
     for message in messages:
@@ -231,15 +229,7 @@ def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
 def test_ctrl_c_ends_the_stdio_server_though_its_client_is_silent(tmp_path):
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "import sys; sys.argv = ['palestra', 'mcp']; from palestra.faces.cli.main import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=rl_agent.server_environment(tmp_path),
-    )
+    process = stdio_server([sys.executable, "-c", code], tmp_path, stderr=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(INITIALIZE) + "\n")

@@ -43,9 +43,13 @@ class PrefixIndex:
 
     def find(self, session: Session) -> Iterator[tuple[Session, int]]:
         """Sessions that begin with the same tokens, and how many of these fill pages; the longest first."""
+        compared = None  # equal in more tokens, so equal in fewer
         for pages, value in reversed(list(enumerate(self._page_hashes(session), 1))):
             found, length = self._sessions.get(value), pages * self.page_size
-            if found is not None and found.token_ids[:length] == session.token_ids[:length]:
+            if found is None:
+                continue
+            if found is compared or found.token_ids[:length] == session.token_ids[:length]:
+                compared = found
                 yield found, length
 
     def _page_hashes(self, session: Session) -> Iterator[int]:

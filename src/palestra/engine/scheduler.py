@@ -128,7 +128,7 @@ class Scheduler:
                     self.waiting.appendleft(Job(source, None, len(source.token_ids)))
                     source.job = self.waiting[0]
                 continue
-            if self._waits_for_prefix(job.session):
+            if self._share_or_await_prefix(job.session):
                 blocked.append(job)
                 continue
             if not self._inherit_prefix(job.session) or not self._fits(job):
@@ -144,8 +144,8 @@ class Scheduler:
                 self._prefixes.add(job.session)
         self.waiting.extendleft(reversed(blocked))
 
-    def _waits_for_prefix(self, session: Session) -> bool:
-        """Share what other prompts have in common with this one; True while one of them is still being computed."""
+    def _share_or_await_prefix(self, session: Session) -> bool:
+        """Share the pages that other prompts have in common with it; True: wait, one of them is being computed."""
         if session.source is not None or session.kv_len > 0:
             return False
         for other, length in self._prefixes.find(session):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from palestra.core.types import Message, Problem, Score, ToolResult
 
@@ -44,6 +44,7 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
 class ScoresGroups(Protocol):
     """An environment that also judges siblings against each other."""
 

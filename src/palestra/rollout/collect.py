@@ -110,13 +110,12 @@ async def scored_together(
     environment: Environment, episodes: Sequence[Episode], rollouts: Sequence[Rollout]
 ) -> Sequence[Rollout]:
     """The siblings with what the environment says of them together, where it does; those that failed are left out."""
-    scores: ScoresGroups | None = environment if hasattr(environment, "score_group") else None  # type: ignore[assignment]
     good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
-    if scores is None or not good:
+    if not isinstance(environment, ScoresGroups) or not good:
         return rollouts
     scored = list(rollouts)
     try:
-        found = await from_outside("score_group", scores.score_group([episodes[i] for i in good]))
+        found = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
     except PalestraError as failure:
         for i in good:
             scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
