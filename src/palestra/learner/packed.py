@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import MicroBatch, nothing_scored, pack
+from palestra.algo.batching import MicroBatch, nothing_scored, pack, to_device
 from palestra.core.types import Array, Sample
 from palestra.learner.tree_attention import Layout
 
@@ -50,13 +51,13 @@ def pack_batch(
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone."""
     batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo, rows=rows)
-    lengths = [_row_lengths(batches, len(samples), name).to(device) for name in ("policy_mask", "echo_mask")]
+    lengths = to_device((_row_lengths(batches, len(samples), name) for name in ("policy_mask", "echo_mask")), device)
     return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
 
 
 def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
     """[N] the values of one array a row at the micro-batch's scored tokens."""
-    parts = [rows[i][micro.place[micro.row == i]] for i in dict.fromkeys(micro.row.tolist())]
+    parts = [rows[i][micro.place[run]] for i, run in _runs(micro)]
     values = np.concatenate(parts or [np.zeros(0)])
     return torch.from_numpy(values.astype(np.float32)).to(device)
 
@@ -66,21 +67,28 @@ def tokens_to_rows(parts: Sequence[tuple[PackedMicroBatch, Tensor]], samples: Se
     rows = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
     for micro, values in parts:
         found = values.detach().float().cpu().numpy()
-        for i in dict.fromkeys(micro.row.tolist()):
-            mine = micro.row == i
-            rows[i][micro.place[mine]] = found[mine]
+        for i, run in _runs(micro):
+            rows[i][micro.place[run]] = found[run]
     return rows
+
+
+def _runs(micro: PackedMicroBatch) -> Iterator[tuple[int, slice]]:
+    """(row, where its scored tokens lie) of each row; they lie together."""
+    starts = np.flatnonzero(np.diff(micro.row, prepend=-1)).tolist()
+    for start, end in pairwise([*starts, len(micro.row)]):
+        yield int(micro.row[start]), slice(start, end)
 
 
 def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMicroBatch:
     # Found before the copy: a GPU would have to be waited for.
-    policy = batch.policy_mask.nonzero().squeeze(-1)
-    observed = batch.echo_mask.nonzero().squeeze(-1) if echo else policy[:0]
-    known = not bool(batch.sampler_logprobs[policy].isnan().any())
+    policy = np.flatnonzero(batch.policy_mask.numpy())
+    observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
+    known = not np.isnan(batch.sampler_logprobs.numpy()[policy]).any()
+    policy_on, observed_on = to_device(map(torch.from_numpy, (policy, observed)), device)
     return PackedMicroBatch(
         batch.to(device),
-        policy.to(device),
-        observed.to(device),
+        policy_on,
+        observed_on,
         Layout(batch.trees, device),
         batch.row.numpy(),
         batch.place.numpy(),
@@ -90,7 +98,7 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMic
 
 def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:
     """[rows] how many scored tokens of each row the mask selects."""
-    total = torch.zeros(rows, dtype=torch.int64)
+    total = np.zeros(rows, np.int64)
     for batch in batches:
-        total += torch.bincount(batch.row[getattr(batch, mask)], minlength=rows)
-    return total
+        total += np.bincount(batch.row.numpy()[getattr(batch, mask).numpy()], minlength=rows)
+    return torch.from_numpy(total)

@@ -12,10 +12,11 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import Tree
+from palestra.algo.batching import Tree, to_device
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -41,19 +42,15 @@ class Bounds:
         self.longest_row = max(
             (tree.prompt_length + max(tree.completion_lengths, default=0) for tree in trees), default=0
         )
-        self.prompts = _places((tree.start, n) for tree, n in zip(shared, prompts, strict=True)).to(device)
-        self.completions = _places(
-            (tree.start + tree.prompt_length, n) for tree, n in zip(shared, completions, strict=True)
-        ).to(device)
-        bounds, longest = _bounds(runs).to(device), max(runs, default=1)
-        self.own = (bounds, bounds, longest, longest, True)
-        self.shared = (
-            _bounds(completions).to(device),
-            _bounds(prompts).to(device),
-            max(completions, default=1),
-            max(prompts, default=1),
-            False,
+        indices = (
+            _places((tree.start, n) for tree, n in zip(shared, prompts, strict=True)),
+            _places((tree.start + tree.prompt_length, n) for tree, n in zip(shared, completions, strict=True)),
+            *map(_bounds, (runs, completions, prompts)),
         )
+        self.prompts, self.completions, bounds, queries, keys = to_device(indices, device)
+        longest = max(runs, default=1)
+        self.own = (bounds, bounds, longest, longest, True)
+        self.shared = (queries, keys, max(completions, default=1), max(prompts, default=1), False)
         number = next(_handles)
         self.handle = torch.tensor(number)
         _alive[number] = self
@@ -190,9 +187,8 @@ def _half_backward(
 
 
 def _bounds(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def _places(runs: Iterable[tuple[int, int]]) -> Tensor:
-    parts = [torch.arange(start, start + n) for start, n in runs]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(np.arange(a, a + n) for a, n in runs)]))

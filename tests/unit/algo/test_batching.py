@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from palestra.algo.batching import Tree, pack, split_minibatches
+from palestra.algo.batching import ALIGNMENT, Tree, pack, split_minibatches, to_device
 from palestra.core.types import Sample
 
 
@@ -73,3 +73,12 @@ def test_minibatches_keep_order_and_lose_nothing() -> None:
     assert [len(part) for part in parts] == [2, 3, 2]
     assert [s.group for part in parts for s in part] == list(range(7))
     assert len(split_minibatches(samples[:2], 5)) == 2
+
+
+def test_tensors_move_to_a_device_together_and_aligned() -> None:
+    tensors = [torch.arange(5), torch.tensor([True, False, True]), torch.tensor([]), torch.tensor([0.5, -1.0])]
+    moved = to_device(tensors, torch.device("cpu:0"))  # another name of the host's, so that they are copied
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, moved, strict=True))
+    assert len({x.untyped_storage().data_ptr() for x in moved}) == 1
+    assert all(x.storage_offset() * x.element_size() % ALIGNMENT == 0 for x in moved)
+    assert to_device(tensors, torch.device("cpu"))[0] is tensors[0]
