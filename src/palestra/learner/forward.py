@@ -128,7 +128,7 @@ class Scorer(nn.Module):
 def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
     """Every n layers are one compiled program inside."""
     for run in (layers[i : i + n] for i in range(0, len(layers), n)):
-        run[0]._compiled_call_impl = partial(_compiled_call(), nn.ModuleList(run))
+        run[0]._compiled_call_impl = partial(_call_alike, nn.ModuleList(run))
         for layer in run[1:]:
             layer._compiled_call_impl = _passed_through
     try:
@@ -136,6 +136,13 @@ def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._compiled_call_impl = None
+
+
+def _call_alike(layers: nn.ModuleList, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The first layers over frozen embeddings need no gradient of their input: by the others' program all the same."""
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return _compiled_call()(layers, hidden, *args, **kwargs)
 
 
 @contextmanager
@@ -194,18 +201,23 @@ def _compiled_forward() -> Callable[..., Any]:
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would fail.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    _skip_trials_of_the_cpp_compiler()
-    # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
-    return torch.compile(call, dynamic=True, options={"shape_padding": False})
+    return torch.compile(call, dynamic=True, options=_compiler_options())
 
 
-def _skip_trials_of_the_cpp_compiler() -> None:
-    """Before anything else the compiler tries which vector instructions C++ code may use, and takes half a minute for
-    it. Layers on a GPU have no such code."""
+def _compiler_options() -> dict[str, Any]:
+    """One program for micro-batches of every size: what compiles in the middle of a run holds it up for long."""
     from torch._inductor import config
 
     if torch.cuda.is_available():
+        # Before anything else the compiler tries which vector instructions C++ code may use, and takes half a minute
+        # for it. Layers on a GPU have no such code.
         config.cpp.vec_isa_ok = False
+    # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
+    options: dict[str, Any] = {"shape_padding": False}
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
+        options["triton.mix_order_reduction_non_strict_mode"] = True
+    return options
 
 
 def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,8 @@ RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
 TOLERANCES = {torch.bfloat16: (0.3, 0.5), torch.float16: (0.05, 0.1)}
 FULL_PRECISION = (5e-4, 1e-2)
 LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that reach beyond them
+# The compiler lays out layers for the size that it sees first, which is here: numbers of a hidden state on a GPU.
+TYPICAL_SIZE = 2**22
 
 
 class CheckedScorer(Protocol):
@@ -52,7 +54,7 @@ def choose_mode(scorer: CheckedScorer) -> None:
     training = model.training
     model.train(not _drops(model))  # as the learner will call it, so that what is compiled here serves there
     try:
-        shared, apart = _probe(model)
+        shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
         scorer.mode = "trees"
@@ -61,6 +63,8 @@ def choose_mode(scorer: CheckedScorer) -> None:
             log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
         elif compiled:
             scorer.compiled = True
+            if model.device.type == "cuda":
+                shared = _probe(model, True, size=TYPICAL_SIZE)
             if (reason := _mismatch(scorer, shared, expected)) and scorer.compiled_at_once > 1:
                 scorer.compiled_at_once = 1
                 reason = _mismatch(scorer, shared, expected)
@@ -100,7 +104,7 @@ def _mismatch(scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Ten
     try:
         require_tree_support(model)
         with scorer.session():
-            found = _numbers(model, lambda: scorer(micro))
+            found = _numbers(model, lambda: scorer(micro), count=len(expected[0]))
     except UnsupportedModel as reason:
         return str(reason)
     logprob_limit, gradient_limit = TOLERANCES.get(model.dtype, FULL_PRECISION)
@@ -114,22 +118,22 @@ def _mismatch(scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Ten
     return None
 
 
-def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The log-probabilities, and the gradient of their weighted sum by a few weights, where any is trained."""
+def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count: int | None = None) -> list[Tensor]:
+    """The first log-probabilities, and the gradient of their weighted sum by a few weights, where any is trained."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     watched = [*trainable[:2], *trainable[-1:]] if len(trainable) > 2 else trainable
     with torch.enable_grad():
-        logprobs, _ = score()
+        logprobs = score()[0][:count]
         weights = torch.linspace(-1.0, 1.0, len(logprobs), device=logprobs.device)
         gradients = torch.autograd.grad((logprobs * weights).sum(), watched, allow_unused=True) if watched else ()
     return [logprobs.detach(), *(g.float() for g in gradients if g is not None)]
 
 
-def _probe(model: Any) -> tuple[PackedMicroBatch, PackedMicroBatch]:
-    """Three siblings of unlike lengths, packed as one tree and apart; the scored tokens come in the same order.
+def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
+    """Three siblings of unlike lengths, as one tree or apart; the scored tokens come in the same order.
 
     The longest reaches well beyond the model's sliding window, where there is one of moderate size: a few tokens
-    with a few keys too many would not show.
+    with a few keys too many would not show. Other rows follow until a hidden state of all has about `size` numbers.
     """
     embeddings = model.get_input_embeddings().weight
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
@@ -137,12 +141,15 @@ def _probe(model: Any) -> tuple[PackedMicroBatch, PackedMicroBatch]:
     ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
     samples = []
     for first, last in ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest)):
-        n = last - first
-        tokens, mask = ids[:9] + ids[first:last], [False] * 9 + [True] * n
-        zeros = [0.0] * len(tokens)
-        samples.append(Sample(tokens, mask, [False] * len(tokens), zeros, advantages=0.0, prompt_length=9))  # type: ignore[arg-type]
-    shared, apart = (
-        pack_batch(samples, max_tokens=8192, share_prefix=share, echo=False, device=embeddings.device).micro_batches[0]
-        for share in (True, False)
-    )
-    return shared, apart
+        samples.append(_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9))
+    for group in range(1, 1 + min(4096, size // embeddings.shape[1]) // 128):
+        samples.append(_row((ids * 10)[:129], 1, group=group, prompt_length=0))
+    packed = pack_batch(samples, max_tokens=8192, share_prefix=share_prefix, echo=False, device=embeddings.device)
+    return packed.micro_batches[0]
+
+
+def _row(tokens: list[int], trained: int, *, group: int, prompt_length: int) -> Sample:
+    """Its last tokens are trained."""
+    mask = [False] * (len(tokens) - trained) + [True] * trained
+    no = [False] * len(tokens)
+    return Sample(tokens, mask, no, [0.0] * len(tokens), advantages=0.0, group=group, prompt_length=prompt_length)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""How layers are handed to the compiler: as one program for all of them, and for micro-batches of every size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from palestra.learner import forward, self_check
+from palestra.learner.forward import Scorer
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """(layers, whether their input needs a gradient) of each call of what would be compiled."""
+    calls: list[tuple[int, bool]] = []
+
+    def uncompiled(call: Any) -> Any:
+        def run(layers: nn.ModuleList, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append((len(layers), hidden.requires_grad))
+            return call(layers, hidden, *args, **kwargs)
+
+        return run
+
+    forward._compiled_call.cache_clear()
+    monkeypatch.setattr(forward, "_compiled", uncompiled)
+    yield calls
+    forward._compiled_call.cache_clear()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
+    config = LlamaConfig(**shape, num_hidden_layers=4, tie_word_embeddings=False)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def test_layers_over_frozen_embeddings_are_called_as_the_others(runs: list[tuple[int, bool]]) -> None:
+    frozen = model()
+    frozen.get_input_embeddings().requires_grad_(False)
+    scorer = Scorer(frozen, compile_layers=True)  # compares gradients with the model's own
+    assert scorer.compiled
+    assert runs == [(2, True)] * 2
+
+
+def test_without_gradients_layers_have_no_input_that_needs_one(runs: list[tuple[int, bool]]) -> None:
+    scorer = Scorer(model(), compile_layers=True)
+    runs.clear()
+    with torch.no_grad(), scorer.session():
+        logprobs, _ = scorer(self_check._probe(scorer.model, True))
+    assert runs == [(2, False)] * 2
+    assert not logprobs.requires_grad
+
+
+def test_a_larger_check_begins_with_the_same_rows() -> None:
+    small, large = (self_check._probe(model(), True, size=size).batch for size in (0, 16 * 1000))
+    assert len(large.token_ids) - len(small.token_ids) == 1000 // 128 * 128
+    for name in ("token_ids", "position_ids", "source", "target"):
+        mine = getattr(small, name)
+        assert torch.equal(getattr(large, name)[: len(mine)], mine)
