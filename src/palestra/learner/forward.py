@@ -30,6 +30,8 @@ from palestra.learner.tree_attention import use_tree_attention
 
 Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
+MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
+FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit.default"
 
 
 class Scorer(nn.Module):
@@ -226,5 +228,9 @@ def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    costly = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.palestra.tree_attention.default)
-    return CheckpointPolicy.MUST_SAVE if operation in costly else CheckpointPolicy.PREFER_RECOMPUTE
+    """Products and attention, but not what an adapter adds: made from few columns, and wide as the layer in float32."""
+    if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        costly = args[-2].shape[1] > MAX_RECOMPUTED_COLUMNS
+    else:
+        costly = operation is torch.ops.palestra.tree_attention.default or str(operation) == FOUR_BIT_PRODUCT
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,16 +25,18 @@ def build_peft_config(lora: LoraSection) -> LoraConfig:
 
 
 def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
-    """The model with fresh adapters, its own weights frozen; float32 adapters on low-precision weights."""
-    config = build_peft_config(lora)
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    """The model with fresh adapters, its own weights frozen; float32 adapters on low-precision weights.
 
-    if lora.load_in_4bit:
-        if not getattr(model, "is_loaded_in_4bit", False):
-            raise PalestraError(
-                "lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader"
-            )
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    What is not in 4 bits (embedding, norms, head) keeps the dtype that the 4-bit layers compute in. peft's own
+    preparation makes it float32: then attention, KV cache and logits are float32, too, of numbers that are not.
+    """
+    config = build_peft_config(lora)
+    from peft import get_peft_model
+
+    if lora.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
+        raise PalestraError(
+            "lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader"
+        )
     try:
         return get_peft_model(model, config)
     except ValueError as error:
@@ -42,7 +44,10 @@ def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
 
 
 def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) -> Any | None:
-    """transformers' 4-bit settings (nf4, double quantisation) for `from_pretrained`; None when not asked for."""
+    """transformers' 4-bit settings (nf4, double quantisation) for `from_pretrained`; None when not asked for.
+
+    `dtype` is that of the model's other weights, in which the products are computed.
+    """
     if not lora.load_in_4bit:
         return None
     if not torch.cuda.is_available():

@@ -69,7 +69,7 @@ def load_model(
     """
     source = canonical_name(name)
     torch_device = device_named(device)
-    torch_dtype = _dtype_of(dtype, torch_device)
+    torch_dtype = dtype_named(dtype, torch_device)
     folder = _folder_of(source)
     if folder is not None and adapters.is_adapter(folder):
         if quantization is not None:
@@ -217,7 +217,8 @@ def device_named(device: str) -> torch.device:
     return torch_device
 
 
-def _dtype_of(dtype: str, device: torch.device) -> torch.dtype:
+def dtype_named(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of a name; `auto` is bfloat16 on a GPU, float32 on a CPU."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

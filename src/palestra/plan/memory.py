@@ -77,13 +77,13 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     """Bytes that the backward pass needs of one token."""
     size = work.weight_bytes
     layer = float(shape.layer_outputs * size)
-    if work.method != "full":
-        layer += shape.linear_outputs * LORA_OUTPUT_BYTES
-    if not is_compiled(shape, device):
-        layer *= MODULE_PATH_FACTOR
+    adapters = 0.0 if work.method == "full" else float(shape.linear_outputs * LORA_OUTPUT_BYTES)
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
-        return shape.layers * shape.hidden * size + layer * MODULE_PATH_FACTOR
-    return shape.layers * layer
+        factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
+        return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR
+    if not is_compiled(shape, device):
+        return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR
+    return shape.layers * layer + adapters  # compiled layers compute what adapters add again, one layer after the other
 
 
 def is_compiled(shape: ModelShape, device: Device) -> bool:
@@ -105,7 +105,7 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
     whole = float(shape.parameters * work.weight_bytes)
     if work.method == "qlora":
         linear = shape.layers * shape.layer_weights
-        whole = linear * QUANTISED_BYTES + (shape.parameters - linear) * 4  # the rest is kept in float32
+        whole = linear * QUANTISED_BYTES + (shape.parameters - linear) * work.weight_bytes
     adapters = 0.0 if work.method == "full" else shape.adapter_weights(work.lora_rank) * 4.0
     if work.gpus > 1:  # whole, to sample from; the shard that is trained is the master weights
         return whole + adapters

@@ -19,7 +19,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.export.hf import save_base
 from palestra.learner.lora import add_lora, quantization_config
-from palestra.models.loading import LoadedModel, device_named, load_config, load_model, load_tokenizer
+from palestra.models.loading import LoadedModel, device_named, dtype_named, load_config, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.pinned import sampling_copy
@@ -54,7 +54,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
         config.model.name,
         dtype=config.model.dtype,
         device=str(device),
-        quantization=quantization_config(config.lora),
+        quantization=quantization_config(config.lora, dtype_named(config.model.dtype, device)),
         threads=config.model.threads,
     )
 

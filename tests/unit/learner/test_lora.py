@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
+from palestra.learner.forward import _what_to_keep
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
 from palestra.train import setup
 
@@ -63,4 +66,29 @@ def test_four_bits_are_nf4_with_double_quantisation_in_every_run(monkeypatch: py
     monkeypatch.setattr(setup, "refuse_what_cannot_fit", lambda *run: None)
     loaded = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True}))
     assert (loaded.load_in_4bit, loaded.bnb_4bit_quant_type, loaded.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert loaded.bnb_4bit_compute_dtype == torch.bfloat16
+    half = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True, "model.dtype": "float16"}))
+    assert half.bnb_4bit_compute_dtype == torch.float16
     assert setup.load_for_run(RunConfig.build({"lora.r": 4})) is None
+
+
+def test_what_is_not_in_4_bits_keeps_the_dtype_that_sampler_and_learner_are_checked_in() -> None:
+    model: Any = build().to(torch.bfloat16)
+    model.is_loaded_in_4bit = True  # as transformers marks it; bitsandbytes is not needed for this
+    adapted = add_lora(model, LoraSection(load_in_4bit=True))
+    own = {p.dtype for name, p in adapted.named_parameters() if "lora_" not in name}
+    assert own == {adapted.dtype} == {torch.bfloat16}
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("operation", "columns", "kept"),
+    [("mm", 576, True), ("mm", 16, False), ("addmm", 576, True), ("addmm", 64, False), ("matmul", 576, False)],
+)
+def test_compiled_layers_keep_the_products_of_weights_but_not_of_adapters(
+    operation: str, columns: int, kept: bool
+) -> None:
+    inputs = [torch.empty(3, columns), torch.empty(columns, 2048)]
+    arguments = [torch.empty(2048), *inputs] if operation == "addmm" else inputs
+    found = _what_to_keep(None, getattr(torch.ops.aten, operation).default, *arguments)
+    assert (found == CheckpointPolicy.MUST_SAVE) is kept
