@@ -14,6 +14,7 @@ IMPORTED = (
     "palestra.engine.engine",
     "palestra.engine.cuda.runner",
     "palestra.learner.head_kernels",
+    "palestra.learner.tree_attention",
 )
 
 

@@ -83,7 +83,7 @@ class Scorer(nn.Module):
         """
         if self.mode == "reference":
             return self.from_logits(micro.batch)
-        hidden = self._packed_hidden(micro).index_select(0, micro.batch.source)
+        hidden = self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
         target = micro.batch.target
         if not len(micro.echo) or self.head.rule.temperature == 1.0:
             return self.head(hidden, target, entropy_gradient=entropy_gradient)
@@ -96,17 +96,17 @@ class Scorer(nn.Module):
         return logprobs, entropies
 
     def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
-        """[T, H] in packed order; right at the places that the batch reads."""
-        batch = micro.batch
+        """[T, H] in the layout's order; right at the places that the batch reads."""
+        batch, layout = micro.batch, micro.layout
         # A compiled or recomputed layer must be the same each time.
         again = self.compiled or self.model.is_gradient_checkpointing
         layers = [] if again or self.model.device.type != "cpu" else decoder_layers(self.model)
         with last_mlp_at(layers, batch.source, len(batch.token_ids)):
             out = self.model.base_model(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.position_ids[None],
+                input_ids=layout.reorder(batch.token_ids)[None],
+                position_ids=layout.reorder(batch.position_ids)[None],
                 use_cache=False,
-                layout=micro.layout,
+                layout=layout,
             )
         return out.last_hidden_state[0]
 

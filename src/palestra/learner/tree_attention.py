@@ -26,14 +26,34 @@ MAX_REPEATS = 4
 
 
 class Layout:
-    """Where the trees lie, with the index tensors and masks that every layer uses again."""
+    """Where the trees lie, with the index tensors and masks that every layer uses again.
+
+    Layers compute tokens in an order of their own, the one of `bounds`, if `is_reordered`.
+    """
 
     def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
         self.trees = trees
         self.device = device
+        self.longest_row = max((t.prompt_length + max(t.completion_lengths, default=0) for t in trees), default=0)
         self.bounds = Bounds(trees, device)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def is_reordered(self) -> bool:
+        return self.device.type == "cuda" and self.bounds.has_shared
+
+    def reorder(self, tokens: Tensor) -> Tensor:
+        """[T, …] of the trees' tokens as layers compute them."""
+        return tokens.index_select(0, self.bounds.order) if self.is_reordered else tokens
+
+    def restore(self, tokens: Tensor) -> Tensor:
+        """The reverse."""
+        return tokens.index_select(0, self.bounds.place) if self.is_reordered else tokens
+
+    def computed_at(self, places: Tensor) -> Tensor:
+        """Where layers compute the tokens at these places of the trees."""
+        return self.bounds.place[places] if self.is_reordered else places
 
     def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
         """[queries, keys] bool: causal with the last query at the last key, within the window."""
@@ -78,7 +98,7 @@ def tree_attention(
     if layout is None:
         raise UnsupportedModel(f"{type(module).__name__} does not hand keywords on to its attention function")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    windowed = sliding_window is not None and sliding_window < layout.bounds.longest_row
+    windowed = sliding_window is not None and sliding_window < layout.longest_row
     is_causal_only = softcap is None and s_aux is None and not windowed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if is_causal_only and flash_fits(q, v):
@@ -102,7 +122,9 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
 def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]) -> Tensor:
     """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
-    return torch.cat([out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)])
+    q, k, v = (layout.restore(x) for x in (q, k, v))
+    outputs = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)]
+    return layout.reorder(torch.cat(outputs))
 
 
 def _attend_tree(

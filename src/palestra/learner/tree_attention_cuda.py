@@ -3,11 +3,15 @@
 Both halves are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
 backward pass gives each half the merged output and log-sum-exp, which makes its gradients exact, so
 neither a mask nor a second copy of the prompt's keys ever exists.
+
+Tokens come with the prompts first, so that both halves read slices: to pick them out of every tensor in every
+layer takes more launches than all else, and small models wait for launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree, to_device
+from palestra.core.types import Array
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -26,34 +31,41 @@ _handles = count()
 
 
 class Bounds:
-    """Index tensors of the two halves.
+    """Where the two halves lie when tokens come in `order`: the prompts that completions share, these completions, and
+    all other runs. `place` is the reverse: where each token of the trees is then.
 
     Compiled layers know them only by `handle`, so that no layout makes them compile again; whoever
     runs a forward and backward pass must keep the object. `own` bounds every prompt and every
-    completion, `shared` the completions and the prompt of each tree that has both, whose tokens lie
-    at `completions` and `prompts`; each goes (query bounds, key bounds, longest of each, causal).
+    completion, `shared` the completions and the prompt of each tree that has both, which are the tokens in
+    `completions` and `prompts`; each goes (query bounds, key bounds, longest of each, causal).
     """
 
     def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
         shared = [tree for tree in trees if tree.prompt_length and tree.completion_lengths]
-        runs = [n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths) if n]
-        prompts = [tree.prompt_length for tree in shared]
-        completions = [sum(tree.completion_lengths) for tree in shared]
-        self.longest_row = max(
-            (tree.prompt_length + max(tree.completion_lengths, default=0) for tree in trees), default=0
-        )
-        indices = (
-            _places((tree.start, n) for tree, n in zip(shared, prompts, strict=True)),
-            _places((tree.start + tree.prompt_length, n) for tree, n in zip(shared, completions, strict=True)),
-            *map(_bounds, (runs, completions, prompts)),
-        )
-        self.prompts, self.completions, bounds, queries, keys = to_device(indices, device)
-        longest = max(runs, default=1)
-        self.own = (bounds, bounds, longest, longest, True)
-        self.shared = (queries, keys, max(completions, default=1), max(prompts, default=1), False)
+        prompts = [(tree.start, tree.prompt_length) for tree in shared]
+        completions = [run for tree in shared for run in _runs(tree)[1:]]
+        others = [run for tree in trees if not (tree.prompt_length and tree.completion_lengths) for run in _runs(tree)]
+        order = _places([*prompts, *completions, *others])
+        lengths = [n for _, n in (*prompts, *completions, *others)]
+        prompt_lengths = [n for _, n in prompts]
+        siblings = [sum(tree.completion_lengths) for tree in shared]
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        indices = (order, place, *map(_bounds, (lengths, siblings, prompt_lengths)))
+        self.order, self.place, own, queries, keys = to_device(map(torch.from_numpy, indices), device)
+        longest = max(lengths, default=1)
+        self.own = (own, own, longest, longest, True)
+        self.shared = (queries, keys, max(siblings, default=1), max(prompt_lengths, default=1), False)
+        self.prompts = slice(0, sum(prompt_lengths))
+        self.completions = slice(self.prompts.stop, self.prompts.stop + sum(siblings))
         number = next(_handles)
         self.handle = torch.tensor(number)
         _alive[number] = self
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether there is a second half."""
+        return self.prompts.stop > 0
 
 
 def flash_fits(query: Tensor, value: Tensor) -> bool:
@@ -63,7 +75,7 @@ def flash_fits(query: Tensor, value: Tensor) -> bool:
 
 
 def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -> Tensor:
-    """[T, H, D] attention of packed tokens over their tree paths; q [T, H, D], k and v [T, K, D]."""
+    """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D]."""
     return torch.ops.palestra.tree_attention(q, k, v, bounds.handle, scale)[0]
 
 
@@ -72,14 +84,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> t
     """([T, H, D] output, [H, T] log-sum-exp) over both halves."""
     bounds = _alive[int(handle)]
     out, lse = _half(q, k, v, *bounds.own, scale)
-    completions, prompts = bounds.completions, bounds.prompts
-    if len(completions):
+    if bounds.has_shared:
+        completions, prompts = bounds.completions, bounds.prompts
         half, half_lse = _half(q[completions], k[prompts], v[prompts], *bounds.shared, scale)
-        own_lse = lse[:, completions]
-        both_lse = torch.logaddexp(own_lse, half_lse)
-        own_share, half_share = ((x - both_lse).exp().T[:, :, None] for x in (own_lse, half_lse))
-        out[completions] = (out[completions] * own_share + half * half_share).to(out.dtype)
-        lse[:, completions] = both_lse
+        _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
     return out, lse
 
 
@@ -100,22 +108,12 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = _alive[int(handle)]
-    completions, prompts = bounds.completions, bounds.prompts
     dq, dk, dv = _half_backward(grad, q, k, v, out, lse, *bounds.own, scale)
-    if len(completions):
-        half_dq, half_dk, half_dv = _half_backward(
-            grad[completions],
-            q[completions],
-            k[prompts],
-            v[prompts],
-            out[completions],
-            lse[:, completions].contiguous(),
-            *bounds.shared,
-            scale,
-        )
-        dq[completions] += half_dq
-        dk[prompts] += half_dk
-        dv[prompts] += half_dv
+    if bounds.has_shared:
+        c, p = bounds.completions, bounds.prompts
+        more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), *bounds.shared, scale)
+        for whole, part in zip((dq[c], dk[p], dv[p]), more, strict=True):
+            whole += part
     return dq, dk, dv
 
 
@@ -179,16 +177,47 @@ def _half_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    random = _no_dropout(q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
     )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _bounds(lengths: list[int]) -> Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+@cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """The state of a random generator that is not asked."""
+    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
-def _places(runs: Iterable[tuple[int, int]]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(np.arange(a, a + n) for a, n in runs)]))
+@cache
+def _merge(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Adds the second half to the first: by Triton on a GPU."""
+    if device != "cuda":
+        return merge
+    from palestra.learner import tree_kernels
+
+    return tree_kernels.merge
+
+
+def merge(out: Tensor, lse: Tensor, half: Tensor, half_lse: Tensor) -> None:
+    """The output [n, H, D] and the log-sum-exp [H, n] of a softmax over the keys of both, in the place of the first."""
+    both = torch.logaddexp(lse, half_lse)
+    own_share, half_share = ((x - both).exp().T[:, :, None] for x in (lse, half_lse))
+    out.copy_(out * own_share + half * half_share)
+    lse.copy_(both)
+
+
+def _bounds(lengths: list[int]) -> Array:
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def _runs(tree: Tree) -> list[tuple[int, int]]:
+    """(start, length) of the prompt, if there is one, and of each completion."""
+    lengths = [n for n in (tree.prompt_length, *tree.completion_lengths) if n]
+    ends = np.cumsum([tree.start, *lengths]).tolist()
+    return list(zip(ends, lengths, strict=False))
+
+
+def _places(runs: Sequence[tuple[int, int]]) -> Array:
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(start, start + n) for start, n in runs)])

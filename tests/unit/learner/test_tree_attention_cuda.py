@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batching import Tree
-from palestra.learner import tree_attention_cuda
+from palestra.learner import tree_attention, tree_attention_cuda
+from palestra.learner.forward import Scorer
 from palestra.learner.tree_attention import Layout, masked_trees
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
@@ -87,9 +89,10 @@ def test_merged_halves_equal_masked_attention(device: str) -> None:
     bounds, layout = Bounds(TREES, q.device), Layout(TREES, q.device)
     for merged in (True, False):
         if merged:
-            out = flash_trees(q, k, v, bounds, 0.3)
+            out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3)[bounds.place]
         else:
-            out = masked_trees(q, k, v, layout, None, {"scale": 0.3, "softcap": None, "sinks": None})
+            parts = (layout.reorder(x) for x in (q, k, v))
+            out = layout.restore(masked_trees(*parts, layout, None, {"scale": 0.3, "softcap": None, "sinks": None}))
         grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
         results.append((out.detach(), *grads))
     tolerance = 1e-5 if device == "cpu" else 5e-2
@@ -103,3 +106,20 @@ def test_the_operator_is_registered_as_compilers_need_it() -> None:
     bounds = Bounds(TREES, q.device)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.palestra.tree_attention.default, (q, k, v, bounds.handle, 0.3), test_utils=checks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on a GPU is not computed by flash attention")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the second has layers with windows, too
+def test_prompts_computed_first_give_the_models_own_numbers(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tree_attention, "flash_fits", lambda q, v: True)
+    monkeypatch.setattr(Layout, "is_reordered", property(lambda layout: layout.bounds.has_shared))
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **heads), dtype=torch.float32)
+    scorer = Scorer(model)  # compares log-probabilities and gradients with the model's own
+    assert scorer.mode == "trees", caplog.text
+    reordered = Layout(TREES, model.device).reorder(torch.arange(30)).tolist()
+    assert reordered == [*range(5), *range(19, 23), *range(5, 13), *range(23, 27), *range(13, 19), *range(27, 30)]
