@@ -16,7 +16,6 @@ import asyncio
 import gc
 import json
 import logging
-import random
 import statistics
 import subprocess
 import sys
@@ -25,13 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from noise import Noise, NoiseConfig
+from random_models import TINY, build_model
+
+from palestra.plan.shape import ModelShape, find_shape
+
 ROW = "row: "
-SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
-    "135M": (576, 30, 9, 3, 64, 1536, 49152),
-    "0.6B": (1024, 28, 16, 8, 128, 3072, 151936),
-    "1.7B": (2048, 28, 16, 8, 128, 6144, 151936),
-    "tiny": (64, 2, 4, 2, 16, 128, 2048),
-}
+SHAPES = {"135M": "smollm2-135m", "0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
 # (shape, rank) -> problems x group, prompt + new tokens; a process for each, as each compiles its own layers
 CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("135M", 0): [(32, 8, 256, 256), (16, 8, 1536, 512)],
@@ -48,19 +47,8 @@ TINY_CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
 TOO_LARGE = 65536  # tokens of a micro-batch; with half of the free memory for the KV cache 16,384 fit
 
 
-def build_model(shape: str, device: str, dtype: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    hidden, layers, heads, kv_heads, head_dim, feed_forward, vocabulary = SHAPES[shape]
-    config = Qwen3Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=head_dim, intermediate_size=feed_forward, vocab_size=vocabulary, tie_word_embeddings=True,
-        max_position_embeddings=16384,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+def shape_named(name: str) -> ModelShape:
+    return TINY if name == "tiny" else find_shape(SHAPES[name])
 
 
 class Probe:
@@ -80,29 +68,14 @@ class Probe:
         return getattr(self.tracker, name)
 
 
-def environment(words: int) -> Any:
-    from palestra.envs.env import Env
-    from palestra.envs.running import RunningEnv
-
-    class Noise(Env):
-        """Prompts of random digits, rewards by chance: every group has a signal."""
-
-        def make_problem(self, rng: random.Random) -> Any:
-            return " ".join(str(rng.randrange(10)) for _ in range(words)), ""
-
-        def score(self, answer: str) -> float:
-            return random.random()
-
-    return RunningEnv(Noise())
-
-
 def build_run(loaded: Any, learner: Any, config: Any, prompt: int, runner: asyncio.Runner, steps: int) -> Any:
     from palestra.core.run_folder import RunFolder
+    from palestra.envs.running import RunningEnv
     from palestra.train.run import Run
     from palestra.train.tasks import EnvironmentTask
 
     folder = RunFolder.create(Path(tempfile.mkdtemp()), "plan", config, {})
-    task = EnvironmentTask(environment(words_for(loaded.tokenizer, prompt)))
+    task = EnvironmentTask(RunningEnv(Noise(NoiseConfig(words=words_for(loaded.tokenizer, prompt)))))
     run = Run.build(
         config, task, folder, runner=runner, loaded=loaded, learner=learner, steps=steps, keeps_checkpoints=False
     )
@@ -140,7 +113,7 @@ def child(shape: str, rank: int, cases: list[tuple[int, int, int, int]], repeats
     cuda = torch.cuda.is_available()
 
     def load() -> LoadedModel:
-        model = build_model(shape, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
+        model = build_model(shape_named(shape), "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
         return LoadedModel(model, load_tokenizer("palestra/tiny"), shape, "")
 
     loaded, learner = load(), None
