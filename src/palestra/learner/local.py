@@ -209,6 +209,7 @@ class LocalLearner:
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
+            self.optimizer.gather()
             before = self.optimizer.gradient_marks()
             if unless_out_of_memory(partial(self._backward, micro, packed, found, scale)):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from palestra.core.errors import PalestraError
 class Optimizer:
     """Gradients in, one AdamW update out.
 
-    With `master_weights`, low-precision weights have float32 copies that receive the gradients as
-    they are made, micro-batch by micro-batch, and the updates; the model gets the rounded result.
+    With `master_weights`, low-precision weights have float32 copies that receive the updates; the model gets the
+    rounded result. Before another backward pass, `gather` adds the last one's gradients up, in float32.
     """
 
     def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
@@ -31,7 +32,6 @@ class Optimizer:
             master: Tensor = weight
             if master_weights and weight.dtype != torch.float32:
                 master = weight.detach().float()
-                weight.register_post_accumulate_grad_hook(_move_gradient(master))
                 self._pairs.append((weight, master))
             self.masters.append(master)
         groups = [
@@ -45,13 +45,43 @@ class Optimizer:
             fused=True,
         )
 
+        self._clip_factor: Tensor | None = None  # of gradients that the kernel will scale
+
     @property
     def can_skip(self) -> bool:
         """Whether a step can be launched before it is known to be sound: the GPU then leaves the weights alone."""
         return self.weights[0].is_cuda and not isinstance(self.weights[0], DTensor)
 
+    @cached_property
+    def by_kernel(self) -> bool:
+        """Whether one kernel makes the whole update: of a model on a GPU that has a master for every weight."""
+        return (
+            self.can_skip
+            and len(self._pairs) == len(self.weights)
+            and len({weight.dtype for weight in self.weights}) == 1
+            and all(weight.is_contiguous() for weight in self.weights)
+        )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Add what the last backward pass left at low-precision weights to the sums at their masters."""
+        found = [(weight, master) for weight, master in self._pairs if weight.grad is not None]
+        sums = [(master.grad, weight.grad) for weight, master in found if master.grad is not None]
+        if sums:
+            torch._foreach_add_(*map(list, zip(*sums, strict=True)))
+        for weight, master in found:
+            if master.grad is None:
+                master.grad = weight.grad.float()  # type: ignore[union-attr]
+            weight.grad = None
+
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to `max_norm`; gives their norm before that."""
+        if self.by_kernel and (found := self._gradients()):
+            norms = torch._foreach_norm([gradient for *_, gradient in found], 2.0, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            self._clip_factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            return norm
+        self.gather()
         norm = nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -65,11 +95,48 @@ class Optimizer:
         """Update the weights and forget the gradients; nothing changes if `finite` (only where `can_skip`) is false."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        if finite is not None:  # what the fused kernels look at to skip a step, without the host
-            self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.round_masters()
+        if self.by_kernel and (found := self._gradients()):
+            self._step_by_kernel(found, finite)
+        else:
+            self.gather()
+            if finite is not None:  # what the fused kernels look at to skip a step, without the host
+                self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.adamw.step()
+            self.round_masters()
         self.clear()
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """(weight, master, gradient): of a single backward pass as it was computed, of several their sum."""
+        if any(master.grad is not None for master in self.masters):
+            self.gather()
+            return [(w, m, m.grad) for w, m in self._pairs if m.grad is not None]
+        return [(w, m, w.grad.contiguous()) for w, m in self._pairs if w.grad is not None]
+
+    @torch.no_grad()
+    def _step_by_kernel(self, found: Sequence[tuple[nn.Parameter, Tensor, Tensor]], finite: Tensor | None) -> None:
+        from palestra.learner.adamw_kernel import adamw
+
+        weights, masters, gradients = zip(*found, strict=True)
+        states = [self.adamw.state[master] or self._new_state(master) for master in masters]
+        one = torch.ones((), device=masters[0].device)
+        counted = one if finite is None else finite.float()
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, counted)
+        group = self.adamw.param_groups[0]
+        decay = {id(p): g["weight_decay"] for g in self.adamw.param_groups for p in g["params"]}
+        adamw(
+            masters,
+            gradients,
+            ([state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]),
+            weights,
+            steps,
+            [decay[id(master)] for master in masters],
+            factor=one if self._clip_factor is None else self._clip_factor,
+            finite=counted.long(),
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+        )
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -78,10 +145,9 @@ class Optimizer:
             torch._foreach_copy_([w for w, _ in self._pairs], [m for _, m in self._pairs])
 
     def clear(self) -> None:
-        for master in self.masters:
-            master.grad = None
-        for weight, _ in self._pairs:
+        for weight in (*self.masters, *self.weights):
             weight.grad = None
+        self._clip_factor = None
 
     def gradient_marks(self) -> list[tuple[int, int] | None]:
         """Another list after every gradient that is added: shows whether a failed backward pass has added some."""
@@ -91,6 +157,7 @@ class Optimizer:
 
     def fill(self) -> None:
         """A gradient of 0 where none was computed: a step then goes on by its momentum, as it should."""
+        self.gather()
         for master in self.masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -114,8 +181,13 @@ class Optimizer:
     def make_room(self) -> None:
         """Moments of 0 for every weight, to be overwritten."""
         for master in self.masters:
-            moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+            self._new_state(master)
+
+    def _new_state(self, master: Tensor) -> dict[str, Tensor]:
+        moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+        state = {"step": torch.zeros((), device=master.device), **moments}
+        self.adamw.state[master] = state
+        return state
 
     def names_by_index(self) -> list[str]:
         """The weights as the state of AdamW numbers them."""
@@ -136,15 +208,3 @@ class Optimizer:
         with torch.no_grad():
             for (_, master), value in zip(self._pairs, saved, strict=True):
                 master.copy_(value)
-
-
-def _move_gradient(master: Tensor) -> Any:
-    def move(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.float()
-        else:
-            master.grad += weight.grad
-        weight.grad = None
-
-    return move

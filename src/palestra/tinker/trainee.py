@@ -125,6 +125,7 @@ class Trainee:
                         found = self._scorer(packed.micro)[0].index_select(0, packed.each)
                         loss = token_losses(loss_fn, settings, found, packed.inputs, packed.row).sum()
                     if trains:
+                        self._optimizer.gather()
                         loss.backward()
                     losses.append(loss.detach().double())
                     logprobs.append(found.detach().float())
