@@ -27,7 +27,7 @@ NEW_TOKENS = 8  # of each turn
 APPENDED_TOKENS = (3, 5)  # to each fork
 MAX_GROWTH = 2 * NEW_TOKENS + max(APPENDED_TOKENS)  # of a fork
 MAX_WINDOW_FLOPS, MAX_WINDOW_FLOPS_CUDA = 2e11, 1e15  # a second or two; a window that costs more is left out
-HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR = 2.0, 16.0, 4.0  # see `tolerated_difference`
+HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR, FOUR_BIT_FACTOR = 2.0, 16.0, 4.0, 2.0  # see `tolerated_difference`
 
 
 class CheckedEngine(Protocol):
@@ -117,7 +117,8 @@ def tolerated_difference(model: Any, spread: float) -> float:
     Every layer adds two rounded terms to the residual stream. Their errors, one unit roundoff each, add up like a
     random walk of 2 * layers steps, and reach the logits in proportion to their spread. Models of 4 to 30 layers
     were measured at 0.7 times this in bfloat16 and float16 (1.2 at most), and at 4 times in float32 (5 at most),
-    where the matrix products round at every addition. Rounding may also choose another expert.
+    where the matrix products round at every addition. Rounding may also choose another expert, and products of 4-bit
+    weights round these at many rows, but not at few.
     """
     config, dtype = text_config(model), model.dtype
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 2
@@ -126,6 +127,8 @@ def tolerated_difference(model: Any, spread: float) -> float:
         unit, factor = 2.0**-11, HALF_FACTOR
     if has_experts(config):
         factor *= EXPERTS_FACTOR
+    if getattr(model, "is_loaded_in_4bit", False):
+        factor *= FOUR_BIT_FACTOR
     return max(1e-5, factor * unit * math.sqrt(2 * config.num_hidden_layers) * spread)
 
 

@@ -100,7 +100,14 @@ def by_inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
     """The token at which each row's cumulative probability passes its draw; never one of probability 0."""
     cumulative = probs.cumsum(-1)
     threshold = draws[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+    return _possible(tokens, probs) if probs.is_cuda else tokens
+
+
+def _possible(tokens: Tensor, probs: Tensor) -> Tensor:
+    """The most likely token in place of one of probability 0. A GPU adds in parallel: sums that should be equal differ
+    in their last bit, and once in a million tokens the draw falls in between."""
+    return torch.where(probs.gather(1, tokens[:, None])[:, 0] > 0, tokens, probs.argmax(-1))
 
 
 def masked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

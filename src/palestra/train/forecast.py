@@ -74,15 +74,21 @@ def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.de
 def kv_memory_for(config: RunConfig, model: Any) -> float | None:
     """GiB of the sampler's cache; None leaves it to the engine, which takes half of what is free.
 
-    Gradients, optimizer states and activations come later than the cache: where they would not find room beside half of
-    the memory, the cache gets what they leave.
+    Gradients, optimizer states, master weights and activations come later than the cache: where they would not find
+    room beside half of the memory, the cache gets what they leave. Where whole micro-batches leave too little for the
+    rollouts, they will be smaller ones.
     """
     if config.model.kv_memory_gib is not None or model.device.type != "cuda" or config.model.sleep_mode:
         return config.model.kv_memory_gib
     found = forecast(config, model.config, model.device)
     if found is None:
         return None
-    need = least(found).memory
     free = torch.cuda.mem_get_info(model.device)[0] / GIB
-    left = free - (need.gradients + need.optimizer + need.working + need.workspace) / GIB / USABLE
-    return None if left > free / 2 else max(left, need.kv / GIB)
+
+    def left_by(plan: RunEstimate) -> float:
+        later = plan.memory.states - plan.memory.weights + plan.memory.working
+        return free - later / GIB / USABLE
+
+    smallest = least(found)
+    enough = left_by(found) if left_by(found) >= found.memory.kv / GIB else left_by(smallest)
+    return None if enough > free / 2 else max(enough, smallest.memory.kv / GIB)

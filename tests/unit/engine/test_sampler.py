@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from palestra.core.types import SamplingParams
-from palestra.engine.sampler import SamplingRow, sample, uniforms
+from palestra.engine.sampler import SamplingRow, _possible, sample, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
 
@@ -105,3 +105,8 @@ def test_probability_zero_is_never_drawn() -> None:
     rows = [SamplingRow(SamplingParams(1, seed=s), 0, []) for s in range(5000)]
     tokens, _ = sample(logits.repeat(5000, 1), rows)
     assert set(tokens.tolist()) == {1}
+
+
+def test_a_token_of_probability_0_is_never_chosen_where_rounding_would_have_it() -> None:
+    probs = torch.tensor([[0.0, 0.7, 0.3, 0.0], [0.2, 0.0, 0.8, 0.0], [0.5, 0.5, 0.0, 0.0]])
+    assert _possible(torch.tensor([3, 0, 1]), probs).tolist() == [1, 0, 1]

@@ -66,14 +66,22 @@ def test_a_gpu_without_figures_or_an_unknown_model_is_let_through(monkeypatch: p
 
 
 def test_the_cache_leaves_room_for_what_the_learner_allocates_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cache(free_gib: float) -> float | None:
+    def cache(free_gib: float, model: Qwen3Config, **settings: Any) -> float | None:
         on(monkeypatch, "NVIDIA H200", free_gib, 139.8)
-        return kv_memory_for(config(), SimpleNamespace(device=CUDA, config=_qwen_4b()))
+        return kv_memory_for(config(**settings), SimpleNamespace(device=CUDA, config=model))
 
-    assert cache(139.0) is None  # half of it leaves enough
-    tight = cache(80.0)
+    assert cache(139.0, _small()) is None  # half of it leaves enough
+    beside, tight = cache(139.0, _qwen_4b()), cache(80.0, _qwen_4b())
+    copied = cache(139.0, _qwen_4b(), **{"train.beta": 0.1})
+    assert beside is not None
     assert tight is not None
-    assert 0 < tight < 40
+    assert copied is not None
+    needs = forecast(config(), _qwen_4b(), CUDA)
+    assert needs is not None
+    later = (needs.memory.optimizer + needs.memory.master_weights + needs.memory.working) / GIB
+    assert later + beside < 139.0  # with whole micro-batches,
+    assert 0 < tight < 40  # or with smaller ones
+    assert beside - copied == pytest.approx(needs.memory.weights / GIB / 0.95, rel=0.01)  # the reference is a copy
     chosen = config(**{"model.kv_memory_gib": 7.0})
     assert kv_memory_for(chosen, SimpleNamespace(device=CUDA, config=_qwen_4b())) == 7.0
 
