@@ -90,11 +90,7 @@ class _Row:
     index: int
     sample: Sample
     scored: np.ndarray
-
-    @property
-    def fed(self) -> int:
-        """Tokens that must be computed: all before the last scored one."""
-        return int(self.scored[-1])
+    fed: int  # tokens that must be computed: all before the last scored one
 
 
 def pack(
@@ -186,14 +182,14 @@ def _row(index: int, sample: Sample, echo: bool) -> _Row | None:
     scored = mask.nonzero()[0]
     if len(scored) and scored[0] == 0:
         scored = scored[1:]  # nothing predicts the first token
-    return _Row(index, sample, scored) if len(scored) else None
+    return _Row(index, sample, scored, int(scored[-1])) if len(scored) else None
 
 
 def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    sources: list[np.ndarray] = []
     trees: list[Tree] = []
+    places: list[tuple[int, int, int]] = []  # of each row: start of its tree, shared tokens, start of its own
     start = 0
     for prompt_length, rows in groups:
         shared = prompt_length if len(rows) > 1 else 0  # a lone row is one causal run
@@ -203,25 +199,31 @@ def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
         for row in rows:
             ids.append(row.sample.token_ids[shared : row.fed])
             positions.append(np.arange(shared, row.fed))
-            before = row.scored - 1
-            own = before + (at - shared)
-            sources.append(np.where(before < shared, start + before, own) if shared else own)
+            places.append((start, shared, at))
             at += row.fed - shared
         trees.append(Tree(start, shared, tuple(row.fed - shared for row in rows if row.fed > shared)))
         start = at
     rows = [row for _, rows in groups for row in rows]
+    counts = [len(row.scored) for row in rows]
+    scored = np.concatenate([row.scored for row in rows])
+    tree_start, shared_tokens, own_start = np.repeat(np.array(places).T, counts, axis=1)
+    before = scored - 1
+    source = np.where(before < shared_tokens, tree_start + before, own_start - shared_tokens + before)
+    lengths = [len(row.sample.token_ids) for row in rows]
+    chosen = scored + np.repeat(np.cumsum(lengths) - lengths, counts)
 
     def column(name: str, dtype: Any = None) -> Tensor:
-        return _tensor([getattr(row.sample, name)[row.scored] for row in rows], dtype)
+        values = np.concatenate([getattr(row.sample, name) for row in rows])
+        return torch.from_numpy(values[chosen].astype(dtype or values.dtype, copy=False))
 
     return MicroBatch(
         token_ids=_tensor(ids, np.int64),
         position_ids=_tensor(positions),
         trees=tuple(trees),
-        source=_tensor(sources),
+        source=torch.from_numpy(source),
         target=column("token_ids", np.int64),
-        row=torch.from_numpy(np.repeat([row.index for row in rows], [len(row.scored) for row in rows])),
-        place=_tensor([row.scored for row in rows]),
+        row=torch.from_numpy(np.repeat([row.index for row in rows], counts)),
+        place=torch.from_numpy(scored),
         policy_mask=column("policy_mask"),
         echo_mask=column("echo_mask"),
         sampler_logprobs=column("logprobs"),

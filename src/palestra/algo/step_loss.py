@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from palestra.algo.echo import Normalization
 from palestra.algo.losses import Objective
 from palestra.core.types import Sample
@@ -49,8 +51,8 @@ class StepLoss:
         echo_normalization: Normalization = "selected_tokens",
     ) -> StepLoss:
         """The loss of a step on these samples; `tokens_total` is their policy tokens unless given."""
-        policy_tokens = sum(int(s.policy_mask[1:].sum()) for s in samples)
-        echo = [int(s.echo_mask[1:].sum()) for s in samples] if echo_coefficient else []
+        policy_tokens = sum(int(np.count_nonzero(s.policy_mask[1:])) for s in samples)
+        echo = [int(np.count_nonzero(s.echo_mask[1:])) for s in samples] if echo_coefficient else []
         return cls(
             objective=objective,
             rows=sum(bool(s.policy_mask.any() or not s.echo_mask.any()) for s in samples),

@@ -73,7 +73,7 @@ def update(
 
 def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients) -> list[StepLoss]:
     """The loss of each optimizer step."""
-    tokens = [sum(int(s.policy_mask[1:].sum()) for s in batch.samples) for batch in batches]
+    tokens = [sum(int(np.count_nonzero(s.policy_mask[1:])) for s in batch.samples) for batch in batches]
     per_batch = config.train.loss in BATCH_TOKEN_LOSSES
     return [
         StepLoss.of(
@@ -94,14 +94,17 @@ def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several:
 
     The current policy's are computed only where an update of this step would change them before they are read.
     """
-    stale = [s.policy_mask & (s.versions != version) & ~np.isnan(s.logprobs) for s in batch.samples]
+    columns = ([getattr(s, name) for s in batch.samples] for name in ("policy_mask", "versions", "logprobs"))
+    policy_mask, versions, logprobs = map(np.concatenate, columns)
+    stale = policy_mask & (versions != version) & ~np.isnan(logprobs)
     if several:
-        own = learner.forward(batch)
-    elif any(mask.any() for mask in stale):
-        own = [np.full(len(s.token_ids), np.nan, dtype=np.float32) for s in batch.samples]
+        own = np.concatenate(learner.forward(batch))
+    elif stale.any():
+        own = np.full(len(stale), np.nan, dtype=np.float32)
     else:
         return None
-    return [np.where(mask, s.logprobs, row) for mask, s, row in zip(stale, batch.samples, own, strict=True)]
+    ends = np.cumsum([len(s.token_ids) for s in batch.samples])
+    return np.split(np.where(stale, logprobs, own), ends[:-1])
 
 
 def filled(old: Sequence[Array] | None, own: Sequence[Array]) -> list[Array]:
