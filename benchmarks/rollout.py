@@ -33,7 +33,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 TURN_TOKENS = 25
 NEVER = -20.0  # a logit
 ANSWER = "the answer is forty two " * 2
-SYSTEM = "You look things up before you answer. " * 6  # with the tool's description, a prompt of about 350 tokens
+SYSTEM = "You look things up before you answer. " * 6  # with the tool's description, a prompt of about 510 tokens
 
 
 async def lookup(q: str) -> str:
@@ -50,29 +50,12 @@ async def lookup(q: str) -> str:
 
 
 def build(scenario: dict[str, Any]) -> tuple[Any, Any]:
-    """A 4-layer Qwen3 of width 256 and a byte-pair tokenizer of 1,000 tokens with Qwen3's chat template."""
+    """A 4-layer Qwen3 of width 256 and a tokenizer of 1,000 tokens with Qwen3's chat template."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl.chat_template_utils import qwen3_chat_template
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    added = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000 - len(added),
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator([" ".join(words(30, i)) for i in range(400)] + [qwen3_chat_template] * 3, trainer)
-    core.add_tokens(added)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
-    )
-    tokenizer.chat_template = qwen3_chat_template
+    tokenizer = make_tokenizer(qwen3_chat_template, 1000)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
@@ -80,9 +63,44 @@ def build(scenario: dict[str, Any]) -> tuple[Any, Any]:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
-    ends = math.log((len(tokenizer) - 1) / (TURN_TOKENS - 1)) if scenario["tools"] else NEVER
-    raise_logits(model, {tokenizer.eos_token_id: ends, tokenizer.pad_token_id: NEVER})  # the latter ends our turns too
+    set_turn_length(model, tokenizer, TURN_TOKENS if scenario["tools"] else None)
     return model, tokenizer
+
+
+def make_tokenizer(chat_template: str, size: int) -> Any:
+    """A byte-pair tokenizer; of the tokens beyond the first thousand, text has none, but a model may sample them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    added = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(size, 1000) - len(added),
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([" ".join(words(30, i)) for i in range(400)] + [chat_template] * 3, trainer)
+    whole = json.loads(core.to_str())
+    vocabulary = whole["model"]["vocab"]
+    for token_id in range(len(vocabulary), size - len(added)):
+        vocabulary[f"Ġfiller{token_id}"] = token_id
+    core = Tokenizer.from_str(json.dumps(whole))
+    core.add_tokens(added)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def set_turn_length(model: Any, tokenizer: Any, tokens: int | None) -> None:
+    """Let the model end its turns after so many tokens, on average; None: never."""
+    ends = math.log((len(tokenizer) - 1) / (tokens - 1)) if tokens else NEVER
+    raise_logits(model, {tokenizer.eos_token_id: ends, tokenizer.pad_token_id: NEVER})  # the latter ends our turns too
 
 
 def raise_logits(model: Any, by: Mapping[int, float]) -> None:
@@ -113,23 +131,12 @@ def conversations(scenario: dict[str, Any], steps: int) -> list[list[dict[str, s
 
 def run_trl(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """TRL's trainer; one record for each step."""
-    import trl.trainer.grpo_trainer as grpo
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = build(scenario)
-    response = tokenizer.convert_tokens_to_ids("<tool_response>")
-    parse = grpo.parse_response
-
-    def forced(tokenizer: Any, ids: Any, prefix: Any = None, tools: Any = None) -> Any:
-        parsed = parse(tokenizer, ids, prefix=prefix, tools=tools)
-        parsed.pop("tool_calls", None)
-        if prefix.count(response) < scenario["tools"] and ids and ids[-1] == tokenizer.eos_token_id:
-            parsed["tool_calls"] = [{"type": "function", "function": {"name": "lookup", "arguments": {"q": "x"}}}]
-        return parsed
-
-    grpo.parse_response = forced
+    make_trl_call(tokenizer, scenario["tools"])
     records: list[dict[str, float]] = []
     counts = {"sampled": 0, "prefilled": 0}
 
@@ -169,6 +176,23 @@ def run_trl(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     trainer._generate_single_turn = counted
     trainer.train()
     return records
+
+
+def make_trl_call(tokenizer: Any, rounds: int) -> None:
+    """Let TRL find a call of the tool in each of the first turns, up to so many."""
+    import trl.trainer.grpo_trainer as grpo
+
+    response = tokenizer.convert_tokens_to_ids("<tool_response>")
+    parse = grpo.parse_response
+
+    def forced(tokenizer: Any, ids: Any, prefix: Any = None, tools: Any = None) -> Any:
+        parsed = parse(tokenizer, ids, prefix=prefix, tools=tools)
+        parsed.pop("tool_calls", None)
+        if prefix.count(response) < rounds and ids and ids[-1] == tokenizer.eos_token_id:
+            parsed["tool_calls"] = [{"type": "function", "function": {"name": "lookup", "arguments": {"q": "x"}}}]
+        return parsed
+
+    grpo.parse_response = forced
 
 
 @dataclass

@@ -1,0 +1,288 @@
+"""A whole agent step on one GPU: Palestra, TRL with vLLM colocated, and TRL at its default, one after the other.
+
+    python benchmarks/agent_step.py [--groups 8] [--only palestra trl-vllm trl] [--vllm-path FOLDER] [--logs FOLDER]
+    python benchmarks/agent_step.py --tiny --only palestra trl     # on a CPU, about a minute
+
+About 5 minutes on an H200, half of it vLLM's start. Each side trains the same model (Qwen3-0.6B's shape, random
+weights, bfloat16) in a process of its own, through its own front door: groups of 8 rollouts of a prompt of 350
+tokens, three rounds of a tool, then a final turn; loss, backward, optimizer, new weights in the sampler. A random
+model calls no tool, so on both sides a call is found in each of the first three turns; turns end when the model
+samples its end token, after 25 tokens on average. Lengths differ by luck, hence the ratio for each sampled token.
+
+Palestra is at its defaults, so it keeps float32 master weights and writes its rollouts to disk. TRL's weights are
+bfloat16, which is quicker; with `--trl-dtype float32`, as its default has it, they are their own master weights. The
+rest is TRL's default: gradient checkpointing, bfloat16 autocast, fused AdamW, and with vLLM the importance
+correction. A step is the time from the end of one to the end of the next; the first two do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rollout import ANSWER, TURN_TOKENS, make_tokenizer, make_trl_call, set_turn_length, words
+
+SIDES = {"palestra": 14, "trl-vllm": 10, "trl": 4}  # and how many steps each takes
+GROUP, ROUNDS, MAX_NEW_TOKENS = 8, 3, 512
+SYSTEM = "Look it up."
+WARM_UP = 2  # steps that do not count
+TRL_ROWS = 64  # of one forward and backward
+QWEN3_06B = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+TINY = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
+VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}  # fmt: skip
+
+
+def lookup(q: str) -> str:
+    """Looks something up.
+
+    Args:
+        q: The query.
+
+    Returns:
+        The answer.
+    """
+    return ANSWER
+
+
+def write_model(args: argparse.Namespace) -> None:
+    """The model and its tokenizer, as a folder that all sides load."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    trl = Path(find_spec("trl").origin)  # type: ignore[union-attr,arg-type]  # not imported: it may be what fails
+    template = (trl.parent / "chat_templates" / "qwen3.jinja").read_text()
+    shape = TINY if args.tiny else QWEN3_06B
+    tokenizer = make_tokenizer(template, shape["vocab_size"])
+    config = Qwen3Config(
+        **shape, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if args.tiny else torch.bfloat16)
+    with torch.no_grad():  # through 28 layers the constant channel must stay the largest
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.02
+            layer.mlp.down_proj.weight *= 0.02
+    set_turn_length(model, tokenizer, TURN_TOKENS)
+    model.save_pretrained(args.model)
+    tokenizer.save_pretrained(args.model)
+    prompt = tokenizer.apply_chat_template(
+        conversation(questions(args)[0]), tools=[lookup], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"NAME {parameters / 1e6:.1f} M weights, a prompt of {len(prompt)} tokens")
+
+
+def questions(args: argparse.Namespace) -> list[str]:
+    return [" ".join(words(5, seed)) for seed in range(args.groups * max(1, args.steps))]
+
+
+def conversation(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
+def step_ended(step: int, steps: int, sampled: float, sampling_s: float) -> None:
+    """Tell the parent; after the last one the process ends at once, without what follows a training."""
+    print("STEP", json.dumps({"at": time.time(), "sampled": sampled, "sampling_s": sampling_s}), flush=True)
+    if step == steps:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def run_palestra(args: argparse.Namespace) -> None:
+    from palestra import Agent, EvalSuite, measure, train_grpo
+    from palestra.core.types import Finish, Message, SamplingParams, ToolCall
+    from palestra.rollout.speakers import TokenSpeaker
+    from palestra.train.watcher import Watcher
+
+    print("NAME Palestra", flush=True)
+    say = TokenSpeaker.say
+
+    async def calls(speaker: TokenSpeaker, sampling: SamplingParams) -> tuple[Message, Finish]:
+        message, finish = await say(speaker, sampling)
+        turns = sum(turn.maker == "model" for turn in speaker.turns)
+        asked = (ToolCall(f"call_{turns}", "lookup", {"q": "x"}),) if turns <= ROUNDS else ()
+        return replace(message, tool_calls=asked), finish
+
+    TokenSpeaker.say = calls  # type: ignore[method-assign]
+
+    class Clock(Watcher):
+        def advance(self, done: int, metrics: dict[str, float]) -> None:
+            if "sample_seconds" in metrics:
+                step_ended(done, args.steps, metrics["sampled_tokens"], metrics["sample_seconds"])
+
+    @measure
+    def luck(context: Any) -> float:
+        return random.random()
+
+    config = {
+        "train": {"max_steps": args.steps, "problems_per_step": args.groups, "learning_rate": 1e-5},
+        "rollout": {"group_size": GROUP, "temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS},
+        "eval": {"cases": 1},
+        "checkpoint": {"every": 0},
+    }
+    suite = EvalSuite.from_records([{"input": question} for question in questions(args)], measures=[luck])
+    agent = Agent("agent-step", str(args.model), SYSTEM, tools=[lookup])
+    train_grpo(agent, suite, config=config, held_out=0, watcher=Clock(), folder=args.out)
+
+
+def run_trl(args: argparse.Namespace) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    use_vllm = args.side == "trl-vllm"
+    print("NAME TRL", version("trl"), f"+ vLLM {version('vllm')}" if use_vllm else "", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    make_trl_call(tokenizer, ROUNDS)
+    last = {"sampled": 0.0, "sampling_s": 0.0}
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step_ended(state.global_step, args.steps, **last)
+
+    rows, on_gpu = args.groups * GROUP, torch.cuda.is_available()
+    vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 2048}
+    config = GRPOConfig(
+        output_dir=str(args.out), use_cpu=not on_gpu, bf16=on_gpu, per_device_train_batch_size=min(rows, TRL_ROWS),
+        gradient_accumulation_steps=max(1, rows // TRL_ROWS), num_generations=GROUP, temperature=1.0,
+        max_completion_length=MAX_NEW_TOKENS, max_steps=args.steps, learning_rate=1e-5, save_strategy="no",
+        report_to="none", logging_steps=1, disable_tqdm=True, use_vllm=use_vllm, **(vllm if use_vllm else {}),
+        model_init_kwargs={"dtype": args.trl_dtype if on_gpu else "float32"},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=str(args.model),
+        reward_funcs=lambda completions, **_: [random.random() for _ in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [conversation(question) for question in questions(args)]}),
+        processing_class=tokenizer,
+        tools=[lookup],
+        callbacks=[Clock()],
+    )
+    generate = trainer._generate
+
+    def counted(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = generate(*arguments)
+        last.update(sampled=sum(map(sum, result[2])), sampling_s=time.perf_counter() - began)  # tool_mask: 1 if sampled
+        return result
+
+    trainer._generate = counted
+    trainer.train()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a side's log says of its steps."""
+
+    name: str
+    steps: Sequence[dict[str, float]]
+    began: float
+
+    @property
+    def counts(self) -> bool:
+        return len(self.steps) > WARM_UP
+
+    @property
+    def step_s(self) -> float:
+        ends = [step["at"] for step in self.steps[WARM_UP - 1 :]]
+        return statistics.median(after - before for before, after in pairwise(ends))
+
+    def median(self, key: str) -> float:
+        return statistics.median(step[key] for step in self.steps[WARM_UP:])
+
+    def row(self, ours: Measurement | None) -> str:
+        sampled = self.median("sampled")
+        times = self.step_s / ours.step_s if ours else float("nan")
+        each = times * ours.median("sampled") / sampled if ours else float("nan")
+        cells = [self.name, f"{self.step_s:.3f}", f"{self.median('sampling_s'):.3f}", f"{sampled:.0f}", f"{times:.2f}",
+                 f"{each:.2f}", f"{self.steps[0]['at'] - self.began:.0f}", str(len(self.steps) - WARM_UP)]  # fmt: skip
+        return f"| {' | '.join(cells)} |"
+
+
+def measure_side(side: str, args: argparse.Namespace, folder: Path) -> Measurement:
+    """Run one side in a process of its own; whatever is left of it is ended."""
+    steps = (args.steps or SIDES[side]) if side in SIDES else 0
+    command = [sys.executable, __file__, "--side", side, "--model", str(folder / "model"), "--out", str(folder / side),
+               "--groups", str(args.groups), "--steps", str(steps), "--trl-dtype", args.trl_dtype]  # fmt: skip
+    command += ["--tiny"] if args.tiny else []
+    env = os.environ | OFFLINE | {"PALESTRA_HOME": str(folder / "home")} | (VLLM if side == "trl-vllm" else {})
+    if side == "trl-vllm" and args.vllm_path:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), args.vllm_path]))
+    log = Path(args.logs) / f"{side}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            reason = f"exit status {process.wait(args.limit)}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {args.limit} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    name = next((line.removeprefix("NAME ").strip() for line in lines if line.startswith("NAME ")), side)
+    found = [json.loads(line.removeprefix("STEP ")) for line in lines if line.startswith("STEP ")]
+    measured = Measurement(name, found, began)
+    median = f", {measured.step_s:.3f} s a step" if measured.counts else ""
+    print(f"{name}: {reason}, {len(found)} steps in {time.time() - began:.0f} s{median}", flush=True)
+    if len(found) < steps or process.returncode:
+        print(
+            "\n".join(f"    {line[:300]}" for line in lines[-25:]), f"    all of it is in {log}", sep="\n", flush=True
+        )
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=8, help="prompts a step, each with 8 rollouts")
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--steps", type=int, default=0, help=f"default {SIDES}")
+    parser.add_argument("--limit", type=float, default=200, help="seconds that a side may take")
+    parser.add_argument("--logs", default="agent-step-logs", help="where each side's output goes")
+    parser.add_argument("--vllm-path", help="where vLLM is installed, if TRL's side alone shall find it")
+    parser.add_argument("--trl-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--side", choices=["model", *SIDES], help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        {"model": write_model, "palestra": run_palestra}.get(args.side, run_trl)(args)
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        measured = {side: measure_side(side, args, folder) for side in ["model", *args.only]}
+    ours = measured.get("palestra")
+    rows = [each.row(ours if ours and ours.counts else None) for each in measured.values() if each.counts]
+    print(f"\n{args.groups} x {GROUP} rollouts, {ROUNDS} tool rounds, {measured['model'].name}; medians\n")
+    print("| | s a step | of it sampling | tokens sampled | times ours | for each token | first step after s | steps |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
