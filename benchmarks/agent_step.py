@@ -1,7 +1,7 @@
 """A whole agent step on one GPU: Palestra, TRL with vLLM colocated, and TRL at its default, one after the other.
 
     python benchmarks/agent_step.py [--groups 8] [--only palestra trl-vllm trl] [--vllm-path FOLDER] [--logs FOLDER]
-    python benchmarks/agent_step.py --tiny --only palestra trl     # on a CPU, about a minute
+    python benchmarks/agent_step.py --tiny --only palestra trl --groups 2     # on a CPU, two minutes
 
 About 5 minutes on an H200, half of it vLLM's start. Each side trains the same model (Qwen3-0.6B's shape, random
 weights, bfloat16) in a process of its own, through its own front door: groups of 8 rollouts of a prompt of 350
@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -30,15 +32,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rollout import ANSWER, TURN_TOKENS, make_tokenizer, make_trl_call, set_turn_length, words
+from rollout import ANSWER, NEVER, TURN_TOKENS, make_tokenizer, make_trl_call, words
 
-SIDES = {"palestra": 14, "trl-vllm": 10, "trl": 4}  # and how many steps each takes
+SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 4}  # and how many steps each takes
 GROUP, ROUNDS, MAX_NEW_TOKENS = 8, 3, 512
 SYSTEM = "Look it up."
 WARM_UP = 2  # steps that do not count
@@ -49,7 +52,7 @@ TINY = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_h
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
 VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}  # fmt: skip
+        "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1", "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
 
 
 def lookup(q: str) -> str:
@@ -80,18 +83,38 @@ def write_model(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if args.tiny else torch.bfloat16)
-    with torch.no_grad():  # through 28 layers the constant channel must stay the largest
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 0.02
-            layer.mlp.down_proj.weight *= 0.02
-    set_turn_length(model, tokenizer, TURN_TOKENS)
-    model.save_pretrained(args.model)
-    tokenizer.save_pretrained(args.model)
     prompt = tokenizer.apply_chat_template(
         conversation(questions(args)[0]), tools=[lookup], add_generation_prompt=True, tokenize=True, return_dict=False
     )
+    end_turns(model, tokenizer, prompt)
+    model.save_pretrained(args.model)
+    tokenizer.save_pretrained(args.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"NAME {parameters / 1e6:.1f} M weights, a prompt of {len(prompt)} tokens")
+    tell("NAME", f"{parameters / 1e6:.1f} M weights, a prompt of {len(prompt)} tokens")
+
+
+def end_turns(model: Any, tokenizer: Any, prompt: list[int]) -> None:
+    """Let the model sample its end token once in `TURN_TOKENS`, through the weights: channel 0 is constant for it.
+
+    It is no larger than the others, whose gradients would drown in rounding, so its size after the last norm is
+    measured.
+    """
+    import torch
+
+    sampled = torch.randint(len(tokenizer), (8, 4 * TURN_TOKENS)).tolist()
+    ids = torch.tensor([prompt + turn for turn in sampled], device=model.device)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        embeddings = model.model.embed_tokens.weight  # the output layer's, too
+        embeddings[:, 0] = 1.0
+        hidden = model.model(ids).last_hidden_state[:, len(prompt) :]
+        model.model.norm.weight[0] /= hidden[..., 0].float().mean()
+        logits = model(ids, logits_to_keep=len(sampled[0])).logits.float()
+        needed = logits.logsumexp(-1) - math.log(TURN_TOKENS - 1) - logits[..., tokenizer.eos_token_id]
+        embeddings[tokenizer.eos_token_id, 0] += needed.mean()
+        embeddings[tokenizer.pad_token_id, 0] += NEVER  # it ends turns, too
 
 
 def questions(args: argparse.Namespace) -> list[str]:
@@ -102,9 +125,15 @@ def conversation(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
+def tell(kind: str, text: str) -> None:
+    """A line for the parent, whatever else is being written there."""
+    sys.stdout.write(f"\n{kind} {text}\n")
+    sys.stdout.flush()
+
+
 def step_ended(step: int, steps: int, sampled: float, sampling_s: float) -> None:
     """Tell the parent; after the last one the process ends at once, without what follows a training."""
-    print("STEP", json.dumps({"at": time.time(), "sampled": sampled, "sampling_s": sampling_s}), flush=True)
+    tell("STEP", json.dumps({"at": time.time(), "sampled": sampled, "sampling_s": sampling_s}))
     if step == steps:
         sys.stderr.flush()
         os._exit(0)
@@ -116,7 +145,7 @@ def run_palestra(args: argparse.Namespace) -> None:
     from palestra.rollout.speakers import TokenSpeaker
     from palestra.train.watcher import Watcher
 
-    print("NAME Palestra", flush=True)
+    tell("NAME", "Palestra")
     say = TokenSpeaker.say
 
     async def calls(speaker: TokenSpeaker, sampling: SamplingParams) -> tuple[Message, Finish]:
@@ -152,9 +181,10 @@ def run_trl(args: argparse.Namespace) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
 
     use_vllm = args.side == "trl-vllm"
-    print("NAME TRL", version("trl"), f"+ vLLM {version('vllm')}" if use_vllm else "", flush=True)
+    tell("NAME", f"TRL {version('trl')}" + (f" + vLLM {version('vllm')}" if use_vllm else ""))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     make_trl_call(tokenizer, ROUNDS)
     last = {"sampled": 0.0, "sampling_s": 0.0}
@@ -164,10 +194,13 @@ def run_trl(args: argparse.Namespace) -> None:
             step_ended(state.global_step, args.steps, **last)
 
     rows, on_gpu = args.groups * GROUP, torch.cuda.is_available()
+    if use_vllm and on_gpu and torch.cuda.get_device_capability()[0] == 9:
+        # vLLM's own choice there; named, so that it tries no backend whose packages may be missing
+        vllm_generation.LLM = partial(vllm_generation.LLM, attention_config={"backend": "FLASH_ATTN"})
     vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 2048}
     config = GRPOConfig(
         output_dir=str(args.out), use_cpu=not on_gpu, bf16=on_gpu, per_device_train_batch_size=min(rows, TRL_ROWS),
-        gradient_accumulation_steps=max(1, rows // TRL_ROWS), num_generations=GROUP, temperature=1.0,
+        gradient_accumulation_steps=-(-rows // TRL_ROWS), num_generations=GROUP, temperature=1.0,
         max_completion_length=MAX_NEW_TOKENS, max_steps=args.steps, learning_rate=1e-5, save_strategy="no",
         report_to="none", logging_steps=1, disable_tqdm=True, use_vllm=use_vllm, **(vllm if use_vllm else {}),
         model_init_kwargs={"dtype": args.trl_dtype if on_gpu else "float32"},
@@ -251,15 +284,15 @@ def measure_side(side: str, args: argparse.Namespace, folder: Path) -> Measureme
     median = f", {measured.step_s:.3f} s a step" if measured.counts else ""
     print(f"{name}: {reason}, {len(found)} steps in {time.time() - began:.0f} s{median}", flush=True)
     if len(found) < steps or process.returncode:
-        print(
-            "\n".join(f"    {line[:300]}" for line in lines[-25:]), f"    all of it is in {log}", sep="\n", flush=True
-        )
+        errors = [i for i, line in enumerate(lines) if re.match(r"(\[rank0\]: )?[\w.]+(Error|Exception)\b", line)]
+        shown = [line[:300] for line in lines[: errors[-1] + 1 if errors else None] if line.strip()][-20:]
+        print(*(f"    {line}" for line in shown), f"    all of it is in {log}", sep="\n", flush=True)
     return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=8, help="prompts a step, each with 8 rollouts")
+    parser.add_argument("--groups", type=int, default=8, help=f"prompts a step, each with {GROUP} rollouts")
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, default=0, help=f"default {SIDES}")
     parser.add_argument("--limit", type=float, default=200, help="seconds that a side may take")
@@ -271,15 +304,20 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.groups * GROUP > TRL_ROWS and args.groups * GROUP % TRL_ROWS:
+        parser.error(f"--groups {args.groups}: TRL needs whole batches of {TRL_ROWS} rollouts; give a multiple of 8")
     if args.side:
         {"model": write_model, "palestra": run_palestra}.get(args.side, run_trl)(args)
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
-        measured = {side: measure_side(side, args, folder) for side in ["model", *args.only]}
+        model = measure_side("model", args, folder)
+        if not (folder / "model" / "config.json").exists():
+            raise SystemExit("there is no model to measure with")
+        measured = {side: measure_side(side, args, folder) for side in args.only}
     ours = measured.get("palestra")
     rows = [each.row(ours if ours and ours.counts else None) for each in measured.values() if each.counts]
-    print(f"\n{args.groups} x {GROUP} rollouts, {ROUNDS} tool rounds, {measured['model'].name}; medians\n")
+    print(f"\n{args.groups} x {GROUP} rollouts, {ROUNDS} tool rounds, {model.name}; medians\n")
     print("| | s a step | of it sampling | tokens sampled | times ours | for each token | first step after s | steps |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", *rows, sep="\n")
 

@@ -63,7 +63,8 @@ def build(scenario: dict[str, Any]) -> tuple[Any, Any]:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
-    set_turn_length(model, tokenizer, TURN_TOKENS if scenario["tools"] else None)
+    ends = math.log((len(tokenizer) - 1) / (TURN_TOKENS - 1)) if scenario["tools"] else NEVER
+    raise_logits(model, {tokenizer.eos_token_id: ends, tokenizer.pad_token_id: NEVER})  # the latter ends our turns too
     return model, tokenizer
 
 
@@ -95,12 +96,6 @@ def make_tokenizer(chat_template: str, size: int) -> Any:
     )
     tokenizer.chat_template = chat_template
     return tokenizer
-
-
-def set_turn_length(model: Any, tokenizer: Any, tokens: int | None) -> None:
-    """Let the model end its turns after so many tokens, on average; None: never."""
-    ends = math.log((len(tokenizer) - 1) / (tokens - 1)) if tokens else NEVER
-    raise_logits(model, {tokenizer.eos_token_id: ends, tokenizer.pad_token_id: NEVER})  # the latter ends our turns too
 
 
 def raise_logits(model: Any, by: Mapping[int, float]) -> None:
