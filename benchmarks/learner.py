@@ -2,6 +2,8 @@
 
 python benchmarks/learner.py            on this CPU: CPU seconds of one step
 python benchmarks/learner.py --gpu      on a CUDA GPU: milliseconds, TFLOP/s by 6·N·tokens, peak memory
+python benchmarks/learner.py --gpu --only learner --profile    of each learner's step: how long the GPU is busy, by
+                                        kernel, where the host's time goes, and memory between steps (3 minutes)
 python benchmarks/learner.py --gpu --tiny    the same script with a tiny shape, on whatever is there
 """
 
@@ -32,9 +34,11 @@ def policy_loss(objective, logprobs, old, row, advantages, **more):
 
 
 SETTINGS: dict[str, object] = {}
+ONLY, PROFILE = "", False  # ways whose name has this; whether their steps are profiled
 SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
     "tiny": (128, 4, 4, 2, 32, 384, 4096),
     "small": (384, 6, 6, 2, 64, 1024, 16384),
+    "135M": (576, 30, 9, 3, 64, 1536, 49152),
     "0.6B": (1024, 28, 16, 8, 128, 3072, 151936),
 }
 
@@ -169,6 +173,11 @@ def on_gpu(tiny: bool, repeats: int) -> None:
     for share in (False, True):
         way = "learner, prompt shared" if share else "learner, prompt repeated"
         measure_gpu(group_name, way, quarter, learner_step_for(shape, dtype, device, shared, quarter, share), repeats)
+    small, agents = ("tiny", (2, 3, 24, 8)) if tiny else ("135M", (64, 8, 220, 45))
+    rows_name = "{}: {} x {} x ({} + {})".format(small, *agents)
+    for micro in (16384, 32768):
+        samples = make_samples(*agents, SHAPES[small][-1])
+        measure_gpu(rows_name, "learner", micro, learner_step_for(small, dtype, device, samples, micro), repeats)
 
 
 Step = Callable[[], float]
@@ -201,6 +210,8 @@ def measure_gpu(
     rows: str, way: str, micro: int, start: Callable[[], tuple[Step, nn.Module, list[Sample]]], repeats: int
 ) -> None:
     """One line of the table: median wall time of a step, after two warm-up steps."""
+    if ONLY not in way:
+        return
     cuda = torch.cuda.is_available()
     step, model, samples = start()
     started = time.perf_counter()
@@ -225,9 +236,35 @@ def measure_gpu(
         f"| {rows} | {way} | {micro} | {seconds * 1e3:.0f} | {flops:.0f} | {peak:.1f} | {norm:.4f} | {warm:.0f} |",
         flush=True,
     )
+    if PROFILE:
+        profile_step(step)
     del step, model
     if cuda:
         torch.cuda.empty_cache()
+
+
+def profile_step(step: Step) -> None:
+    """Where the time of one step goes."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+        print(f"GiB between steps: {torch.cuda.memory_allocated() / 2**30:.1f}")
+    with torch.profiler.profile() as profile:
+        started = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    events = profile.key_averages()
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(e.self_device_time_total for e in kernels) / 1e6
+    print(
+        f"profiled step {seconds * 1e3:.0f} ms, kernels {busy * 1e3:.0f} ms in {sum(e.count for e in kernels)} launches"
+    )
+    for event in sorted(kernels, key=lambda e: -e.self_device_time_total)[:30]:
+        print(f"  GPU  {event.self_device_time_total / 1e3:8.2f} ms {event.count:6d} x {event.key[:110]}")
+    for event in sorted(events, key=lambda e: -e.self_cpu_time_total)[:20]:
+        print(f"  host {event.self_cpu_time_total / 1e3:8.2f} ms {event.count:6d} x {event.key[:110]}")
 
 
 def main() -> None:
@@ -236,7 +273,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--bf16-states", action="store_true", help="without float32 master weights, as the plain one")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
+    global ONLY, PROFILE
+    ONLY, PROFILE = arguments.only, arguments.profile
     SETTINGS["model.master_weights"] = not arguments.bf16_states
     if arguments.gpu:
         on_gpu(arguments.tiny, arguments.repeats)
