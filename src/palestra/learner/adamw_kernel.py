@@ -31,30 +31,31 @@ def _at(TABLE, column, count, tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def _adamw(
-    TABLE, DECAY, TENSOR, CHUNK, FACTOR, FINITE, count, lr, beta1, rest1, beta2, rest2, log_beta1, log_beta2, eps,
+    TABLE, DECAY, CORRECTION, TENSOR, CHUNK, FACTOR, FINITE, count, lr, beta1, rest1, beta2, rest2, eps,
     GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor a program. The table's columns: numel, step, master, moments, gradient, weight."""
+    """One chunk of one tensor a program. The table's columns: numel, master, both moments, gradient, weight."""
     tensor = tl.load(TENSOR + tl.program_id(0))
     at = tl.load(CHUNK + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(TABLE + tensor) * tl.load(FINITE)
-    step = tl.load(_at(TABLE, 1, count, tensor, tl.float32, False)).to(tl.float64)
-    correction1 = (1.0 - tl.exp(step * log_beta1)).to(tl.float32)
-    correction2 = (1.0 - tl.exp(step * log_beta2)).to(tl.float32)
-    MASTER = _at(TABLE, 2, count, tensor, tl.float32, ALIGNED)
-    AVERAGE = _at(TABLE, 3, count, tensor, tl.float32, ALIGNED)
-    SQUARE = _at(TABLE, 4, count, tensor, tl.float32, ALIGNED)
-    g = tl.load(_at(TABLE, 5, count, tensor, GRADIENT, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+    end = tl.load(TABLE + tensor) * tl.load(FINITE)
+    if ALIGNED:  # also in number: then several are read at once
+        end = tl.multiple_of(end, 16)
+    inside = at < end
+    MASTER = _at(TABLE, 1, count, tensor, tl.float32, ALIGNED)
+    AVERAGE = _at(TABLE, 2, count, tensor, tl.float32, ALIGNED)
+    SQUARE = _at(TABLE, 3, count, tensor, tl.float32, ALIGNED)
+    g = tl.load(_at(TABLE, 4, count, tensor, GRADIENT, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
     g *= tl.load(FACTOR)
     average = tl.load(AVERAGE + at, mask=inside, other=0.0) * beta1 + g * rest1
     square = tl.load(SQUARE + at, mask=inside, other=0.0) * beta2 + g * g * rest2
     master = tl.load(MASTER + at, mask=inside, other=0.0)
     master -= lr * tl.load(DECAY + tensor) * master
-    master -= lr / correction1 * average / (tl.sqrt(square) / tl.sqrt(correction2) + eps)
+    spread = tl.sqrt(square / tl.load(CORRECTION + count + tensor)) + eps
+    master -= lr / tl.load(CORRECTION + tensor) * average / spread
     tl.store(AVERAGE + at, average, mask=inside)
     tl.store(SQUARE + at, square, mask=inside)
     tl.store(MASTER + at, master, mask=inside)
-    tl.store(_at(TABLE, 6, count, tensor, WEIGHT, ALIGNED) + at, master.to(WEIGHT), mask=inside)
+    tl.store(_at(TABLE, 5, count, tensor, WEIGHT, ALIGNED) + at, master.to(WEIGHT), mask=inside)
 
 
 def adamw(
@@ -75,18 +76,19 @@ def adamw(
 
     All are contiguous; `steps` count this update already. Masters and moments are float32.
     """
-    columns = (steps, masters, *moments, gradients, weights)
-    pointers = [[x.data_ptr() for x in column] for column in columns]
-    table = np.array([[x.numel() for x in masters], *pointers])
-    device = masters[0].device
-    on_device = to_device((torch.from_numpy(table.ravel()), torch.tensor(decay, dtype=torch.float32)), device)
-    chunk_tensors, chunks = _chunks(tuple(table[0].tolist()), device)
+    pointers = [[x.data_ptr() for x in column] for column in (masters, *moments, gradients, weights)]
+    table, device = np.array([[x.numel() for x in masters], *pointers]), masters[0].device
     beta1, beta2 = map(float, betas)
+    logs = [[math.log(beta) if beta else -math.inf] for beta in (beta1, beta2)]
+    small = (torch.tensor(numbers, dtype=torch.float32) for numbers in (decay, logs))
+    pointer_table, decays, log_betas = to_device((torch.from_numpy(table), *small), device)
+    corrections = -torch.expm1(log_betas * torch.stack(list(steps)))  # [2, n]: 1 - beta^step
+    chunk_tensors, chunks = _chunks(tuple(table[0].tolist()), device)
     _adamw[(len(chunks),)](
-        *on_device, chunk_tensors, chunks, factor, finite, len(masters), float(lr), beta1, 1 - beta1, beta2, 1 - beta2,
-        math.log(beta1) if beta1 else -math.inf, math.log(beta2) if beta2 else -math.inf, float(eps),
+        pointer_table, decays, corrections, chunk_tensors, chunks, factor, finite,
+        len(masters), float(lr), beta1, 1 - beta1, beta2, 1 - beta2, float(eps),
         GRADIENT=_TYPES[gradients[0].dtype], WEIGHT=_TYPES[weights[0].dtype],
-        ALIGNED=not (table[2:] % ALIGNMENT).any(), BLOCK=BLOCK, num_warps=8,
+        ALIGNED=not (table % ALIGNMENT).any(), BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
