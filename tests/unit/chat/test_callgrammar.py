@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from palestra import function_tool
+from palestra.chat import callgrammar
 from palestra.chat.callforms import HERMES, LLAMA3
 from palestra.chat.callgrammar import CallGrammars, CallMatching
 from palestra.chat.grammars import grammar_compiler
@@ -151,6 +152,23 @@ def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
     assert second.allowed() is None
     assert follow(second, tiny_tokenizer, f"<tool_call>{CALL}") == f"<tool_call>{CALL}"
     assert follow(first, tiny_tokenizer, CALL[1:]) == CALL[1:]
+
+
+@pytest.mark.parametrize("kept", [4096, 1])
+def test_calls_that_begin_alike_share_their_masks_and_others_do_not(
+    grammars: CallGrammars, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr(callgrammar, "_KEPT_PLACES", kept)
+    grammar = grammars.of(SCHEMAS)
+    first, second, other = (grammar.start() for _ in range(3))
+    begun = '<tool_call>{"name": "%s", "arguments": {"'
+    for matching, name in ((first, "add"), (second, "add"), (other, "say")):
+        assert follow(matching, tiny_tokenizer, begun % name) == begun % name
+    assert first.allowed() == second.allowed() != other.allowed()
+    assert (first.allowed() is second.allowed()) == (kept > 1)
+    assert follow(second, tiny_tokenizer, 'a": 1}}</tool_call>') == 'a": 1}}</tool_call>'
+    assert follow(other, tiny_tokenizer, 'a": 1}}') == ""
+    assert follow(grammar.start(), tiny_tokenizer, f"<tool_call>{CALL}</tool_call>").endswith("</tool_call>")
 
 
 def schema(**a: Any) -> dict[str, Any]:
