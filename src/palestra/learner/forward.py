@@ -141,8 +141,8 @@ def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
 
 
 def _call_alike(layers: nn.ModuleList, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The first layers over frozen embeddings need no gradient of their input: by the others' program all the same."""
-    if torch.is_grad_enabled() and not hidden.requires_grad:
+    """The first trained layers over frozen embeddings need no gradient of their input: the others' program serves."""
+    if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layers.parameters()):
         hidden = hidden.detach().requires_grad_()
     return _compiled_call()(layers, hidden, *args, **kwargs)
 

@@ -52,7 +52,8 @@ def choose_mode(scorer: CheckedScorer) -> None:
     """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
     training = model.training
-    model.train(not _drops(model))  # as the learner will call it, so that what is compiled here serves there
+    # As the learner will call it, so that what is compiled here serves there: one that learns nothing is a reference.
+    model.train(any(p.requires_grad for p in model.parameters()) and not _drops(model))
     try:
         shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
@@ -122,7 +123,7 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count
     """The first log-probabilities, and the gradient of their weighted sum by a few weights, where any is trained."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     watched = [*trainable[:2], *trainable[-1:]] if len(trainable) > 2 else trainable
-    with torch.enable_grad():
+    with torch.set_grad_enabled(bool(watched)):
         logprobs = score()[0][:count]
         weights = torch.linspace(-1.0, 1.0, len(logprobs), device=logprobs.device)
         gradients = torch.autograd.grad((logprobs * weights).sum(), watched, allow_unused=True) if watched else ()

@@ -56,6 +56,17 @@ def test_without_gradients_layers_have_no_input_that_needs_one(runs: list[tuple[
     assert not logprobs.requires_grad
 
 
+def test_a_frozen_model_is_checked_as_it_will_be_called(runs: list[tuple[int, bool]]) -> None:
+    reference = model().requires_grad_(False).eval()
+    modes: list[tuple[bool, bool]] = []
+    reference.model.layers[0].register_forward_hook(
+        lambda layer, *_: modes.append((layer.training, torch.is_grad_enabled()))
+    )
+    assert Scorer(reference, compile_layers=True).compiled
+    assert runs == [(2, False)] * 2
+    assert set(modes) == {(False, False)}  # it is a reference: in evaluation mode, without gradients
+
+
 def test_a_larger_check_begins_with_the_same_rows() -> None:
     small, large = (self_check._probe(model(), True, size=size).batch for size in (0, 16 * 1000))
     assert len(large.token_ids) - len(small.token_ids) == 1000 // 128 * 128
