@@ -15,6 +15,7 @@ from palestra.evals.report import EvalReport
 from palestra.plan.estimate import RunEstimate
 from palestra.plan.step_time import duration_text
 from palestra.train.forecast import forecast
+from palestra.train.setup import parameter_count
 
 _MOMENTS_BYTES = 8  # Adam keeps two float32 a weight
 _MASTER_BYTES = 4
@@ -44,7 +45,7 @@ class Overview:
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         first = parameters[0]
         return cls(
-            sum(p.numel() for p in parameters),
+            parameter_count(model),
             trainable,
             first.element_size(),
             str(first.device),

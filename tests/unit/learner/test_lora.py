@@ -92,3 +92,9 @@ def test_compiled_layers_keep_the_products_of_weights_but_not_of_adapters(
     arguments = [torch.empty(2048), *inputs] if operation == "addmm" else inputs
     found = _what_to_keep(None, getattr(torch.ops.aten, operation).default, *arguments)
     assert (found == CheckpointPolicy.MUST_SAVE) is kept
+
+
+def test_weights_in_4_bits_are_counted_two_in_a_byte() -> None:
+    layers = torch.nn.ParameterList([torch.zeros(4, 3)])
+    layers.append(torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False))
+    assert setup.parameter_count(layers) == 12 + 12
