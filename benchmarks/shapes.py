@@ -160,7 +160,8 @@ def run_logged(command: list[str], log: Path, limit_s: float) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"ended after {limit_s:.0f} s, its limit"
-    return None if status == 0 else f"exit status {status}"
+    last = next((line for line in reversed(tail(log).splitlines()) if line.strip()), "")
+    return None if status == 0 else f"exit status {status}: {last.strip()[:200]}"
 
 
 def tail(log: Path) -> str:
