@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--logs", type=Path, required=True, help="where each case's output goes")
     parser.add_argument("--work", type=Path, help="where models and runs go meanwhile (up to 40 GB); default: /tmp")
-    parser.add_argument("--limit-s", type=float, default=240, help="seconds that one case may take")
+    parser.add_argument("--limit-s", type=float, default=330, help="seconds that one case may take")
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds after which no case is begun")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--list", action="store_true")
@@ -132,7 +132,7 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path, limit_s: floa
     command = [sys.executable, __file__, "--train", str(run), "--env", case.env, *options]
     error = run_logged(command, log, max(20.0, limit_s - built_s))
     found = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(ROW)]
-    row: dict[str, Any] = {"case": name, **(json.loads(found[-1].removeprefix(ROW)) if found else {})}
+    row: dict[str, Any] = {"case": name, **(json.loads(found[-1].removeprefix(ROW)) if found else steps_of(run))}
     row |= {"build_s": round(built_s, 1), "whole_s": round(time.perf_counter() - began, 1)}
     row["settings"] = {key: value for key, value in settings.items() if key != "model.name"}
     if error:
