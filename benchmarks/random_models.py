@@ -35,8 +35,8 @@ def build_model(shape: ModelShape, device: str, dtype: Any) -> Any:
 def end_turns_after(model: Any, end_ids: Sequence[int], tokens: float, temperature: float) -> None:
     """Make the end tokens as likely as turns of so many tokens on average need, through the weights.
 
-    Channel 0 of the hidden state becomes the same for every token (no layer adds to it), and is all that the end
-    tokens' logits depend on. How large it is behind the last norm is measured, and so are the other tokens' logits.
+    Channel 0 of the hidden state becomes the same for every token (no layer adds to it), about 1 behind the last norm,
+    and is all that the end tokens' logits depend on. The other tokens' logits are measured.
     """
     import torch
 
@@ -48,12 +48,13 @@ def end_turns_after(model: Any, end_ids: Sequence[int], tokens: float, temperatu
         body.embed_tokens.weight[:, 0] = 1.0
         head[:, 0] = 0.0 if head is not body.embed_tokens.weight else 1.0
         ids = torch.randint(0, len(head), (1, 256), generator=torch.Generator().manual_seed(0)).to(head.device)
+        body.norm.weight[0] /= body(input_ids=ids).last_hidden_state[..., 0].float().mean()
         hidden = body(input_ids=ids).last_hidden_state[0]  # [256, H]
         logits = (hidden @ head.T).float() / temperature
         logits[:, list(end_ids)] = -math.inf
         wanted = logits.logsumexp(-1).mean().item() - math.log(len(end_ids) * max(tokens - 1, 1e-6))
         head[list(end_ids)] = 0.0
-        head[list(end_ids), 0] = temperature * wanted / hidden[:, 0].float().mean().item()
+        head[list(end_ids), 0] = temperature * wanted
 
 
 def save_model(shape: ModelShape, folder: Path, device: str, dtype: Any, tokens: float, temperature: float) -> None:
