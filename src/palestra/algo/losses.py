@@ -79,6 +79,12 @@ class Objective:
     def sequence_ratio(self) -> bool:
         return self.ratio == "sequence" or self.loss == "gspo"
 
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether the loss of a token depends on no other token."""
+        by_row = self.sequence_ratio or self.loss == "vespo" or self.importance_correction.startswith("sequence")
+        return not by_row and self.off_policy_mask_threshold is None
+
 
 @dataclass(frozen=True)
 class TokenStats:

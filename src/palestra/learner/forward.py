@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from palestra.algo.batching import MicroBatch
 from palestra.engine.lora import base_model
-from palestra.learner.head import ScoringHead
+from palestra.learner.head import LossGradient, ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
 from palestra.learner.logit_rule import logit_rule
@@ -76,17 +76,20 @@ class Scorer(nn.Module):
             with _compiled_forwards(layers) if self.in_shards else _compiled_runs(layers, self.compiled_at_once):
                 yield
 
-    def forward(self, micro: PackedMicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, micro: PackedMicroBatch, *, entropy_gradient: bool = False, loss_gradient: LossGradient | None = None
+    ) -> tuple[Tensor, Tensor]:
         """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens.
 
-        Sampled tokens are scored at the temperature that they were sampled with, tool results at 1.
+        Sampled tokens are scored at the temperature that they were sampled with, tool results at 1. `loss_gradient`
+        saves memory and time where the loss is a sum over tokens.
         """
         if self.mode == "reference":
             return self.from_logits(micro.batch)
         hidden = self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
         target = micro.batch.target
         if not len(micro.echo) or self.head.rule.temperature == 1.0:
-            return self.head(hidden, target, entropy_gradient=entropy_gradient)
+            return self.head(hidden, target, entropy_gradient=entropy_gradient, loss_gradient=loss_gradient)
         parts = [
             self.head(hidden[chosen], target[chosen], temperature=temperature, entropy_gradient=entropy_gradient)
             for chosen, temperature in ((micro.policy, None), (micro.echo, 1.0))

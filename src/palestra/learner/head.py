@@ -1,7 +1,8 @@
 """From hidden states to log-probabilities and entropies of chosen tokens, in chunks.
 
-Logits exist for one chunk of tokens at a time, forward and backward: what does not fit a fixed budget is
-computed again in the backward pass instead of being kept.
+Logits exist for one chunk of tokens at a time, forward and backward. What does not fit a fixed budget is computed again
+in the backward pass, unless the loss is a sum over tokens and its gradient can be asked for: then the backward pass of
+a chunk follows its forward pass at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
 
+# (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
+LossGradient = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
+
 
 def score_tokens(
     hidden: Tensor,  # [N, H]
@@ -33,14 +37,15 @@ def score_tokens(
     *,
     entropy_gradient: bool = False,
     adapter: tuple[Tensor, Tensor] | None = None,
+    loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([N] log-probability of each target, [N] entropy of its distribution), both float32.
 
     The entropy carries no gradient unless asked for. `adapter` is what a low-rank one adds to the logits, as two
-    factors: [N, r] and [V, r].
+    factors: [N, r] and [V, r]. `loss_gradient` is of the very loss that `backward` will be called on.
     """
     low, up = adapter if adapter is not None else (None, None)
-    logprobs, entropy = _Score.apply(hidden, weight, bias, low, up, target, rule, entropy_gradient)
+    logprobs, entropy = _Score.apply(hidden, weight, bias, low, up, target, rule, entropy_gradient, loss_gradient)
     return logprobs, entropy
 
 
@@ -53,7 +58,13 @@ class ScoringHead(nn.Module):
         self.rule = rule
 
     def forward(
-        self, hidden: Tensor, target: Tensor, *, temperature: float | None = None, entropy_gradient: bool = False
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        *,
+        temperature: float | None = None,
+        entropy_gradient: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature."""
         linear = base_linear(self.output)
@@ -61,7 +72,14 @@ class ScoringHead(nn.Module):
         rule = self.rule if temperature is None else replace(self.rule, temperature=temperature)
         adapter = self._adapter(hidden) if linear is not self.output else None
         return score_tokens(
-            hidden, linear.weight, bias, target, rule, entropy_gradient=entropy_gradient, adapter=adapter
+            hidden,
+            linear.weight,
+            bias,
+            target,
+            rule,
+            entropy_gradient=entropy_gradient,
+            adapter=adapter,
+            loss_gradient=loss_gradient,
         )
 
     def _adapter(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -86,63 +104,94 @@ class _Score(torch.autograd.Function):
         target: Tensor,
         rule: LogitRule,
         entropy_gradient: bool,
+        loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, _) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
+        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         saved_logits: list[Tensor] = []
         room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
+        at_once = loss_gradient is not None and 0 < room < len(hidden) * len(weight) * weight.element_size()
+        gradients = _Gradients(ctx, hidden, weight, bias, low, up) if at_once else None
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             logits, y = _logits(hidden[part], weight, bias, low if low is None else low[part], up), target[part]
-            parts.append(statistics(logits, y, rule))
-            room -= logits.nbytes
-            if room >= 0:
+            logprobs, logsumexp, entropy = statistics(logits, y, rule)
+            parts.append((logprobs, logsumexp, entropy))
+            if gradients is not None and loss_gradient is not None:
+                by_logprob, by_entropy = loss_gradient(logprobs, entropy, part)
+                steer = (entropy, by_entropy) if entropy_gradient else (None, None)
+                gradients.add(part, logit_gradient(logits, y, logsumexp, by_logprob, *steer, rule))
+            elif (room := room - logits.nbytes) >= 0:
                 saved_logits.append(logits)
+            del logits  # before the next ones are made
         columns = zip(*parts, strict=True) if parts else [(hidden.new_empty(0, dtype=torch.float32),)] * 3
         logprobs, logsumexp, entropy = (torch.cat(column) for column in columns)
-        ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
-        ctx.rule, ctx.entropy_gradient, ctx.saved_logits = rule, entropy_gradient, saved_logits
+        ctx.gradients = None if gradients is None else gradients.rounded()
+        if gradients is None:
+            ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
+            ctx.rule, ctx.entropy_gradient, ctx.saved_logits = rule, entropy_gradient, saved_logits
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        grad_low = None if low is None else torch.empty_like(low)
-        grad_up = None if up is None else torch.zeros_like(up, dtype=torch.float32)
-        saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
-        for first in range(0, len(hidden), size):
-            part = slice(first, first + size)
-            logits = next(saved_logits, None)
-            if logits is None:
-                logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
-            gradient = logit_gradient(
-                logits,
-                target[part],
-                logsumexp[part],
-                grad_logprobs[part],
-                entropy[part] if ctx.entropy_gradient else None,
-                grad_entropy[part] if ctx.entropy_gradient else None,
-                ctx.rule,
-            )
-            torch.mm(gradient, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient, hidden[part])
-            if grad_low is not None and grad_up is not None:
-                torch.mm(gradient, up, out=grad_low[part])
-                _add_product(grad_up, gradient, low[part])
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0, dtype=torch.float32)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        grad_up = None if grad_up is None else grad_up.to(up.dtype)
-        return grad_hidden, grad_weight, grad_bias, grad_low, grad_up, None, None, None
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            found = _backward(ctx, *grads)
+        return *found, None, None, None, None
+
+
+def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
+    hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
+    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
+    gradients = _Gradients(ctx, hidden, weight, bias, low, up)
+    saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
+    for first in range(0, len(hidden), size):
+        part = slice(first, first + size)
+        logits = next(saved_logits, None)
+        if logits is None:
+            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
+        steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
+        gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, ctx.rule)
+        gradients.add(part, gradient)
+        del logits, gradient  # before the next ones are made
+    return gradients.rounded()
+
+
+class _Gradients:
+    """Sums over chunks of what the gradient of logits says of all else; of weights in float32."""
+
+    def __init__(
+        self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None
+    ) -> None:
+        self._inputs = hidden, weight, bias, low, up
+        self.hidden = torch.empty_like(hidden)
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        self.bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            self.bias = torch.zeros_like(bias, dtype=torch.float32)
+        self.low = None if low is None else torch.empty_like(low)
+        self.up = None if up is None else torch.zeros_like(up, dtype=torch.float32)
+
+    def add(self, part: slice, gradient: Tensor) -> None:
+        """`gradient` is [n, V], of the logits of these tokens."""
+        hidden, weight, _, low, up = self._inputs
+        torch.mm(gradient, weight, out=self.hidden[part])
+        if self.weight is not None:
+            _add_product(self.weight, gradient, hidden[part])
+        if low is not None and up is not None and self.low is not None and self.up is not None:
+            torch.mm(gradient, up, out=self.low[part])
+            _add_product(self.up, gradient, low[part])
+        if self.bias is not None:
+            self.bias += gradient.sum(0, dtype=torch.float32)
+
+    def rounded(self) -> tuple[Tensor | None, ...]:
+        """Each in the type of what it is the gradient of."""
+        found = (self.hidden, self.weight, self.bias, self.low, self.up)
+        pairs = zip(found, self._inputs, strict=True)
+        return tuple(x if x is None or like is None else x.to(like.dtype) for x, like in pairs)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None) -> Tensor:

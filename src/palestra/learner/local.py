@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.echo import world_model_loss
-from palestra.algo.entropy import entropy_bonus
-from palestra.algo.losses import TokenStats, policy_loss, token_weights
+from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -34,6 +33,7 @@ from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 from palestra.learner.shard import shard
 from palestra.learner.sharded_state import is_sharded, load_sharded
+from palestra.learner.token_loss import TokenLoss
 
 
 @dataclass(slots=True)
@@ -301,42 +301,27 @@ class LocalLearner:
     def _forward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs) -> MicroOutputs:
         """This micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
         batch, loss, policy = micro.batch, found.loss, micro.policy
-        steer = loss.entropy_coefficient != 0.0
-        logprobs, entropy = self._scorer(micro, entropy_gradient=steer)
-        row, own = batch.row[policy], logprobs[policy]
-        sampler, objective = batch.sampler_logprobs[policy], loss.objective
-        if not micro.all_logprobs_known:  # they count as the current policy's own
-            sampler = torch.where(sampler.isnan(), own.detach(), sampler)
+        all_policy = len(policy) == len(batch.target)
+
+        def chosen(tokens: Tensor) -> Tensor:
+            return tokens if all_policy else tokens[policy]
+
         old, reference = (
-            None if rows is None else rows_to_tokens(rows, micro, self.device)[policy]
+            None if rows is None else chosen(rows_to_tokens(rows, micro, self.device))
             for rows in (found.batch.old_logprobs, found.batch.ref_logprobs)
         )
-        if old is not None:
-            old = torch.where(old.isnan(), own.detach(), old)
-        token_loss, stats = policy_loss(
-            objective,
-            own,
-            old,
-            row,
-            batch.advantages[policy],
-            rows=len(found.batch.samples),
-            sampler_logprobs=sampler,
-            ref_logprobs=reference if objective.beta > 0 else None,
-            entropy=entropy[policy],
+        row, sampler, advantages = map(chosen, (batch.row, batch.sampler_logprobs, batch.advantages))
+        rows, lengths = len(found.batch.samples), packed.policy_lengths
+        token_loss = TokenLoss(loss, rows, row, lengths, advantages, sampler, old, reference)
+        logprobs, entropy = self._scorer(
+            micro,
+            entropy_gradient=loss.entropy_coefficient != 0.0,
+            loss_gradient=token_loss.gradient if all_policy and loss.objective.is_sum_over_tokens else None,
         )
-        weights = token_weights(
-            objective.loss,
-            row,
-            packed.policy_lengths,
-            rows_total=loss.rows,
-            tokens_total=loss.tokens_total,
-            max_completion_length=loss.max_completion_length,
-        )
-        parts = [(token_loss * weights.to(token_loss.dtype)).sum()]
-        parts.append(self._echo_part(micro, packed, loss, logprobs) if loss.echo_tokens else torch.zeros_like(parts[0]))
-        bonus = entropy_bonus(entropy[policy], loss.entropy_coefficient, tokens_total=loss.policy_tokens)
-        parts.append(bonus if steer else torch.zeros_like(parts[0]))
-        return MicroOutputs(torch.stack(parts), stats, token_loss.detach(), row, logprobs.detach(), entropy.detach())
+        (policy_part, bonus), losses, stats = token_loss(chosen(logprobs), chosen(entropy))
+        echo = self._echo_part(micro, packed, loss, logprobs) if loss.echo_tokens else torch.zeros_like(bonus)
+        parts = torch.stack([policy_part, echo, bonus])
+        return MicroOutputs(parts, stats, losses, row, logprobs.detach(), entropy.detach())
 
     def _echo_part(self, micro: PackedMicroBatch, packed: PackedBatch, loss: StepLoss, logprobs: Tensor) -> Tensor:
         return world_model_loss(

@@ -25,7 +25,6 @@ class PackedMicroBatch:
     layout: Layout
     row: Array  # [N] on the host, as `place`
     place: Array  # [N]
-    all_logprobs_known: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,6 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMic
     # Found before the copy: a GPU would have to be waited for.
     policy = np.flatnonzero(batch.policy_mask.numpy())
     observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
-    known = not np.isnan(batch.sampler_logprobs.numpy()[policy]).any()
     policy_on, observed_on = to_device(map(torch.from_numpy, (policy, observed)), device)
     return PackedMicroBatch(
         batch.to(device),
@@ -92,7 +90,6 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMic
         Layout(batch.trees, device),
         batch.row.numpy(),
         batch.place.numpy(),
-        known,
     )
 
 

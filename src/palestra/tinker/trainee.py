@@ -245,9 +245,7 @@ class Trainee:
             advantages=torch.zeros(count),
         )
         every, layout = numbers.to(device), Layout(batch.trees, device)
-        micro = PackedMicroBatch(
-            batch.to(device), every, every[:0], layout, batch.row.numpy(), batch.place.numpy(), True
-        )
+        micro = PackedMicroBatch(batch.to(device), every, every[:0], layout, batch.row.numpy(), batch.place.numpy())
         row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
         inputs = {name: _tensor([d.inputs[name].values for d in rows]).float().to(device) for name in names}
         return _Packed(micro, torch.from_numpy(each).to(device), torch.from_numpy(row).to(device), inputs)
