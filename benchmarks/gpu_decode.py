@@ -113,7 +113,7 @@ def kernels() -> None:
         blocks = [(r, s) for r, c in enumerate(counts) for s in range(0, c, 64)]
         firsts = [sum(counts[:r]) for r in range(rows)]
         prefill = PrefillPlan(
-            *layers, tables.int(), torch.tensor(pages).cuda(), torch.tensor(positions).cuda() % page,
+            *layers, tables.int(), ragged([0] * total), ragged(positions), ragged(pages),
             ragged([r for r, _ in blocks]), ragged([s for _, s in blocks]),
             ragged(firsts), ragged(counts), ragged(lens.tolist()), 64,
         )  # fmt: skip

@@ -16,6 +16,9 @@ _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _CALL_FENCES = ("tool_code", "tool_call", "tool_calls")
 _ARGS = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_BEHIND_SPACE = re.compile(r"\S|\Z")
+_DECODER = json.JSONDecoder()
+_UNCLOSED = Unreadable(f"a tool call was opened with {OPEN} but not closed with {CLOSE}")
 
 # What was found: the text beside the calls, and for each call its JSON value or why it could not be read.
 Found = tuple[str, list[Any]]
@@ -48,15 +51,14 @@ def _find_hermes(text: str) -> Found:
     while (start := text.find(OPEN, position)) >= 0:
         parts.append(text[position:start])
         body, position = _next_block(text, start + len(OPEN))
-        unclosed = Unreadable(f"a tool call was opened with {OPEN} but not closed with {CLOSE}")
-        calls.append(unclosed if body is None else _json(body))
+        calls.append(_UNCLOSED if body is None else _json(body))
     return "".join([*parts, text[position:]]), calls
 
 
 def _next_block(text: str, start: int) -> tuple[str | None, int]:
     """The body of the block that begins at `start` (None when nothing closes it), and where the text goes on."""
     try:  # tags inside of a JSON string are part of the argument
-        _, end = json.JSONDecoder().raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip()))
+        _, end = _DECODER.raw_decode(text, _BEHIND_SPACE.search(text, start).start())  # type: ignore[union-attr]
     except (ValueError, RecursionError):
         end = start
     close, reopened = text.find(CLOSE, end), text.find(OPEN, end)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -14,10 +13,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
+from palestra.chat.pieces import (
+    Piece,
+    at_marks,
+    cut_into_pieces,
+    mark,
+    not_append_only,
+    split_at_marks,
+    turns_of,
+    with_texts,
+)
 from palestra.chat.render import render
+from palestra.chat.segments import SegmentTokenizer
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
+from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
-from palestra.core.messages import encodable, to_dict
+from palestra.core.messages import to_dict
 from palestra.core.types import Maker, Message, ToolCall, Turn
 
 _END_OF_TURN = (
@@ -31,17 +42,19 @@ _END_OF_TURN = (
     "<|end_of_text|>",
 )
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1024, 4096
-_UNCHANGED = re.compile(r"(?!\s)[\w .,:;+*/=()%!?#@~^-]+(?<!\s)", re.ASCII)  # the same in every form of a body
-_SYSTEM, _QUESTION, _ANSWER = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER"
+MAX_OPENINGS = 8
+_SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A stretch of rendered text: a message's body, or the template's scaffold around it."""
+class _Opening:
+    """A prompt with a mark in the place of its last message's text."""
 
-    text: str
-    is_body: bool
+    before: Sequence[Message]
+    name: str | None  # of the last message
+    tools: Sequence[dict[str, Any]]
+    pieces: list[Piece] | None  # None: what the template writes may depend on the last message's text
 
 
 class ChatFormat:
@@ -66,6 +79,8 @@ class ChatFormat:
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
+        self._prompts: list[_Opening] = []
+        self._segments = SegmentTokenizer(tokenizer)
         self._shows_tools = False  # not known yet
         self.call_form: CallForm = form_of(tokenizer.chat_template)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
@@ -81,30 +96,50 @@ class ChatFormat:
         `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
         """
         more = self._check_variables(variables or {})
-        text = self._render(messages, tools, add_generation_prompt=True, **more)
+        if messages and messages[-1].role == "user" and PLAIN.fullmatch(messages[-1].text) and not more:
+            pieces = self._prompt_with_last(messages, tools)
+        else:
+            pieces = self._prompt_pieces(messages, tools, more)
+        return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
+
+    def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
+        """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
+        *before, last = messages
+        known = next((o for o in self._prompts if (o.before, o.name, o.tools) == (before, last.name, [*tools])), None)
+        if known is None:
+            text = WatchedText(_LAST)
+            pieces = self._prompt_pieces([*before, replace(last, text=text)], tools, {})
+            once = sum(piece.text.count(_LAST) for piece in pieces) == 1
+            known = _Opening(before, last.name, [*tools], pieces if once and not text.was_read else None)
+            self._prompts = [known, *self._prompts[: MAX_OPENINGS - 1]]
+        if known.pieces is None:
+            return self._prompt_pieces(messages, tools, {})
+        return [replace(p, text=p.text.replace(_LAST, last.text)) if _LAST in p.text else p for p in known.pieces]
+
+    def _prompt_pieces(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> list[Piece]:
+        text = self._render(messages, tools, add_generation_prompt=True, **variables)
         if tools and not self._shows_tools:
-            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True, **more)
+            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True, **variables)
             if not self._shows_tools:
                 raise PalestraError(
                     "the chat template does not show tools to the model. Use a model whose template does "
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
-        pieces = [_Piece(text, False)]
-        forged: list[
-            str
-        ] = []  # texts with that of a special token, and no others: an empty one may be written otherwise
+        forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
 
-        def mark(written: str) -> str:
+        def marked(written: str) -> str:
             if not self._has_special(written):
                 return written
             forged.append(written)
-            return _mark(len(forged) - 1)
+            return mark(len(forged) - 1)
 
-        blank = [_with_texts(message, mark) for message in messages]
-        if forged:
-            scaffold, order = _at_marks(self._render(blank, tools, add_generation_prompt=True, **more))
-            pieces = _pieces(text, scaffold, [forged[i] if i < len(forged) else _mark(i) for i in order])
-        return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
+        blank = [with_texts(message, marked) for message in messages]
+        if not forged:
+            return [Piece(text, False)]
+        scaffold, order = at_marks(self._render(blank, tools, add_generation_prompt=True, **variables))
+        return cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
 
     def continuation(
         self,
@@ -132,15 +167,15 @@ class ChatFormat:
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
         bodies = [reply.text for reply in replies]
-        if all(_UNCHANGED.fullmatch(body) for body in bodies):
+        if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
             text = "".join(chain.from_iterable(zip(scaffold, [*bodies, ""], strict=True)))
         else:
             text = self._delta(replies, more)[1]
-        pieces = _pieces(text, scaffold, bodies)
+        pieces = cut_into_pieces(text, scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        labelled = self._encode([_Piece(stop, False), *pieces] if stop else pieces)
-        return tuple(_turns(labelled[1:] if stop and after_stop_token else labelled))
+        labelled = self._encode([Piece(stop, False), *pieces] if stop else pieces)
+        return tuple(turns_of(labelled[1:] if stop and after_stop_token else labelled))
 
     def read(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
@@ -170,8 +205,8 @@ class ChatFormat:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
 
         def make() -> tuple[str, tuple[str, ...]]:
-            stop, text = self._delta([replace(reply, text=_mark(i)) for i, reply in enumerate(replies)], variables)
-            return stop, _split_at_marks(text, len(replies))
+            stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
+            return stop, split_at_marks(text, len(replies))
 
         if variables or any(reply.tool_calls for reply in replies):
             return make()
@@ -184,7 +219,7 @@ class ChatFormat:
             for i, reply in enumerate(replies)
             if reply.role == "tool"
         )
-        refusal = _not_append_only("it leaves out what the user or the assistant said")
+        refusal = not_append_only("it leaves out what the user or the assistant said")
         # some templates refuse a system message or several calls, or leave out the text beside calls
         for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
             opening = [*system, Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
@@ -204,14 +239,14 @@ class ChatFormat:
         # Only what follows the answer has to agree: a template may dress the last answer differently
         # (Qwen3 adds an empty thinking block), and what the model sampled stays as it is anyway.
         if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
-            raise _not_append_only("a later message changes the beginning of the conversation")
+            raise not_append_only("a later message changes the beginning of the conversation")
         old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
         stops: list[str] = self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
         if not new.startswith(old):  # Phi-3 closes a finished conversation with one more token
             shorter = (old.removesuffix(stop) for stop in stops if old.endswith(stop))
             old = next((text for text in shorter if new.startswith(text) and any(stop in text for stop in stops)), "")
             if not old:
-                raise _not_append_only("a later message changes the end of the assistant's message")
+                raise not_append_only("a later message changes the end of the assistant's message")
         ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
         if ends:
             end, stop = max(ends)
@@ -240,11 +275,11 @@ class ChatFormat:
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)
 
-    def _encode(self, pieces: Sequence[_Piece]) -> list[tuple[int, Maker]]:
+    def _encode(self, pieces: Sequence[Piece]) -> list[tuple[int, Maker]]:
         """Token ids with their makers. The text is tokenised as a whole, save for bodies that contain
         the text of a special token: those are cut out, so that nobody can forge one."""
         labelled: list[tuple[int, Maker]] = []
-        together: list[_Piece] = []
+        together: list[Piece] = []
         for piece in pieces:
             if piece.is_body and self._has_special(piece.text):
                 labelled += self._encode_together(together)
@@ -254,16 +289,11 @@ class ChatFormat:
                 together.append(piece)
         return labelled + self._encode_together(together)
 
-    def _encode_together(self, pieces: Sequence[_Piece], split_special_tokens: bool = False) -> list[tuple[int, Maker]]:
-        backend = self._tokenizer.backend_tokenizer  # without the checks around it, which take longer than the work
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        backend.encode_special_tokens = split_special_tokens
-        encoded = backend.encode(encodable("".join(piece.text for piece in pieces)), add_special_tokens=False)
+    def _encode_together(self, pieces: Sequence[Piece], split_special_tokens: bool = False) -> list[tuple[int, Maker]]:
+        text = "".join(piece.text for piece in pieces)
         if not any(piece.is_body for piece in pieces):
-            return [(token_id, "template") for token_id in encoded.ids]
+            return [(token_id, "template") for token_id in self._segments.ids(text)]
+        encoded = self._segments.encode(text, split_special_tokens)
         in_body = [piece.is_body for piece in pieces for _ in piece.text]
         labelled: list[tuple[int, Maker]] = []
         for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -291,81 +321,3 @@ def _with_short_ids(message: Message) -> Message:
     calls = tuple(replace(call, id=short(call.id)) for call in message.tool_calls)
     by = None if message.tool_call_id is None else short(message.tool_call_id)
     return replace(message, tool_calls=calls, tool_call_id=by)
-
-
-def _mark(index: int) -> str:
-    return f"PALESTRABODY{index}END"
-
-
-def _split_at_marks(text: str, count: int) -> tuple[str, ...]:
-    scaffold = []
-    for index in range(count):
-        head, mark, text = text.partition(_mark(index))
-        if not mark:
-            raise _not_append_only("it leaves out a message, or puts messages in another order")
-        scaffold.append(head)
-    return (*scaffold, text)
-
-
-def _at_marks(text: str) -> tuple[list[str], list[int]]:
-    """What stands between marks, and which these are: a template may leave some out, or write them in another order."""
-    parts = re.split(r"PALESTRABODY(\d+)END", text)
-    return parts[::2], [int(index) for index in parts[1::2]]
-
-
-def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """With each text of a message changed: its content, its name, and those in its calls."""
-    calls = tuple(
-        replace(call, name=change(call.name), arguments=_with_strings(call.arguments, change))
-        for call in message.tool_calls
-    )
-    name = None if message.name is None else change(message.name)
-    return replace(message, text=change(message.text), tool_calls=calls, name=name)
-
-
-def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(str(key)): _with_strings(each, change) for key, each in value.items()}
-    return [_with_strings(each, change) for each in value] if isinstance(value, list) else value
-
-
-_BODY_FORMS: tuple[Callable[[str], str], ...] = (
-    str,
-    str.strip,
-    str.lstrip,
-    str.rstrip,
-    lambda body: json.dumps(body)[1:-1],
-    lambda body: json.dumps(body, ensure_ascii=False)[1:-1],
-)
-
-
-def _pieces(text: str, scaffold: Sequence[str], bodies: Sequence[str]) -> list[_Piece]:
-    """Cut a rendered text into scaffold and bodies; a body may come trimmed, or escaped as JSON."""
-    pieces = [_Piece(scaffold[0], False)]
-    position = len(scaffold[0])
-    for body, behind in zip(bodies, scaffold[1:], strict=True):
-        written = next((f for form in _BODY_FORMS if text.startswith((f := form(body)) + behind, position)), None)
-        if written is None:
-            break
-        pieces += [_Piece(written, True), _Piece(behind, False)]
-        position += len(written) + len(behind)
-    if "".join(piece.text for piece in pieces) != text:
-        raise _not_append_only("the text of a message changes what is written around it")
-    return pieces
-
-
-def _turns(labelled: Sequence[tuple[int, Maker]]) -> Iterator[Turn]:
-    start = 0
-    for end in range(1, len(labelled) + 1):
-        if end == len(labelled) or labelled[end][1] != labelled[start][1]:
-            yield Turn(labelled[start][1], np.array([token_id for token_id, _ in labelled[start:end]], np.int32))
-            start = end
-
-
-def _not_append_only(reason: str) -> PalestraError:
-    return PalestraError(
-        f"the chat template cannot be extended message by message: {reason}. Train with a template that only "
-        "appends (ChatML templates do): set tokenizer.chat_template."
-    )

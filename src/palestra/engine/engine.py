@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
-        max_running = max_running or (256 if device.type == "cpu" else 512)
+        max_running = max_running or (256 if device.type == "cpu" else 1024)
         tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)
         shape = kv_shape(model)
         config = text_config(model)

@@ -11,7 +11,7 @@ from palestra.core.errors import PalestraError
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)  # each needs less memory than the one before
 SHORTEST = 0.98  # of the mean: groups that end early may fit a micro-batch together where the mean does not
-MAX_RUNNING = 512  # rows that the engine decodes at once on a GPU
+MAX_RUNNING = 1024  # rows that the engine decodes at once on a GPU
 
 
 @dataclass(frozen=True, slots=True)

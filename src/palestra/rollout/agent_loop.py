@@ -63,8 +63,10 @@ class Attempt:
             self.on_message(message)
 
 
-async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits) -> Rollout:
-    """Play `episode` to its end and score it; the caller closes it.
+async def run_attempt(
+    speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits, seed: int | None = None
+) -> Rollout:
+    """Play `episode` to its end and score it; the caller closes it. `seed` stands in for that of the limits.
 
     An error of the environment or a tool is recorded on the rollout, and so is a conversation that the policy
     refuses, because it is too long for instance. A broken policy or a wrong record raises.
@@ -75,7 +77,7 @@ async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limi
     error = None
     scores = {}
     try:
-        stop = await play(speaker, episode, attempt, limits)
+        stop = await play(speaker, episode, attempt, limits, seed)
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
@@ -95,7 +97,9 @@ async def run_attempt(speaker: Speaker, episode: Episode, problem: Problem, limi
     )
 
 
-async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: AttemptLimits) -> StopReason:
+async def play(
+    speaker: Speaker, episode: Episode, attempt: Attempt, limits: AttemptLimits, seed: int | None = None
+) -> StopReason:
     """Sample, call tools, append their results and sample again, until the model answers or a limit is reached.
 
     A turn's seed is the attempt's plus the number of the turn.
@@ -104,12 +108,13 @@ async def play(speaker: Speaker, episode: Episode, attempt: Attempt, limits: Att
     sampling = limits.sampling
     if limits.constrain_tool_calls and tools:
         sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()], sort_keys=True))
+    first_seed = sampling.seed if seed is None else seed
     turn = rounds = 0
     while True:
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
-        message, finish = await speaker.say(replace(sampling, max_new_tokens=left, seed=sampling.seed + turn))
+        message, finish = await speaker.say(replace(sampling, max_new_tokens=left, seed=first_seed + turn))
         turn += 1
         attempt.add(message)
         if finish != "stop":

@@ -100,8 +100,7 @@ class Collector:
     async def _one(
         self, problem: Problem, episode: Episode, speaker: Speaker, seed: int, on_rollout: OnRollout
     ) -> Rollout:
-        limits = replace(self.limits, sampling=replace(self.limits.sampling, seed=seed))
-        rollout = await run_attempt(speaker, episode, problem, limits)
+        rollout = await run_attempt(speaker, episode, problem, self.limits, seed)
         on_rollout(rollout)
         return rollout
 

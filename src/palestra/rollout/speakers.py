@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ class TokenSpeaker:
 
 def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:
     """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
-    if not np.isfinite(turn.logprobs).all():
+    if len(turn.logprobs) and not math.isfinite(turn.logprobs.sum(dtype=np.float64)):
         raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
     end, held = start + len(turn.token_ids), session.token_ids
     if len(held) < end or list(held[start:end]) != turn.token_ids.tolist():

@@ -161,7 +161,8 @@ async def gather(
         found = await source.next(overdrawn(missing, signal_rate, refills - draws) if ahead else missing, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
         dropped += len(found) - len(fresh)
-        signals = [has_signal(g, group_advantages([g], train, source.reward_weights)[0]) for g in fresh]
+        advantages = group_advantages(fresh, train, source.reward_weights)
+        signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
         if ahead and sum(signals) > missing:
             needed = 1 + [i for i, signal in enumerate(signals) if signal][missing - 1]
             source.give_back(len(fresh) - needed)

@@ -43,7 +43,7 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
 from palestra.train.ranks import join
-from palestra.train.setup import load_for_run, long_lived_objects_frozen, use_threads
+from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, use_threads
 from palestra.train.tasks import EnvironmentTask, Parts, Task
 from palestra.train.watcher import SilentWatcher, Watcher
 
@@ -146,7 +146,7 @@ class Run:
         training.watcher.note(overview.text(self.folder.path))
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
-            stack.enter_context(long_lived_objects_frozen())
+            stack.enter_context(interpreter_for_many_rollouts())
             stack.push(lambda kind, error, trace: self.backend.close(error is None))
             training.watcher.started(self.folder.path)
             if ranks.is_first:

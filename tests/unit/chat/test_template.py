@@ -339,7 +339,7 @@ def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools, 
             assert environment_texts(tokenizer, turns) == ["tea"] * len(replies)
             assert tokenizer.decode(ids_of(turns)).count(end) == (1 if name.startswith("qwen") else len(replies))
             with monkeypatch.context() as patch:  # plain words are written without the template as it writes them
-                patch.setattr("palestra.chat.template._UNCHANGED", re.compile("never"))
+                patch.setattr("palestra.chat.template.PLAIN", re.compile("never"))
                 assert ChatFormat(tokenizer).continuation(replies) == turns
 
 

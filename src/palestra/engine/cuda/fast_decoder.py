@@ -105,29 +105,31 @@ class CudaFastDecoder:
             window = layer.window or 0
             return decode_attention(q, k, v, keys, values, plan.tables, plan.lens, layer.scale, 0.0, window, layer.rope)
 
-        return self._logits(ids, attend)
+        return self._head(_norm(self.model.model.norm, self._hidden(ids, attend)))
 
-    def prefill(self, ids: Tensor, positions: Tensor, plan: PrefillPlan, ends: Tensor) -> Tensor:
-        """Logits [ends, vocabulary] behind several tokens of several rows."""
+    def prefill(self, plan: PrefillPlan) -> None:
+        """Store the KV of several tokens of several rows."""
 
-        def attend(layer: _Layer, qkv: Tensor) -> Tensor:
+        def attend(layer: _Layer, qkv: Tensor) -> Tensor | None:
             keys, values = plan.keys[layer.index], plan.values[layer.index]
-            q = plan.rope_and_store(qkv, keys, values, positions, layer.rope)
+            q = plan.rope_and_store(qkv, keys, values, layer.rope)
+            if layer is self._layers[-1]:  # its KV is stored: nobody reads what comes behind it
+                return None
             return plan.over_pages(q, keys, values, layer.scale, layer.window, None)
 
-        return self._logits(ids, attend, ends)
+        self._hidden(plan.ids, attend)
 
-    def _logits(self, ids: Tensor, attend: Callable[[_Layer, Tensor], Tensor], ends: Tensor | None = None) -> Tensor:
-        body = self.model.model
-        x = F.embedding(ids, body.embed_tokens.weight)
+    def _hidden(self, ids: Tensor, attend: Callable[[_Layer, Tensor], Tensor | None]) -> Tensor:
+        """What the layers make of the tokens; they end with one whose attention gives nothing."""
+        x = F.embedding(ids, self.model.model.embed_tokens.weight)
         for layer in self._layers:
             qkv = layer.qkv(_norm(layer.attention_norm, x))
-            out = attend(layer, qkv.view(x.shape[0], -1, self.head_dim)).flatten(1)
-            if ends is not None and layer is self._layers[-1]:  # from here on only what is sampled from
-                x, out = x.index_select(0, ends), out.index_select(0, ends)
-            layer.out.add_to(x, out)
+            out = attend(layer, qkv.view(x.shape[0], -1, self.head_dim))
+            if out is None:
+                break
+            layer.out.add_to(x, out.flatten(1))
             layer.down.add_to(x, _gated(_norm(layer.mlp_norm, x), layer.gate_up))
-        return self._head(_norm(body.norm, x))
+        return x
 
 
 def _layer(index: int, module: Any, cos: Tensor, sin: Tensor) -> _Layer:

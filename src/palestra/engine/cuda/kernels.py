@@ -161,18 +161,22 @@ def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.conste
     tl.store(STATS + (b * blocks + i) * 2 + 1, tl.sum(tl.exp(x - top), 0))
 
 
-@triton.jit(do_not_specialize=["step", "stops"])
+@triton.jit(do_not_specialize=["stops"])
 def choose_and_advance(
-    LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
-    vocabulary, blocks, rows, stops, step,
+    LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, STARTS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
+    vocabulary, blocks, rows, stops,
     BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr,
 ):  # fmt: skip
     """Pick each row's token by inverse CDF, note it, and make the row ready for its next step; grid (rows,).
 
-    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes -1.
+    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes nothing. Its step is how far it
+    has come from STARTS, so that the same captured kernel serves every step.
     """
     b = tl.program_id(0)
     left = tl.load(LEFT + b)
+    alive = left > 0
+    position = tl.load(POSITIONS + b)
+    step = position - tl.load(STARTS + b)
     temperature = tl.load(TEMPERATURE + b)
     greedy = tl.load(GREEDY + b) != 0
     i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
@@ -182,7 +186,7 @@ def choose_and_advance(
     top = tl.max(tops, 0)
     mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
     total = tl.sum(mass, 0)
-    target = tl.load(DRAWS + step * rows + b) * total
+    target = tl.load(DRAWS + step * rows + b, mask=alive, other=0.0) * total
     reached = tl.cumsum(mass, 0)
     block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
     block = tl.where(greedy, tl.argmax(tops, 0), block)  # one block holds the token
@@ -194,15 +198,13 @@ def choose_and_advance(
     drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
     token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
     chosen = tl.load(base + token).to(tl.float32) / temperature
-    alive = left > 0
-    tl.store(TOKENS + step * rows + b, tl.where(alive, token, -1))
-    tl.store(LOGPROBS + step * rows + b, chosen - top - tl.log(total))
+    tl.store(TOKENS + step * rows + b, token, mask=alive)
+    tl.store(LOGPROBS + step * rows + b, chosen - top - tl.log(total), mask=alive)
     s = tl.arange(0, NS)
-    stopped = tl.sum((tl.load(STOPS + b * stops + s, mask=s < stops, other=-1) == token).to(tl.int32), 0) > 0
+    stopped = tl.sum((tl.load(STOPS + s * rows + b, mask=s < stops, other=-1) == token).to(tl.int32), 0) > 0
     left = tl.where(stopped, 0, tl.maximum(left - 1, 0))
-    position = tl.load(POSITIONS + b)
     tl.store(LEFT + b, left)
     tl.store(LENS + b, tl.where(left > 0, position + 2, 0))
     if left > 0:
-        tl.store(IDS + b, token.to(tl.int64))
+        tl.store(IDS + b, token)
         tl.store(POSITIONS + b, position + 1)

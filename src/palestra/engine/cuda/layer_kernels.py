@@ -93,7 +93,10 @@ def rope_and_store(
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """A token's queries with RoPE into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV)."""
+    """A token's queries with RoPE into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV).
+
+    A token whose page is -1 is padding: its KV goes nowhere.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(POSITIONS + token)
     one, d = tl.arange(0, 1), tl.arange(0, DP)
@@ -105,6 +108,8 @@ def rope_and_store(
     else:
         k = apply_rope(QKV, row, inside, d, K_NORM, COS, SIN, position, eps, D, NORM, ROPE)
         v = tl.load(QKV + row + KV * D + d[None, :], mask=inside, other=0.0)
-        at = ((tl.load(PAGES + token) * KV + head - H) * PAGE + position % PAGE) * D + one[:, None] + d[None, :]
-        tl.store(K + at, k, mask=inside)
-        tl.store(V + at, v, mask=inside)
+        page = tl.load(PAGES + token).to(tl.int64)
+        at = ((page * KV + head - H) * PAGE + position % PAGE) * D + one[:, None] + d[None, :]
+        if page >= 0:
+            tl.store(K + at, k, mask=inside)
+            tl.store(V + at, v, mask=inside)

@@ -119,8 +119,9 @@ class PrefillPlan:
     keys: Tensor  # [layers, pages, KV heads, page, D]
     values: Tensor
     tables: Tensor  # [rows, pages]
-    pages: Tensor  # [N] page of each token
-    offsets: Tensor  # [N] place in it
+    ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    pages: Tensor  # [N] page of each token; -1: its KV is stored nowhere
     block_row: Tensor  # [blocks]
     block_start: Tensor  # [blocks]
     row_first: Tensor  # [rows]
@@ -141,17 +142,18 @@ class PrefillPlan:
         layer: int = module.layer_idx  # type: ignore[assignment]
         keys, values = self.keys[layer], self.values[layer]
         heads = torch.arange(keys.shape[1], device=k.device)
+        pages, offsets = self.pages.long(), self.positions.long() % keys.shape[2]
         for store, new in ((keys, k), (values, v)):
-            store[self.pages[:, None], heads, self.offsets[:, None]] = new[0].transpose(0, 1)
+            store[pages[:, None], heads, offsets[:, None]] = new[0].transpose(0, 1)
         return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap)[None]
 
-    def rope_and_store(self, qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, rope: RopeAndNorm) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, keys: Tensor, values: Tensor, rope: RopeAndNorm) -> Tensor:
         """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
         tokens, heads, dim = qkv.shape
         kv_heads = keys.shape[1]
         q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
         layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
-            qkv, q, keys, values, self.pages, positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
+            qkv, q, keys, values, self.pages, self.positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
             H=q.shape[1], KV=kv_heads, D=dim, DP=_pad(dim), PAGE=keys.shape[2], **rope.flags, num_warps=1,
         )  # fmt: skip
         return q

@@ -1,8 +1,10 @@
-"""One step on a GPU: prompts and appends as one ragged forward, then several decode steps.
+"""One step on a GPU: the KV of prompts and appends in one ragged forward, then several decode steps.
 
-A decode step is a CUDA graph of a bucketed batch size: the fast decoder's forward, or the module's with our
-attention over pages. Two kernels then choose the tokens and make every row ready for the next step. The host
-looks every few steps whether a row has ended, while the next ones already run.
+A row's last token is left to the decode steps, so that whoever has just got a prompt or a tool's answer takes part in
+them. A decode step is a CUDA graph of a bucketed batch size: the fast decoder's forward, or the module's with our
+attention over pages; two kernels that choose the tokens and make every row ready for the next step. The host
+looks every few steps whether a row has ended, while the next ones already run. Prefills of few tokens are captured,
+too: to start their kernels one by one takes longer than they do.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,8 @@ from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
-from palestra.engine.cuda.state import DecodeState, padded_tables
+from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
+from palestra.engine.cuda.state import DecodeState
 from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session
@@ -32,10 +35,10 @@ BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 @dataclass(slots=True)
 class Graph:
-    """A decode step of one batch size: replay it, then read the logits."""
+    """A decode step of one batch size, or a prefill of one shape: replay it, then read its output."""
 
     replay: Callable[[], None]
-    logits: Tensor
+    output: Tensor
 
 
 class CudaRunner:
@@ -62,10 +65,12 @@ class CudaRunner:
         self._switch = AttentionSwitch(model)
         self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int | PrefillShape, Graph] = {}  # of decode steps by rows, and of prefills
         self._graph_pool: Any = None
         self._weights_at = self._weight_addresses()
-        self._state = DecodeState(bucket_for(max_running), -(-context // page_size), self.decode_steps, self.device)
+        rows, width = bucket_for(max_running), -(-context // page_size)
+        self._state = DecodeState(rows, width, self.decode_steps, self.device)
+        self._fills = PrefillBuffers.empty(rows, width, self.device)
 
     def enter(self, session: Session) -> None:
         """Pages are read in place."""
@@ -133,39 +138,47 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> Collect:
         """Enqueue the step's work on the device, as far as that needs no answer."""
-        decoding = [c for c in chunks if c.count == 1 and c.samples]
-        prefills = [c for c in chunks if not (c.count == 1 and c.samples)]
-        parts: list[Collect] = []
+        fills = [Fill(c.job.session, c.count - c.samples) for c in chunks if c.count > c.samples]
+        decoding = [c for c in chunks if c.samples]
         self._copy_pages()
-        if prefills:
+        if fills:
             with phases("prefill"):
-                parts.append(self._prefill(prefills))
-        if decoding:
-            with phases("decode"):
-                rows = [SamplingRow.of(c.job) for c in decoding]
-                general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-                parts.append(self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows))
+                self._prefill(fills)
+        if not decoding:
+            return list
+        with phases("decode"):
+            rows = [SamplingRow.of(c.job) for c in decoding]
+            general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
+            read = self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
 
         def collect() -> list[Emission]:
-            with phases("decode" if decoding else "prefill"):
-                return [emission for part in parts for emission in part()]
+            with phases("decode"):
+                return read()
 
         return collect
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> Collect:
-        plan, ids, positions, ends = self._prefill_plan(chunks)
-        if self.fast_decoder is not None:
-            logits = self.fast_decoder.prefill(ids, positions, plan, ends)
+    def _prefill(self, fills: Sequence[Fill]) -> None:
+        arrays = PrefillArrays.of(fills, self.page_size)
+        shape = arrays.shape
+        if self.fast_decoder is None:
+            plan = arrays.to(self.device).plan(self.keys, self.values, shape)
+            self._module_logits(plan, plan.ids, plan.positions)
+        elif shape.tokens > MAX_CAPTURED_TOKENS:
+            self.fast_decoder.prefill(arrays.to(self.device).plan(self.keys, self.values, shape))
         else:
-            logits = self._module_logits(ids, positions, plan, ends)
-        for chunk in chunks:
-            chunk.job.session.kv_len += chunk.count
-        sampling = [chunk.job for chunk in chunks if chunk.samples]
-        return _emitted(sampling, logits, [SamplingRow.of(job) for job in sampling]) if sampling else list
+            self._fills.load(arrays)
+            self._graph(shape.captured, partial(self._prefill_step, shape.captured)).replay()
+        for session, count in fills:
+            session.kv_len += count
+
+    def _prefill_step(self, shape: PrefillShape) -> Tensor:
+        assert self.fast_decoder is not None
+        self.fast_decoder.prefill(self._fills.plan(self.keys, self.values, shape))
+        return self._fills.tokens
 
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
-        self._state.load(chunks, rows, self.page_size, self.context)
+        self._load(chunks, rows, 1)
         logits = self._decode(bucket_for(len(chunks)))[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
@@ -173,17 +186,19 @@ class CudaRunner:
 
     def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """Decode steps until a row ends, at most `decode_steps`; the first two looks' worth at once."""
-        state, bucket = self._state, bucket_for(len(chunks))
+        bucket = bucket_for(len(chunks))
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
-        steps = state.load(chunks, rows, self.page_size, self.context, self.look_every if blind else self.decode_steps)
-        looks: list[Callable[[], bool]] = []
+        steps = self._load(chunks, rows, self.look_every if blind else self.decode_steps)
+        state, looks = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
             done = len(looks) * self.look_every
-            for step in range(done, min(done + self.look_every, steps)):
-                state.choose(self._decode(bucket), bucket, step)
+            end = min(done + self.look_every, steps)
+            state.draw(done, end)
+            for _ in range(done, end):
+                self._decode(bucket)
             looks.append(state.look(len(looks)))
-            return min(done + self.look_every, steps)
+            return end
 
         def collect() -> list[Emission]:
             done = min(len(looks) * self.look_every, steps)
@@ -199,30 +214,41 @@ class CudaRunner:
             enqueue()
         return collect
 
-    def _decode(self, bucket: int) -> Tensor:
-        """The logits [bucket, V] of one decode step over the state's first rows."""
-        if bucket not in self._graphs:
-            started = time.perf_counter()
-            self._graphs[bucket] = self._graph(bucket)
-            self.warm_up_s += time.perf_counter() - started
-        graph = self._graphs[bucket]
-        graph.replay()
-        return graph.logits
+    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> int:
+        state, stops = self._state, max(len(row.params.stop_token_ids) for row in rows)
+        if stops > state.max_stops:
+            self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
+            self._forget_graphs()
+        return self._state.load(chunks, rows, self.page_size, self.context, steps)
 
-    def _graph(self, bucket: int) -> Graph:
+    def _decode(self, bucket: int) -> Tensor:
+        """One decode step over the state's first rows; its logits [bucket, V]."""
+        graph = self._graph(bucket, partial(self._decode_step, bucket))
+        graph.replay()
+        return graph.output
+
+    def _decode_step(self, bucket: int) -> Tensor:
         state = self._state
         plan = DecodePlan(self.keys, self.values, state.tables[:bucket], state.lens[:bucket])
+        if self.fast_decoder is not None:
+            logits = self.fast_decoder.decode(state.ids[:bucket], plan)
+        else:
+            logits = self._module_logits(plan, state.ids[:bucket], state.positions[:bucket])
+        state.choose(logits)
+        return logits
 
-        def forward() -> Tensor:
-            if self.fast_decoder is not None:
-                return self.fast_decoder.decode(state.ids[:bucket], plan)
-            return self._module_logits(state.ids[:bucket], state.positions[:bucket], plan)
-
-        return self._captured(forward) if self._captures else _uncaptured(forward)
+    def _graph(self, shape: int | PrefillShape, forward: Callable[[], Tensor]) -> Graph:
+        if shape not in self._graphs:
+            started = time.perf_counter()
+            self._graphs[shape] = self._captured(forward) if self._captures else _uncaptured(forward)
+            self.warm_up_s += time.perf_counter() - started
+        return self._graphs[shape]
 
     def _captured(self, forward: Callable[[], Tensor]) -> Graph:
-        lens = self._state.lens.clone()
-        self._state.lens.zero_()  # dead rows while capturing: nothing is written
+        state = self._state
+        alive = state.lens.clone(), state.left.clone()
+        state.lens.zero_()  # dead rows while capturing: no KV is written, and nobody goes on
+        state.left.zero_()
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -233,59 +259,34 @@ class CudaRunner:
             captured = torch.cuda.CUDAGraph()
             # thread_local: the learner may allocate meanwhile in its own thread (rollout.max_staleness)
             with torch.cuda.graph(captured, pool=self._graph_pool, capture_error_mode="thread_local"):
-                logits = forward()
+                output = forward()
         except Exception as error:
-            error.add_note(f"A decode step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
+            error.add_note(f"A step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
             raise
         finally:
-            self._state.lens.copy_(lens)
+            state.lens.copy_(alive[0])
+            state.left.copy_(alive[1])
         self._graph_pool = self._graph_pool or captured.pool()
-        return Graph(captured.replay, logits)
+        return Graph(captured.replay, output)
 
-    def _module_logits(self, ids: Tensor, positions: Tensor, plan: Any, ends: Tensor | int = 0) -> Tensor:
-        """[rows, V] logits of the module with our attention, at the places `ends`; 0: at all of them."""
+    def _module_logits(self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor) -> Tensor:
+        """[rows, V] logits of the module with our attention."""
         with self._switch.use(ENGINE_ATTENTION, training=False):
             output = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends, plan=plan
+                input_ids=ids.long()[None],
+                position_ids=positions.long()[None],
+                use_cache=False,
+                logits_to_keep=1 if isinstance(plan, PrefillPlan) else 0,  # 0: all; of a prefill only its KV matters
+                plan=plan,
             )
         return output.logits[0]
-
-    def _prefill_plan(self, chunks: Sequence[Chunk]) -> tuple[PrefillPlan, Tensor, Tensor, Tensor]:
-        page, block = self.page_size, 64 if max(c.count for c in chunks) > 32 else 16
-        sessions, counts = [c.job.session for c in chunks], [c.count for c in chunks]
-        tables = padded_tables([session.table for session in sessions])
-        ids = [i for s, n in zip(sessions, counts, strict=True) for i in s.token_ids[s.kv_len : s.kv_len + n]]
-        row_of = np.repeat(np.arange(len(chunks)), counts)
-        firsts = np.cumsum([0, *counts[:-1]])
-        positions = np.arange(len(ids)) + np.repeat([s.kv_len for s in sessions] - firsts, counts)
-        ends = [first + c.count - 1 for first, c in zip(firsts, chunks, strict=True) if c.samples]
-        blocks = [(row, start) for row, count in enumerate(counts) for start in range(0, count, block)]
-
-        def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(np.asarray(values), dtype=dtype, device=self.device)
-
-        at = put(positions, torch.long)
-        plan = PrefillPlan(
-            keys=self.keys,
-            values=self.values,
-            tables=put(tables),
-            pages=put(tables[row_of, positions // page], torch.long),
-            offsets=at % page,
-            block_row=put([row for row, _ in blocks]),
-            block_start=put([start for _, start in blocks]),
-            row_first=put(firsts),
-            row_count=put(counts),
-            row_len=put([s.kv_len + n for s, n in zip(sessions, counts, strict=True)]),
-            block=block,
-        )
-        return plan, put(ids, torch.long), at, put(ends, torch.long)
 
 
 def _uncaptured(forward: Callable[[], Tensor]) -> Graph:
     """A step that runs kernel by kernel each time."""
 
     def replay() -> None:
-        graph.logits = forward()
+        graph.output = forward()
 
     graph = Graph(replay, torch.empty(0))
     return graph

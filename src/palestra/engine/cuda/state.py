@@ -3,71 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.engine.cuda import kernels
+from palestra.engine.cuda.copies import padded_tables, to_device
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 
 VOCABULARY_BLOCK = 4096
+MAX_STOPS = 8  # stop ids a row at first; more need other buffers
 
 
 class DecodeState:
-    """What decode steps read and write on the device, allocated once: captured graphs hold its addresses."""
+    """What decode steps read and write on the device, allocated once: captured graphs hold its addresses.
 
-    def __init__(self, rows: int, table_width: int, steps: int, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    What the host says of each row is one array, so that it comes in one copy.
+    """
 
-        self.rows, self.steps = rows, steps
-        self.ids = zeros(rows, dtype=torch.long)
-        self.positions = zeros(rows, dtype=torch.long)
-        self.tables = zeros(rows, table_width)
-        self.lens = zeros(rows)
-        self.left = zeros(rows)
-        self.temperature = torch.ones(rows, device=device)
-        self.greedy = zeros(rows)
-        self.stops = zeros(rows, 1)
-        self.draws = torch.zeros(steps, rows, device=device)
-        self.tokens = zeros(steps, rows)
-        self.logprobs = torch.zeros(steps, rows, device=device)
+    def __init__(self, rows: int, table_width: int, steps: int, device: torch.device, stops: int = MAX_STOPS) -> None:
+        self.rows, self.max_stops = rows, stops
+        self.device = device
+        self._of_rows = torch.zeros((7 + stops, rows), dtype=torch.int32, device=device)
+        self.ids, self.starts, self.positions, self.lens, self.left, self.greedy, bits, *_ = self._of_rows
+        self.temperature = bits.view(torch.float32)
+        self.stops = self._of_rows[7:]
+        self.tables = torch.zeros((rows, table_width), dtype=torch.int32, device=device)
+        self.draws = torch.zeros((steps, rows), device=device)
+        self._chosen = torch.zeros((2, steps, rows), dtype=torch.int32, device=device)
+        self.tokens, self.logprobs = self._chosen[0], self._chosen[1].view(torch.float32)
         self._stats = torch.empty(0, device=device)
-        self._left_on_host = torch.zeros(2, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._loaded = 0
+        self._left_on_host = torch.zeros((2, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._seeds, self._drawn_from = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
     def load(
         self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], page_size: int, context: int, steps: int = 1
     ) -> int:
         """Bring the rows onto the device; how many steps, up to `steps`, are worth running."""
-        jobs, n = [chunk.job for chunk in chunks], len(chunks)
+        jobs, params = [chunk.job for chunk in chunks], [row.params for row in rows]
         sessions = [job.session for job in jobs]
         left = [_tokens_left(job, page_size, context) for job in jobs]
-        steps = min(steps, max(left))
-        self._loaded = n
-        params = [row.params for row in rows]
-        tables = padded_tables([s.table for s in sessions])
-        self._put(self.tables[:n, : tables.shape[1]], tables)
-        self._put(self.ids, [s.token_ids[-1] for s in sessions])
-        self._put(self.positions, [s.kv_len for s in sessions])
-        self.lens.zero_()
-        self.left.zero_()
-        self._put(self.lens, [s.kv_len + 1 for s in sessions])
-        self._put(self.left, left)
-        self._put(self.temperature, [p.temperature or 1.0 for p in params])
-        self._put(self.greedy, [int(p.temperature == 0.0) for p in params])
-        stops = max(1, *(len(p.stop_token_ids) for p in params)) if params else 1
-        if stops > self.stops.shape[1]:
-            self.stops = torch.zeros(self.rows, stops, dtype=torch.int32, device=self.stops.device)
-        width = self.stops.shape[1]
-        self._put(self.stops, [[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in params])
-        seeds, positions = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64), [r.position for r in rows]
-        self._put(self.draws[:steps, :n], uniforms(seeds, np.asarray(positions) + np.arange(steps)[:, None]))
-        return steps
+        at = np.array([session.kv_len for session in sessions], np.int32)
+        words = np.full((len(self._of_rows), len(jobs)), -1, np.int32)
+        words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
+        words[6] = np.array([p.temperature or 1.0 for p in params], np.float32).view(np.int32)
+        for stop_ids in {p.stop_token_ids for p in params}:  # nearly always the same for all
+            where = [p.stop_token_ids == stop_ids for p in params]
+            words[7 : 7 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
+        self._of_rows.zero_()
+        self.tokens.fill_(-1)
+        _put(self._of_rows, words)
+        _put(self.tables, padded_tables([session.table for session in sessions]))
+        self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
+        self._drawn_from = np.array([row.position for row in rows])
+        return min(steps, max(left))
+
+    def draw(self, first: int, end: int) -> None:
+        """The random numbers of some steps."""
+        numbers = uniforms(self._seeds, self._drawn_from + np.arange(first, end)[:, None])
+        _put(self.draws[first:end], numbers)
 
     def look(self, number: int) -> Callable[[], bool]:
         """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
@@ -80,46 +76,36 @@ class DecodeState:
         def ended() -> bool:
             if copied is not None:
                 copied.synchronize()
-            return not answer[: self._loaded].all()
+            return not answer[: len(self._seeds)].all()
 
         return ended
 
     def emitted(self, steps: int) -> list[tuple[list[int], list[float]]]:
         """The tokens and logprobs of each row's first `steps` steps; a row that ended has fewer."""
-        tokens = self.tokens[:steps, : self._loaded].T.cpu().numpy()
-        logprobs = self.logprobs[:steps, : self._loaded].T.tolist()
-        counts = (tokens >= 0).sum(1).tolist()
-        return [(ids[:n], values[:n]) for ids, values, n in zip(tokens.tolist(), logprobs, counts, strict=True)]
+        chosen = self._chosen[:, :steps, : len(self._seeds)].transpose(1, 2).cpu().numpy()
+        counts = (chosen[0] >= 0).sum(1).tolist()
+        both = zip(chosen[0].tolist(), chosen[1].view(np.float32).tolist(), counts, strict=True)
+        return [(ids[:n], logprobs[:n]) for ids, logprobs, n in both]
 
-    @staticmethod
-    def _put(target: Tensor, values: Any) -> None:
-        source = torch.from_numpy(np.asarray(values)).to(target.dtype)
-        (target if source.shape == target.shape else target[: source.shape[0]]).copy_(source)
-
-    def choose(self, logits: Tensor, bucket: int, step: int) -> None:
-        """Choose each row's token from logits [bucket, V] and advance the rows."""
-        vocabulary = logits.shape[1]
+    def choose(self, logits: Tensor) -> None:
+        """Choose each row's token from logits [rows, V] and advance the rows."""
+        bucket, vocabulary = logits.shape
         blocks = -(-vocabulary // VOCABULARY_BLOCK)
         if self._stats.numel() < self.rows * blocks * 2:
             self._stats = torch.empty(self.rows * blocks * 2, device=logits.device)
         kernels.block_stats[(bucket, blocks)](
             logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
         )
-        stops = self.stops.shape[1]
+        stops = self.max_stops
         kernels.choose_and_advance[(bucket,)](
-            logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.positions,
-            self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows, stops, step,
+            logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.starts,
+            self.positions, self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows, stops,
             BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), num_warps=4,
         )  # fmt: skip
 
 
-def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
-    """Tables of unlike lengths as one array, with zeros behind the short ones."""
-    lengths = np.array([len(table) for table in tables])
-    padded = np.zeros((len(tables), lengths.max()), np.int32)
-    pages = np.fromiter(chain.from_iterable(tables), np.int32, lengths.sum())
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = pages
-    return padded
+def _put(target: Tensor, values: np.ndarray) -> None:
+    target[: values.shape[0], : values.shape[1]].copy_(to_device(values, target.device))
 
 
 def _tokens_left(job: Job, page_size: int, context: int) -> int:

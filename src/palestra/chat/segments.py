@@ -1,0 +1,71 @@
+"""Tokenising the texts of conversations, most of which begin alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from palestra.core.messages import encodable
+
+MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
+MAX_PROBES = 32
+_PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
+
+
+class SegmentTokenizer:
+    """Text to token ids, with what stands between two added tokens (`<|im_start|>`, …) remembered.
+
+    A tokenizer cuts a text at its added tokens before it does anything else. Instructions, tools and examples are the
+    same in every prompt of a training, and so are tokenised once. Where a tokenizer looks beyond such a cut, as some
+    do at the beginning of a text, each text is tokenised whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer  # without the checks around it, which take longer than the work
+        added = list(tokenizer.added_tokens_decoder.values())
+        texts = sorted({str(token.content) for token in added} - {""}, key=len, reverse=True)  # the longest wins
+        self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._known: dict[str, list[int]] = {}
+        if not self._are_cuts(added):
+            self._cut = None
+
+    def _are_cuts(self, added: Sequence[Any]) -> bool:
+        """Whether a text cut at these tokens has the tokens of its parts."""
+        normalizes = self._backend.normalizer is not None
+        if any(t.lstrip or t.rstrip or t.single_word or (t.normalized and normalizes) for t in added):
+            return False
+        probes = [_PROBE.replace("{}", str(token.content)) for token in added[:MAX_PROBES]]
+        return all(self.ids(probe) == self._whole(probe) for probe in probes)
+
+    def ids(self, text: str) -> list[int]:
+        return self._whole(text) if self._cut is None else self._segmented(text)
+
+    def encode(self, text: str, split_special_tokens: bool = False) -> Any:
+        """The tokens of a whole text, with the characters that each covers."""
+        backend = self._backend
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        backend.encode_special_tokens = split_special_tokens
+        return backend.encode(encodable(text), add_special_tokens=False)
+
+    def _whole(self, text: str) -> list[int]:
+        return list(self.encode(text).ids)
+
+    def _segmented(self, text: str) -> list[int]:
+        assert self._cut is not None
+        ids: list[int] = []
+        for segment in self._cut.split(text):
+            if segment:
+                ids += self._known[segment] if segment in self._known else self._remember(segment)
+        return ids
+
+    def _remember(self, segment: str) -> list[int]:
+        ids = self._whole(segment)
+        if len(segment) <= MAX_SEGMENT_CHARS:
+            if len(self._known) >= MAX_SEGMENTS:
+                self._known.clear()
+            self._known[segment] = ids
+        return ids
