@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ LONG = (
     "faces/test_rl_",
     "faces/test_env_serve",
 )
+IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.serve.loading"]
+if find_spec("triton"):
+    IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.head_kernels"]
+SHARED = pytest.StashKey[Forkserver]()
 
 
 def pytest_addoption(parser):
@@ -54,7 +59,23 @@ def pytest_unconfigure():
 
 
 def pytest_runtestloop(session):
-    return run_in_workers(session, session.config.getoption("workers"))
+    workers = session.config.getoption("workers")
+    if workers < 2 or not any("forkserver" in item.fixturenames for item in session.items):
+        return run_in_workers(session, workers)
+    session.config.stash[SHARED] = server = start_forkserver()
+    try:
+        return run_in_workers(session, workers)
+    finally:
+        del session.config.stash[SHARED]
+        server.close()
+
+
+def start_forkserver():
+    """On a machine without a GPU, its processes run kernels in Triton's interpreter, if they ask for that, too: it has
+    to be asked for before Triton is imported."""
+    import torch
+
+    return Forkserver(IMPORTED, os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,9 +100,12 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
-def forkserver():
-    """Starts Python processes in which torch, transformers and most of Palestra are imported already."""
-    server = Forkserver(["transformers.models.auto.modeling_auto", "palestra.api", "palestra.serve.loading"])
+def forkserver(request):
+    """Starts Python processes in which torch, transformers and Palestra are imported already; workers share it."""
+    if shared := request.config.stash.get(SHARED, None):
+        yield shared
+        return
+    server = start_forkserver()
     yield server
     server.close()
 

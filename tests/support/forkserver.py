@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,12 +27,12 @@ REQUEST_BYTES = 100_000  # arguments and environment
 
 class Forkserver:
     def __init__(self, modules: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="palestra-fork-")
-        self.address = f"{self.folder.name}/socket"
+        self.folder = tempfile.mkdtemp(prefix="palestra-fork-")  # not one that goes when a fork of this process ends
+        self.address = f"{self.folder}/socket"
         command = [sys.executable, __file__, self.address, *modules]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
+        assert self.process.stdout.readline() == b"listens\n"  # requests wait until everything is imported
 
     def popen(self, *arguments: str, **options: Any) -> Forked:
         """What comes behind `python` on its command line: -c CODE, -m MODULE or a file, and their arguments."""
@@ -45,8 +46,9 @@ class Forkserver:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def close(self) -> None:
-        self.process.communicate()  # it ends with its input
-        self.folder.cleanup()
+        self.process.terminate()
+        self.process.communicate()
+        shutil.rmtree(self.folder)
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
@@ -85,14 +87,15 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def serve(address: str, modules: Sequence[str]) -> None:
-    """Fork a process for every request, until the input ends. Returns in those processes alone, at their end."""
-    for module in modules:
-        importlib.import_module(module)
+    """Fork a process for every request, until the input ends, with all who could ask. Returns in those processes alone,
+    at their end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(16)
+    print("listens", flush=True)
+    for module in modules:
+        importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
-    print("ready", flush=True)
     while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
         connection, _ = ready[0].accept()
         if os.fork() == 0:
