@@ -214,7 +214,8 @@ class LocalLearner:
             if unless_out_of_memory(partial(self._backward, micro, packed, found, scale)):
                 continue
             left = [micro, *waiting]
-            if before != self.optimizer.gradient_marks():  # some weights have their part of the failed one
+            partly = before != self.optimizer.gradient_marks()  # some weights have their part of the failed one
+            if partly and not self.optimizer.forget_pass():
                 if self._pending:
                     raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
                 self.optimizer.clear()

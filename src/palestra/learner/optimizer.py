@@ -150,10 +150,18 @@ class Optimizer:
         self._clip_factor = None
 
     def gradient_marks(self) -> list[tuple[int, int] | None]:
-        """Another list after every gradient that is added: shows whether a failed backward pass has added some."""
-        gradients = [*(master.grad for master in self.masters), *(weight.grad for weight, _ in self._pairs)]
+        """Another list after every gradient that a backward pass adds: shows whether a failed one has added some."""
+        gradients = (weight.grad for weight in self.weights)
         own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return [None if g is None else (g.data_ptr(), g._version) for g in own]
+
+    def forget_pass(self) -> bool:
+        """Forget the gradients of a failed backward pass; False where they cannot be told from those before it."""
+        if len(self._pairs) < len(self.weights):
+            return False
+        for weight in self.weights:
+            weight.grad = None
+        return True
 
     def fill(self) -> None:
         """A gradient of 0 where none was computed: a step then goes on by its momentum, as it should."""

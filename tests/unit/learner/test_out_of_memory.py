@@ -139,8 +139,9 @@ def test_forward_alone_is_computed_in_parts_too() -> None:
         assert a == pytest.approx(b, abs=1e-5, nan_ok=True)
 
 
-def test_master_weights_that_took_part_of_a_failed_gradient_begin_anew() -> None:
+def test_with_master_weights_a_failed_gradient_is_forgotten_and_those_before_it_are_kept() -> None:
     samples = rows()
+    first, rest = samples[:4], samples[4:]
     learners = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -149,10 +150,15 @@ def test_master_weights_that_took_part_of_a_failed_gradient_begin_anew() -> None
         learners.append(LocalLearner(model, config=RunConfig.build({"rollout": {"temperature": 1.0}})))
     expected, learner = learners
     learner._limit.tokens = expected._limit.tokens = 60
-    expected.forward_backward(Batch(samples), loss_of(samples))
+    learner.forward_backward(Batch(first), loss_of(samples))
     learner._limit.tokens = 512
-    with memory_for(learner, 60, "backward"):
-        learner.forward_backward(Batch(samples), loss_of(samples))
+    with memory_for(learner, 60, "backward") as tried:
+        learner.forward_backward(Batch(rest), loss_of(samples))
+    assert max(tried) > 60
+    for part in (first, rest):
+        expected.forward_backward(Batch(part), loss_of(samples))
+    for one in learners:
+        one.optimizer.gather()
     pairs = zip(learner.optimizer.masters, expected.optimizer.masters, strict=True)
     assert all(torch.allclose(a.grad, b.grad, atol=2e-3) for a, b in pairs)  # type: ignore[arg-type]
 
