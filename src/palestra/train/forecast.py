@@ -83,12 +83,15 @@ def kv_memory_for(config: RunConfig, model: Any) -> float | None:
     found = forecast(config, model.config, model.device)
     if found is None:
         return None
-    free = torch.cuda.mem_get_info(model.device)[0] / GIB
+    free, total = (size / GIB for size in torch.cuda.mem_get_info(model.device))
 
-    def left_by(plan: RunEstimate) -> float:
-        later = plan.memory.states - plan.memory.weights + plan.memory.working
-        return free - later / GIB / USABLE
+    def left_by(plan: RunEstimate, fill: float = 1.0) -> float:
+        later = plan.memory.states - plan.memory.weights + plan.memory.working * fill
+        return free - later / GIB - (1 - USABLE) * total
 
-    smallest = least(found)
-    enough = left_by(found) if left_by(found) >= found.memory.kv / GIB else left_by(smallest)
+    smallest, packed = least(found), found.work.packed
+    fill = min(found.work.tokens_per_micro_batch, packed.tokens) / packed.largest  # where other lengths pack better
+    enough = left_by(found, max(1.0, fill))
+    if enough < found.memory.kv / GIB:
+        enough = left_by(smallest)
     return None if enough > free / 2 else max(enough, smallest.memory.kv / GIB)
