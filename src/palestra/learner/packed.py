@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,26 +56,18 @@ def pack_batch(
 
 def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
     """[N] the values of one array a row at the micro-batch's scored tokens."""
-    parts = [rows[i][micro.place[run]] for i, run in _runs(micro)]
-    values = np.concatenate(parts or [np.zeros(0)])
+    ends = np.cumsum([0, *map(len, rows)])
+    values = np.concatenate([np.zeros(0), *rows])[ends[micro.row] + micro.place]
     return torch.from_numpy(values.astype(np.float32)).to(device)
 
 
 def tokens_to_rows(parts: Sequence[tuple[PackedMicroBatch, Tensor]], samples: Sequence[Sample]) -> list[Array]:
     """The reverse: [T] an array for each sample, NaN where no token was scored."""
-    rows = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+    ends = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
+    whole = np.full(ends[-1], np.nan, dtype=np.float32)
     for micro, values in parts:
-        found = values.detach().float().cpu().numpy()
-        for i, run in _runs(micro):
-            rows[i][micro.place[run]] = found[run]
-    return rows
-
-
-def _runs(micro: PackedMicroBatch) -> Iterator[tuple[int, slice]]:
-    """(row, where its scored tokens lie) of each row; they lie together."""
-    starts = np.flatnonzero(np.diff(micro.row, prepend=-1)).tolist()
-    for start, end in pairwise([*starts, len(micro.row)]):
-        yield int(micro.row[start]), slice(start, end)
+        whole[ends[micro.row] + micro.place] = values.detach().float().cpu().numpy()
+    return [whole[start:end] for start, end in pairwise(ends.tolist())]
 
 
 def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMicroBatch:

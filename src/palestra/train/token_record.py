@@ -39,12 +39,15 @@ class TokenRecord:
     def add(self, batch: Batch, outputs: Outputs) -> None:
         """The results of one forward_backward; of several passes over a sample, the last one's ratio counts."""
         own = outputs.logprobs()
-        old = batch.old_logprobs or own
-        for sample, now, before, entropy in zip(batch.samples, own, old, outputs.entropies(), strict=True):
+        now, before = np.concatenate(own), np.concatenate(batch.old_logprobs or own)
+        ratios = np.exp(now - np.where(np.isnan(before), now, before))
+        ends = np.cumsum([len(row) for row in own])
+        found = zip(batch.samples, own, outputs.entropies(), np.split(ratios, ends[:-1]), strict=True)
+        for sample, logprob, entropy, ratio in found:
             if id(sample) not in self.columns:
                 self.samples.append(sample)
-                self.columns[id(sample)] = {"learner_logprob": now, "entropy": entropy}
-            self.columns[id(sample)]["ratio"] = np.exp(now - np.where(np.isnan(before), now, before))
+                self.columns[id(sample)] = {"learner_logprob": logprob, "entropy": entropy}
+            self.columns[id(sample)]["ratio"] = ratio
 
     def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], samples: Sequence[Sample]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""

@@ -117,11 +117,9 @@ def filled(old: Sequence[Array] | None, own: Sequence[Array]) -> list[Array]:
 def check_samples(samples: Sequence[Sample]) -> None:
     if not samples:
         raise PalestraError("there are no samples to learn from; give the learner at least one group")
-    for sample in samples:
-        if not np.isfinite(sample.advantages).all():
-            raise PalestraError(
-                f"group {sample.group}: an advantage is not finite; look for a measure that returns NaN"
-            )
+    if not np.isfinite(np.concatenate([s.advantages for s in samples])).all():
+        group = next(s.group for s in samples if not np.isfinite(s.advantages).all())
+        raise PalestraError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
 
 
 def any_logprobs(samples: Sequence[Sample]) -> bool:
