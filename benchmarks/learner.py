@@ -175,7 +175,7 @@ def on_gpu(tiny: bool, repeats: int) -> None:
         measure_gpu(group_name, way, quarter, learner_step_for(shape, dtype, device, shared, quarter, share), repeats)
     small, agents = ("tiny", (2, 3, 24, 8)) if tiny else ("135M", (64, 8, 220, 45))
     rows_name = "{}: {} x {} x ({} + {})".format(small, *agents)
-    for micro in (16384, 32768):
+    for micro in (16384, 65536):
         samples = make_samples(*agents, SHAPES[small][-1])
         measure_gpu(rows_name, "learner", micro, learner_step_for(small, dtype, device, samples, micro), repeats)
 
