@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.core.types import Sample
+from palestra.learner import head
 from palestra.learner.forward import Scorer
 from palestra.learner.packed import pack_batch
 
@@ -71,3 +72,21 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
             assert theirs.grad is not None
             error = (mine.grad.float().cpu() - theirs.grad).norm() / theirs.grad.norm()
             assert float(error) < 0.1
+
+
+def test_the_heads_gradients_at_once_are_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", {"cuda": 0})  # chunks of 128 tokens
+    monkeypatch.setattr(head, "KEPT_BYTES", {"cuda": 1})
+    inputs = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((300, 64), (1000, 64))]
+    target, upstream = torch.randint(0, 1000, (300,), device="cuda"), torch.randn(2, 300, device="cuda")
+    results = []
+    for gradient in (lambda _, __, part: (upstream[0, part], upstream[1, part]), None):
+        hidden, weight = leaves = [x.clone().requires_grad_() for x in inputs]
+        logprobs, entropy = head.score_tokens(
+            hidden, weight, None, target, head.LogitRule(), entropy_gradient=True, loss_gradient=gradient
+        )
+        ((logprobs * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+        results.append([logprobs, entropy, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)  # type: ignore[arg-type]
