@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -73,6 +74,19 @@ def post_groups(url: str, client: int, groups: int) -> None:
         ask(url, "/scored_data", body, key=f"group-{number}")
 
 
+def be_clients(url: str, clients: int, groups: int) -> int:
+    """Fork a process for each client, so that everything is imported once. How many of them failed."""
+    for client in range(clients):
+        if os.fork() == 0:
+            try:
+                post_groups(url, client, groups)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    return sum(os.wait()[1] != 0 for _ in range(clients))
+
+
 def take_batches(url: str, groups: int, seen: list[int]) -> None:
     after = 0
     while len(seen) < groups:
@@ -111,15 +125,14 @@ def exchange(api: Api, clients: int, groups: int, kills: int, seen: list[int]) -
     ask(api.url, "/register", {"batch_size": BATCH_SIZE, "max_token_len": 64, "num_steps": 1 << 30})
     trainer = threading.Thread(target=take_batches, args=(api.url, total, seen), daemon=True)
     trainer.start()
-    command = [sys.executable, __file__, "--groups", str(groups), "--post", api.url]
-    posting = [subprocess.Popen([*command, str(client)]) for client in range(clients)]
+    command = [sys.executable, __file__, "--groups", str(groups), "--clients", str(clients), "--post", api.url]
+    posting = subprocess.Popen(command)
     for i in range(kills):
         while len(seen) < total * (i + 1) / (kills + 2) and trainer.is_alive():
             time.sleep(0.01)
         api.kill()
         api.start()
-    failed = [client.args for client in posting if client.wait() != 0]
-    assert not failed, failed
+    assert posting.wait() == 0, "clients failed"
     trainer.join(120)
 
 
@@ -128,10 +141,9 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--post", nargs=2, metavar=("URL", "CLIENT"), help="be one client (the script calls itself so)")
+    parser.add_argument("--post", metavar="URL", help="be the clients (the script calls itself so)")
     options = parser.parse_args()
     if options.post:
-        post_groups(options.post[0], int(options.post[1]), options.groups)
-        sys.exit()
+        sys.exit(be_clients(options.post, options.clients, options.groups))
     with tempfile.TemporaryDirectory() as name:
         print(json.dumps(run(options.clients, options.groups, options.kills, Path(name))))
