@@ -90,7 +90,7 @@ def eventually(happened: Callable[[], Any], within_s: float = 10.0) -> bool:
     while time.monotonic() < until:
         if happened():
             return True
-        time.sleep(0.02)
+        time.sleep(0.05)
     return False
 
 
@@ -349,27 +349,30 @@ def test_what_a_process_prints_of_the_environment_never_comes_into_its_log(runs,
 
 @pytest.mark.serial
 def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_saves_what_is_done(runs):
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import palestra.api, palestra.train.run, transformers"], check=True)
-    imports_s = time.monotonic() - began
+    code = """
+        began = time.monotonic()
+        import palestra.api, palestra.train.run, transformers
+        (folder / "imports_s").write_text(str(time.monotonic() - began))
+        from palestra.demo import agent, config, held_out, suite
+    """
     shape = {"train.problems_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 40, "eval.cases": 2}
     began = time.monotonic()
-    settings = {**shape, "train.max_steps": 16, "checkpoint.every": 0}
-    run_id = runs.manager.start(RunRequest(settings=settings)).run_id
+    run_id = runs.start(code, settings={**shape, "train.max_steps": 12, "checkpoint.every": 0})
     assert eventually(lambda: runs.manager.get(run_id).progress.get("step"), within_s=120)
-    assert time.monotonic() - began - imports_s < 15
+    first_step_s = time.monotonic() - began
+    assert first_step_s - float((runs.manager.get(run_id).folder / "imports_s").read_text()) < 15
 
     stopped = runs.manager.stop(run_id)
     assert (stopped.state, stopped.processes) == ("stopped", {"trainer": "exited (130)"})
     done = int(stopped.progress["step"])
-    assert done < 16
+    assert done < 12
     assert str(runs.manager.results(run_id)["checkpoint"]).endswith(f"step-{done:06d}")
     runs.manager.resume(run_id)
     runs.wait(run_id, "completed", within_s=120)
     results = runs.manager.results(run_id)
     assert results["report"]["after"]["pass_rate"]["n"] == 2
     assert Path(results["model_path"], "config.json").is_file()
-    assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 17))
+    assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 13))
 
 
 def test_a_complete_run_goes_on_only_with_more_steps(runs):
