@@ -163,8 +163,10 @@ def interpreter_for_many_rollouts() -> Iterator[None]:
     (modules, the model, problems) and looks less often, which takes a third of the host's part of a step. And whoever
     starts the GPU's work waits less for the thread that writes records: it hands the interpreter over with each start.
     """
-    gc.collect()
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0  # by whoever owns this process, to stay so
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(MADE_UNTIL_COLLECTION, *threshold[1:])
     sys.setswitchinterval(min(interval, SWITCH_S))
@@ -173,4 +175,5 @@ def interpreter_for_many_rollouts() -> Iterator[None]:
     finally:
         sys.setswitchinterval(interval)
         gc.set_threshold(*threshold)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
