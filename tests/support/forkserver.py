@@ -8,6 +8,8 @@ imported is as it was in the server's.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -38,11 +40,15 @@ class Forkserver:
         """What comes behind `python` on its command line: -c CODE, -m MODULE or a file, and their arguments."""
         return Forked(self.address, arguments, **options)
 
-    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run`, with all that was printed as text."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self.popen(*arguments, text=True, **pipes | options) as process:
-            out, err = process.communicate()
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def close(self) -> None:
@@ -95,6 +101,8 @@ def serve(address: str, modules: Sequence[str]) -> None:
     print("listens", flush=True)
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # what is imported stays, and stays shared among the forks
+    atexit.register(gc.unfreeze)  # extension modules complain of what is left at the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
         connection, _ = ready[0].accept()

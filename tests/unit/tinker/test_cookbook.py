@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forkserver import Forkserver
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
@@ -17,22 +17,29 @@ from tinker_recipes import COOKBOOK, cookbook
 
 from palestra.tinker.base_model import BaseModel
 
+MAIN = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("tinker_cookbook.recipes.math_rl.train", run_name="__main__", alter_sys=True)
+"""
 
-def test_math_rl_trains_two_steps_on_our_server(running: Any, base: BaseModel, tmp_path: Path) -> None:
+
+def test_math_rl_trains_two_steps_on_our_server(
+    running: Any, base: BaseModel, tmp_path: Path, forkserver: Forkserver
+) -> None:
     pytest.importorskip("tinker")
     python = cookbook()
     if python is None:
         pytest.skip(f"{COOKBOOK} cannot be installed here: no registry")
     recipe = (
-        "-m tinker_cookbook.recipes.math_rl.train env=arithmetic renderer_name=role_colon groups_per_batch=2 "
+        "env=arithmetic renderer_name=role_colon groups_per_batch=2 "
         f"group_size=4 max_steps=2 lora_rank=4 save_every=0 eval_every=0 model_name={base.path} "
         f"base_url={running.url} log_path=log"
     )
     known = set(running.service.checkpoints.run_ids())
     environment = {**os.environ, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        [str(python), *recipe.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    (packages,) = python.parents[1].glob("lib/*/site-packages")
+    ended = forkserver.run("-c", MAIN, str(packages), *recipe.split(), cwd=tmp_path, env=environment, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "Training completed successfully" in ended.stdout + ended.stderr
     steps = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").open()]
