@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.report.charts import Bar, Marker, Point, bars, curve
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -50,11 +54,16 @@ def render(report: Mapping[str, Any]) -> str:
 
 def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
     """A page of HTML: values are escaped, and a name that is missing is an error. Every page has the filter as_text."""
+    return _compiled(template, tuple(filters.items())).render(values)
+
+
+@cache
+def _compiled(template: Path, filters: tuple[tuple[str, Callable[..., Any]], ...]) -> Template:
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"as_text": as_text, **filters}
-    return page.from_string(template.read_text(encoding="utf-8")).render(values)
+    page.filters |= {"as_text": as_text, **dict(filters)}
+    return page.from_string(template.read_text(encoding="utf-8"))
 
 
 def _shown(changes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
