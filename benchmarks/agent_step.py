@@ -45,6 +45,8 @@ SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 4}  # and how many steps each tak
 GROUP, ROUNDS, MAX_NEW_TOKENS = 8, 3, 512
 SYSTEM = "Look it up."
 WARM_UP = 2  # steps that do not count
+RATE = 1e-9  # of learning: rewards are luck, and turns must keep their lengths (at 1e-5 one update of random weights
+# changed them twentyfold)
 TRL_ROWS = 64  # of one forward and backward
 QWEN3_06B = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
@@ -166,7 +168,7 @@ def run_palestra(args: argparse.Namespace) -> None:
         return random.random()
 
     config = {
-        "train": {"max_steps": args.steps, "problems_per_step": args.groups, "learning_rate": 1e-5},
+        "train": {"max_steps": args.steps, "problems_per_step": args.groups, "learning_rate": RATE},
         "rollout": {"group_size": GROUP, "temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS},
         "eval": {"cases": 1},
         "checkpoint": {"every": 0},
@@ -201,7 +203,7 @@ def run_trl(args: argparse.Namespace) -> None:
     config = GRPOConfig(
         output_dir=str(args.out), use_cpu=not on_gpu, bf16=on_gpu, per_device_train_batch_size=min(rows, TRL_ROWS),
         gradient_accumulation_steps=-(-rows // TRL_ROWS), num_generations=GROUP, temperature=1.0,
-        max_completion_length=MAX_NEW_TOKENS, max_steps=args.steps, learning_rate=1e-5, save_strategy="no",
+        max_completion_length=MAX_NEW_TOKENS, max_steps=args.steps, learning_rate=RATE, save_strategy="no",
         report_to="none", logging_steps=1, disable_tqdm=True, use_vllm=use_vllm, **(vllm if use_vllm else {}),
         model_init_kwargs={"dtype": args.trl_dtype if on_gpu else "float32"},
     )  # fmt: skip

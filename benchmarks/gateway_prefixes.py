@@ -80,15 +80,15 @@ AGENTS = (linear, subagents, edits, parallel)
 
 async def prefilled(model: Completer, engine: Any, agent: Callable[[Ask], Awaitable[None]], siblings: int) -> float:
     """Tokens an attempt that the engine computed other than to sample the next one."""
-    computed, step = 0, type(engine.runner).step
+    computed, launch = 0, type(engine.runner).launch
 
     def counting(chunks: Any) -> Any:
         nonlocal computed
         computed += sum(chunk.count for chunk in chunks)
-        return step(engine.runner, chunks)
+        return launch(engine.runner, chunks)
 
     engine.weights_changed(engine.version + 1)  # nothing of the last agent is known
-    engine.runner.step = counting
+    engine.runner.launch = counting
     gateway = Gateway(model, SamplingParams(max_new_tokens=2000))
 
     async def play(attempt: Attempt) -> None:
