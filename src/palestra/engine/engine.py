@@ -60,8 +60,11 @@ class Engine:
         tokens_per_step: int | None = None,
         max_context: int | None = None,
         compile_grammar: Callable[[str], Grammar] = no_grammars,
+        keep_closed: bool = False,
         self_check: bool = True,
     ) -> None:
+        """With `keep_closed` the KV of closed sessions stays as long as there is room: who opens one with the same
+        beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back."""
         register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
@@ -80,6 +83,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
+        self._keep_closed = keep_closed
         self._asleep = self._warned = self._shrunk = False
         if self_check:
             self._check()
@@ -342,7 +346,7 @@ class Engine:
 
     def _release(self, session: Session) -> None:
         """Give pages back; the source's too when its last child is gone."""
-        self.scheduler.drop(session)
+        self.scheduler.keep_closed(session) if self._keep_closed else self.scheduler.drop(session)
         source, session.source = session.source, None
         if source is not None:
             source.children -= 1

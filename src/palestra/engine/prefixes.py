@@ -52,6 +52,11 @@ class PrefixIndex:
                 compared = found
                 yield found, length
 
+    def holds(self, session: Session) -> bool:
+        """Whether another one begins with all its pages."""
+        pages = session.fill_target // self.page_size
+        return next((length for _, length in self.find(session)), 0) == pages * self.page_size
+
     def _page_hashes(self, session: Session) -> Iterator[int]:
         """Of the pages that are full before the last token, which is computed in any case to sample from it."""
         value = 0

@@ -10,6 +10,7 @@ from palestra.engine.pages import PagePool
 from palestra.engine.prefixes import PrefixIndex
 from palestra.engine.session import Chunk, Job, Session
 
+MAX_KEPT = 256  # closed sessions whose KV stays
 MIN_AWAITED_PREFIX = 64  # tokens; to compute fewer takes less time than the step that one would wait
 
 
@@ -40,6 +41,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.holders: dict[Session, None] = {}  # sessions with pages, in the order of their last use
         self.dropped_sessions = 0
+        self.kept: dict[Session, None] = {}  # of those, what closed sessions left
         self._prefixes = PrefixIndex(pool.page_size)
         self._preempted: set[Job] = set()  # by the plan being made
 
@@ -66,7 +68,27 @@ class Scheduler:
         session.table = []
         session.kv_len = session.shared_len = 0
         self.holders.pop(session, None)
+        self.kept.pop(session, None)
         self._prefixes.remove(session)
+
+    def keep_closed(self, session: Session) -> None:
+        """Let the whole pages of a closed session stay for conversations that begin with them, until they are needed.
+
+        Where another one holds them all, or too many are kept, those that were not used for the longest time go.
+        """
+        size = self.pool.page_size
+        pages = self.memory.stored_len(session) // size
+        kept = Session(session.token_ids[: pages * size + 1], table=session.table[:pages], kv_len=pages * size)
+        self.pool.share(kept.table)
+        self.drop(session)
+        if pages == 0 or self._prefixes.holds(kept):
+            self.pool.release(kept.table)
+            return
+        self._prefixes.add(kept)
+        self._touch(kept)
+        self.kept[kept] = None
+        if len(self.kept) > MAX_KEPT:
+            self.drop(next(each for each in self.holders if each in self.kept))
 
     def drop_all(self) -> None:
         """Forget every KV (the weights changed); jobs in progress are computed again."""
@@ -151,6 +173,7 @@ class Scheduler:
         for other, length in self._prefixes.find(session):
             if self.memory.stored_len(other) >= length:
                 self._share(other, session, length)
+                self._touch(other)
                 return False
             filling = other.running and other.job is not None and other.job.params is None
             if filling and length >= MIN_AWAITED_PREFIX:

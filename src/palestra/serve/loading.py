@@ -17,7 +17,7 @@ _UNSTATED_CONTEXT = 1 << 15
 def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
     """Any accepted model name -> what the inference server answers from."""
     loaded = load_model(name, dtype=dtype, device=device)
-    return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine))
+    return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine, keep_closed=True))
 
 
 def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:

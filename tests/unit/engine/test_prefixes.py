@@ -109,3 +109,74 @@ def test_closed_groups_give_all_their_pages_back(model: Any) -> None:
 def test_scarce_memory_changes_no_token(model: Any, pages: int) -> None:
     engine = engine_of(model, pages * PAGE)
     assert_same(engine.sample(groups_of(engine, PROMPTS), seeds(10)), sampled_alone(model))
+
+
+def turn_of(engine: Engine, prompt: list[int], new: int = 6) -> Turn:
+    """One request, as a server answers it: opened, sampled, closed."""
+    session = engine.open(prompt)
+    [turn] = engine.sample([session], SamplingParams(new, seed=5))
+    engine.close(session)
+    return turn
+
+
+def keeping(model: Any, tokens: int = 10_000) -> Engine:
+    memory = tokens * BYTES_PER_TOKEN / (1 << 30)
+    return Engine(model, page_size=PAGE, kv_memory_gib=memory, keep_closed=True, self_check=False)
+
+
+def test_the_next_turn_of_a_closed_conversation_computes_what_is_new(model: Any) -> None:
+    engine = keeping(model)
+    first = turn_of(engine, INSTRUCTIONS)
+    history = [*INSTRUCTIONS, *first.token_ids.tolist(), 9, 8, 7]
+    counts = computed_tokens(engine)
+    second = turn_of(engine, history)
+    kept = (len(INSTRUCTIONS) + 5) // PAGE * PAGE
+    assert counts[0] == len(history) - kept
+    assert_same([first, second], [turn_of(engine_of(model), prompt) for prompt in (INSTRUCTIONS, history)])
+
+
+def test_what_closed_conversations_left_makes_room_for_new_ones(model: Any) -> None:
+    engine = keeping(model, tokens=8 * PAGE)
+    for start in range(20):
+        prompt = [(start + 5 * i) % VOCABULARY for i in range(5 * PAGE)]
+        assert_same([turn_of(engine, prompt)], [turn_of(engine_of(model), prompt)])
+    assert engine.pool.free + len({p for s in engine.scheduler.holders for p in s.table}) == engine.pool.pages
+
+
+def test_new_weights_forget_what_closed_conversations_left(model: Any) -> None:
+    engine = keeping(model)
+    turn_of(engine, INSTRUCTIONS)
+    assert engine.pool.free < engine.pool.pages
+    engine.weights_changed(1)
+    assert engine.pool.free == engine.pool.pages
+    counts = computed_tokens(engine)
+    turn_of(engine, INSTRUCTIONS)
+    assert counts[0] == len(INSTRUCTIONS)
+
+
+def test_the_same_request_again_and_again_is_kept_once(model: Any) -> None:
+    engine = keeping(model)
+    for _ in range(5):
+        turn_of(engine, INSTRUCTIONS)
+    assert engine.pool.pages - engine.pool.free == (len(INSTRUCTIONS) + 5) // PAGE
+    assert len(engine.scheduler.holders) == 1
+
+
+def test_no_more_closed_conversations_are_kept_than_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.engine.scheduler.MAX_KEPT", 3)
+    engine = keeping(model)
+    for start in range(6):
+        turn_of(engine, [(start + 3 * i) % VOCABULARY for i in range(40)])
+    assert len(engine.scheduler.holders) == 3
+
+
+def test_forks_leave_their_common_beginning_and_what_each_said(model: Any) -> None:
+    engine = keeping(model)
+    forks = engine.fork(engine.open(INSTRUCTIONS), 2)
+    engine.sample(forks, [SamplingParams(20, seed=seed) for seed in (1, 2)])
+    tokens = [list(fork.token_ids) for fork in forks]
+    for fork in forks:
+        engine.close(fork)
+    counts = computed_tokens(engine)
+    turn_of(engine, [*tokens[0], 3])
+    assert counts[0] == len(tokens[0]) + 1 - (len(tokens[0]) - 1) // PAGE * PAGE

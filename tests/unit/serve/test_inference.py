@@ -373,10 +373,11 @@ def test_client_that_goes_away_cancels_its_sampling(model, http, stream):
             http.post("/v1/chat/completions", json=body, timeout=0.3)
     until = time.monotonic() + 10
     engine = model.policy.engine
-    while (engine.busy or engine.pool.free < engine.pool.pages) and time.monotonic() < until:
+    scheduler = engine.scheduler
+    while (engine.busy or scheduler.holders.keys() > scheduler.kept.keys()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not engine.busy
-    assert engine.pool.free == engine.pool.pages
+    assert scheduler.holders.keys() == scheduler.kept.keys(), "KV is held for closed conversations alone"
     assert http.get("/health").json()["status"] == "ok"
 
 
