@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import re
@@ -39,6 +38,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from random_models import end_turns_after
 from rollout import ANSWER, NEVER, TURN_TOKENS, make_tokenizer, make_trl_call, words
 
 SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 4}  # and how many steps each takes
@@ -88,35 +88,13 @@ def write_model(args: argparse.Namespace) -> None:
     prompt = tokenizer.apply_chat_template(
         conversation(questions(args)[0]), tools=[lookup], add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    end_turns(model, tokenizer, prompt)
+    end_turns_after(model, [tokenizer.eos_token_id], TURN_TOKENS, temperature=1.0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[tokenizer.pad_token_id, 0] += NEVER  # it ends our turns, too
     model.save_pretrained(args.model)
     tokenizer.save_pretrained(args.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tell("NAME", f"{parameters / 1e6:.1f} M weights, a prompt of {len(prompt)} tokens")
-
-
-def end_turns(model: Any, tokenizer: Any, prompt: list[int]) -> None:
-    """Let the model sample its end token once in `TURN_TOKENS`, through the weights: channel 0 is constant for it.
-
-    It is no larger than the others, whose gradients would drown in rounding, so its size after the last norm is
-    measured.
-    """
-    import torch
-
-    sampled = torch.randint(len(tokenizer), (8, 4 * TURN_TOKENS)).tolist()
-    ids = torch.tensor([prompt + turn for turn in sampled], device=model.device)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0.0
-            layer.mlp.down_proj.weight[0] = 0.0
-        embeddings = model.model.embed_tokens.weight  # the output layer's, too
-        embeddings[:, 0] = 1.0
-        hidden = model.model(ids).last_hidden_state[:, len(prompt) :]
-        model.model.norm.weight[0] /= hidden[..., 0].float().mean()
-        logits = model(ids, logits_to_keep=len(sampled[0])).logits.float()
-        needed = logits.logsumexp(-1) - math.log(TURN_TOKENS - 1) - logits[..., tokenizer.eos_token_id]
-        embeddings[tokenizer.eos_token_id, 0] += needed.mean()
-        embeddings[tokenizer.pad_token_id, 0] += NEVER  # it ends turns, too
 
 
 def questions(args: argparse.Namespace) -> list[str]:

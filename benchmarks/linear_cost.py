@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from plan import build_run, give_back_memory, settings
+from plan import build_run, give_back_memory, settings, warm_up
 from random_models import NEVER, TINY, build_model, end_turns_after
 
 from palestra.plan.shape import ModelShape, find_shape
@@ -103,12 +103,8 @@ def measure(
     config = settings(rank, problems, GROUP, new, **more)
     began = time.perf_counter()
     run = build_run(loaded, learner, config, length - new, runner, steps=2)
-    run.training.step()
+    warm_up(run)
     warm_s = time.perf_counter() - began
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    run.training.tracker.lengths.clear()
     began = time.perf_counter()
     metrics = run.training.step()
     if cuda:

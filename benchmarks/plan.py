@@ -138,6 +138,17 @@ def give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def warm_up(run: Any) -> None:
+    """A step that does not count, neither in peaks of memory nor in lengths."""
+    import torch
+
+    run.training.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    run.training.tracker.lengths.clear()
+
+
 def measure(
     loaded: Any, learner: Any, shape: str, rank: int, case: tuple[int, int, int, int], runner: Any, repeats: int,
     began: float,
@@ -159,12 +170,8 @@ def measure(
     kv = estimate(found_shape, device, work_of(config, device, prompt_tokens=prompt), efficiency_of(device)).memory.kv
     config = settings(rank, problems, group, new, **{"model.kv_memory_gib": kv * 1.1 / GIB})  # lengths vary a little
     run = build_run(loaded, learner, config, prompt, runner, steps=repeats + 1)
-    run.training.step()
+    warm_up(run)
     warm_s = time.perf_counter() - began
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    run.training.tracker.lengths.clear()
     seconds, metrics = [], []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -17,18 +17,17 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.core.transfer import to_device
 from palestra.core.types import Sample
-
-ALIGNMENT = 16  # bytes: what kernels that read several numbers at once expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +63,6 @@ class MicroBatch:
         """The same, with its tensors on a device."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trees"}
         return MicroBatch(trees=self.trees, **dict(zip(tensors, to_device(tensors.values(), device), strict=True)))
-
-
-def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """The host's tensors on a device.
-
-    In one transfer, since each costs a wait, and put together by numpy: torch would wake a thread on every core for
-    each of them, which takes milliseconds on a large machine. From pinned memory: a GPU's stream is not waited for.
-    """
-    found = list(tensors)
-    if all(x.device == device for x in found):
-        return found
-    ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in found), initial=0))
-    together = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for x, start in zip(found, ends, strict=False):
-        together.numpy()[start : start + x.nbytes] = x.numpy().reshape(-1).view(np.uint8)
-    moved = together.to(device, non_blocking=True)
-    return [moved[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in zip(found, ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

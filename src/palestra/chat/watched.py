@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-PLAIN = re.compile(r"(?!\s)[\w .,:;+*/=()%!?#@~^-]+(?<!\s)", re.ASCII)  # the same in every form of a body
-_CAN_BE_PLAIN = re.compile(r"[\w .,:;+*/=()%!?#@~^-]+", re.ASCII)
+_CHARACTERS = r"[\w .,:;+*/=()%!?#@~^-]+"
+PLAIN = re.compile(rf"(?!\s){_CHARACTERS}(?<!\s)", re.ASCII)  # the same in every form of a body
+_CAN_BE_PLAIN = re.compile(_CHARACTERS, re.ASCII)
 _LOOK_FOR = "__contains__ __eq__ __ne__ startswith endswith find rfind index rindex count replace partition rpartition"
 _LOOK_AT = (
     "__len__ __getitem__ __iter__ __lt__ __le__ __gt__ __ge__ split rsplit splitlines lower upper title capitalize "

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import MicroBatch, nothing_scored, pack, to_device
+from palestra.algo.batching import MicroBatch, nothing_scored, pack
+from palestra.core.transfer import to_device
 from palestra.core.types import Array, Sample
 from palestra.learner.tree_attention import Layout
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import Tree, to_device
+from palestra.algo.batching import Tree
+from palestra.core.transfer import to_device
 from palestra.core.types import Array
 
 HALF = (torch.bfloat16, torch.float16)

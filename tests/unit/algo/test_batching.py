@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from palestra.algo.batching import ALIGNMENT, Tree, pack, split_minibatches, to_device
+from palestra.algo.batching import Tree, pack, split_minibatches
+from palestra.core.transfer import ALIGNMENT, to_device
 from palestra.core.types import Sample
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,15 @@ from palestra.engine.cuda import kernels, layer_kernels
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS = 8
+
+
+def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
+    """Page tables of unlike lengths as one array, with zeros behind the short ones."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), np.int32)
+    pages = np.fromiter(chain.from_iterable(tables), np.int32, lengths.sum())
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = pages
+    return padded
 
 
 def splits_for(rows: int, kv_heads: int) -> int:

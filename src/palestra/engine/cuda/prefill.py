@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.cuda.copies import padded_tables, to_device
-from palestra.engine.cuda.paged_ops import PrefillPlan
+from palestra.core.transfer import to_device
+from palestra.engine.cuda.paged_ops import PrefillPlan, padded_tables
 from palestra.engine.session import Session
 
 MAX_CAPTURED_TOKENS = 4096  # from there on the GPU takes longer than the host needs to start its kernels
@@ -74,7 +74,7 @@ class PrefillArrays:
 
     def to(self, device: torch.device) -> PrefillBuffers:
         arrays = (self.tokens, self.blocks, self.rows, self.tables)
-        return PrefillBuffers(*(to_device(array, device) for array in arrays))
+        return PrefillBuffers(*to_device(map(torch.from_numpy, arrays), device))
 
 
 class PrefillBuffers(NamedTuple):

@@ -35,10 +35,10 @@ BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 @dataclass(slots=True)
 class Graph:
-    """A decode step of one batch size, or a prefill of one shape: replay it, then read its output."""
+    """A decode step of one batch size, or a prefill of one shape: replay it, then read the logits if it has any."""
 
     replay: Callable[[], None]
-    output: Tensor
+    logits: Tensor | None = None
 
 
 class CudaRunner:
@@ -160,21 +160,20 @@ class CudaRunner:
     def _prefill(self, fills: Sequence[Fill]) -> None:
         arrays = PrefillArrays.of(fills, self.page_size)
         shape = arrays.shape
-        if self.fast_decoder is None:
-            plan = arrays.to(self.device).plan(self.keys, self.values, shape)
-            self._module_logits(plan, plan.ids, plan.positions)
-        elif shape.tokens > MAX_CAPTURED_TOKENS:
-            self.fast_decoder.prefill(arrays.to(self.device).plan(self.keys, self.values, shape))
-        else:
+        if self.fast_decoder is not None and shape.tokens <= MAX_CAPTURED_TOKENS:
             self._fills.load(arrays)
-            self._graph(shape.captured, partial(self._prefill_step, shape.captured)).replay()
+            self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
+        else:
+            self._prefill_step(arrays.to(self.device), shape)
         for session, count in fills:
             session.kv_len += count
 
-    def _prefill_step(self, shape: PrefillShape) -> Tensor:
-        assert self.fast_decoder is not None
-        self.fast_decoder.prefill(self._fills.plan(self.keys, self.values, shape))
-        return self._fills.tokens
+    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None:
+        plan = buffers.plan(self.keys, self.values, shape)
+        if self.fast_decoder is not None:
+            self.fast_decoder.prefill(plan)
+        else:
+            self._module_logits(plan, plan.ids, plan.positions)
 
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
@@ -225,7 +224,8 @@ class CudaRunner:
         """One decode step over the state's first rows; its logits [bucket, V]."""
         graph = self._graph(bucket, partial(self._decode_step, bucket))
         graph.replay()
-        return graph.output
+        assert graph.logits is not None
+        return graph.logits
 
     def _decode_step(self, bucket: int) -> Tensor:
         state = self._state
@@ -237,14 +237,14 @@ class CudaRunner:
         state.choose(logits)
         return logits
 
-    def _graph(self, shape: int | PrefillShape, forward: Callable[[], Tensor]) -> Graph:
+    def _graph(self, shape: int | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
         if shape not in self._graphs:
             started = time.perf_counter()
             self._graphs[shape] = self._captured(forward) if self._captures else _uncaptured(forward)
             self.warm_up_s += time.perf_counter() - started
         return self._graphs[shape]
 
-    def _captured(self, forward: Callable[[], Tensor]) -> Graph:
+    def _captured(self, forward: Callable[[], Tensor | None]) -> Graph:
         state = self._state
         alive = state.lens.clone(), state.left.clone()
         state.lens.zero_()  # dead rows while capturing: no KV is written, and nobody goes on
@@ -259,7 +259,7 @@ class CudaRunner:
             captured = torch.cuda.CUDAGraph()
             # thread_local: the learner may allocate meanwhile in its own thread (rollout.max_staleness)
             with torch.cuda.graph(captured, pool=self._graph_pool, capture_error_mode="thread_local"):
-                output = forward()
+                logits = forward()
         except Exception as error:
             error.add_note(f"A step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
             raise
@@ -267,7 +267,7 @@ class CudaRunner:
             state.lens.copy_(alive[0])
             state.left.copy_(alive[1])
         self._graph_pool = self._graph_pool or captured.pool()
-        return Graph(captured.replay, output)
+        return Graph(captured.replay, logits)
 
     def _module_logits(self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor) -> Tensor:
         """[rows, V] logits of the module with our attention."""
@@ -282,13 +282,13 @@ class CudaRunner:
         return output.logits[0]
 
 
-def _uncaptured(forward: Callable[[], Tensor]) -> Graph:
+def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:
     """A step that runs kernel by kernel each time."""
 
     def replay() -> None:
-        graph.output = forward()
+        graph.logits = forward()
 
-    graph = Graph(replay, torch.empty(0))
+    graph = Graph(replay)
     return graph
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.core.transfer import to_device
 from palestra.engine.cuda import kernels
-from palestra.engine.cuda.copies import padded_tables, to_device
+from palestra.engine.cuda.paged_ops import padded_tables
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 
@@ -54,8 +55,7 @@ class DecodeState:
             words[7 : 7 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
         self._of_rows.zero_()
         self.tokens.fill_(-1)
-        _put(self._of_rows, words)
-        _put(self.tables, padded_tables([session.table for session in sessions]))
+        _put((self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions])))
         self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
         self._drawn_from = np.array([row.position for row in rows])
         return min(steps, max(left))
@@ -63,7 +63,7 @@ class DecodeState:
     def draw(self, first: int, end: int) -> None:
         """The random numbers of some steps."""
         numbers = uniforms(self._seeds, self._drawn_from + np.arange(first, end)[:, None])
-        _put(self.draws[first:end], numbers)
+        _put((self.draws[first:end], numbers))
 
     def look(self, number: int) -> Callable[[], bool]:
         """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
@@ -104,8 +104,11 @@ class DecodeState:
         )  # fmt: skip
 
 
-def _put(target: Tensor, values: np.ndarray) -> None:
-    target[: values.shape[0], : values.shape[1]].copy_(to_device(values, target.device))
+def _put(*pairs: tuple[Tensor, np.ndarray]) -> None:
+    """Each array into the first rows and columns of its tensor."""
+    arrays = to_device((torch.from_numpy(array) for _, array in pairs), pairs[0][0].device)
+    for (target, _), source in zip(pairs, arrays, strict=True):
+        target[: source.shape[0], : source.shape[1]].copy_(source)
 
 
 def _tokens_left(job: Job, page_size: int, context: int) -> int:
