@@ -155,19 +155,24 @@ def measure(
 ) -> Any:  # fmt: skip
     import torch
 
+    from palestra.learner.micro_batch import device_of
     from palestra.plan.calibration import efficiency_of
     from palestra.plan.device import GIB
-    from palestra.plan.estimate import estimate
+    from palestra.plan.estimate import RunEstimate, estimate
     from palestra.plan.of_config import work_of
-    from palestra.train.forecast import device_of, shape_of
+    from palestra.plan.shape import shape_of
 
     problems, group, prompt, new = case
     cuda = torch.cuda.is_available()
     device, found_shape = device_of(loaded.model.device), shape_of(loaded.model.config)
     assert device is not None
     assert found_shape is not None
-    config = settings(rank, problems, group, new)
-    kv = estimate(found_shape, device, work_of(config, device, prompt_tokens=prompt), efficiency_of(device)).memory.kv
+
+    def planned_for(config: Any, prompt_tokens: int) -> RunEstimate:
+        work = work_of(config, found_shape, device, prompt_tokens=prompt_tokens)
+        return estimate(found_shape, device, work, efficiency_of(device))
+
+    kv = planned_for(settings(rank, problems, group, new), prompt).memory.kv
     config = settings(rank, problems, group, new, **{"model.kv_memory_gib": kv * 1.1 / GIB})  # lengths vary a little
     run = build_run(loaded, learner, config, prompt, runner, steps=repeats + 1)
     warm_up(run)
@@ -183,7 +188,7 @@ def measure(
     lengths = run.training.tracker.lengths
     prompt, sampled = (round(statistics.mean(column)) for column in zip(*lengths, strict=True))
     config.rollout.max_new_tokens = sampled
-    planned = estimate(found_shape, device, work_of(config, device, prompt_tokens=prompt), efficiency_of(device))
+    planned = planned_for(config, prompt)
     measured = statistics.median(seconds)
     phases = {
         name.removesuffix("_seconds"): statistics.median(m[name] for m in metrics)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "report": "core evals",
     "envs": "core chat tools agents evals",
     "runs": "core tracking envs",
-    "learner": "core algo engine",
+    "learner": "core algo plan engine",
     "policy": "core chat engine",
     "rollout": "core chat tools evals envs policy",
     "tinker_client": "core algo learner policy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from palestra.learner.local import LocalLearner
 from palestra.plan.calibration import MeasuredStep, calibrated
 from palestra.plan.device import Device, Efficiency, default_efficiency
 from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.memory import suited_micro_batch
 from palestra.plan.shape import ModelShape
 from palestra.plan.work import StepWork
 
@@ -46,6 +48,7 @@ def plan_of(shape: ModelShape, device: Device, work: Workload, weight_bytes: int
         new_tokens=work.new_tokens,
         weight_bytes=weight_bytes,
     )
+    step = replace(step, tokens_per_micro_batch=suited_micro_batch(shape, device, step))
     return estimate(shape, device, step, default_efficiency(device))
 
 

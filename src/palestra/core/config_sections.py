@@ -116,7 +116,12 @@ class TrainSection(Section):
     adam_beta2: float = 0.999
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    tokens_per_micro_batch: int = Field(16384, ge=1, description="token budget of one forward and backward")
+    tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="token budget of one forward and backward; none suits it to the model: 16384, and up to 65536 on a "
+        "GPU with room for it",
+    )
     share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
 
 

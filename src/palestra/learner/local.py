@@ -28,6 +28,7 @@ from palestra.engine.lora import base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import Batch
 from palestra.learner.forward import Scorer
+from palestra.learner.micro_batch import micro_batch_tokens
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
@@ -138,7 +139,6 @@ class LocalLearner:
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.model = model
-        self._limit = MicroBatchLimit(config.train.tokens_per_micro_batch)
         self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
         if config.lora.r > 0 and not self._has_adapter:
@@ -152,6 +152,9 @@ class LocalLearner:
         temperature = config.rollout.temperature
         options: dict[str, Any] = {"temperature": temperature, "pad_token_id": pad_token_id, "in_shards": in_shards}
         self._scorer = Scorer(model, **options)
+        whole_logits = self._scorer.mode == "reference"
+        tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
+        self._limit = MicroBatchLimit(tokens)
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
         if config.train.beta > 0 and self._has_adapter:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from palestra.plan.device import GIB, Device
 from palestra.plan.shape import ModelShape
-from palestra.plan.work import StepWork
+from palestra.plan.work import MICRO_BATCH, StepWork
 
 QUANTISED_BYTES = 0.516  # nf4 with double quantisation
 LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass,
@@ -15,6 +15,8 @@ LORA_OUTPUT_BYTES = 4  # adapters compute in float32
 MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.25 * GIB  # of the libraries' products, of graphs and of the sampler
+MAX_MICRO_BATCH = 4 * MICRO_BATCH  # tokens; the host launches no faster for more of them
+ACTIVATIONS_SHARE = 0.2  # of a GPU's memory, for activations of micro-batches of more than MICRO_BATCH tokens
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
 
 
@@ -84,6 +86,20 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     if not is_compiled(shape, device):
         return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR
     return shape.layers * layer + adapters  # compiled layers compute what adapters add again, one layer after the other
+
+
+def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
+    """Tokens of a micro-batch where the user sets none: on a GPU, the more the smaller a token's activations are.
+
+    Small models wait for the host, which launches as many kernels for a small micro-batch as for a large one. A power
+    of 2, so that a little memory more or less makes no other micro-batches.
+    """
+    tokens = MICRO_BATCH
+    if device.is_gpu:
+        room = ACTIVATIONS_SHARE * device.memory_gib * GIB / token_activations(shape, device, work)
+        while tokens < MAX_MICRO_BATCH and 2 * tokens <= room:
+            tokens *= 2
+    return tokens
 
 
 def is_compiled(shape: ModelShape, device: Device) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.plan.device import Device
-from palestra.plan.work import Method, StepWork
+from palestra.plan.memory import suited_micro_batch
+from palestra.plan.shape import ModelShape
+from palestra.plan.work import MICRO_BATCH, Method, StepWork
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def work_of(
     config: RunConfig,
+    shape: ModelShape,
     device: Device,
     *,
     prompt_tokens: int,
@@ -24,7 +29,7 @@ def work_of(
     """One step where every rollout samples all of its `rollout.max_new_tokens`."""
     train, model, lora = config.train, config.model, config.lora
     method: Method = "qlora" if lora.load_in_4bit else "lora" if lora.r else "full"
-    return StepWork(
+    work = StepWork(
         problems=train.problems_per_step,
         group_size=config.rollout.group_size,
         prompt_tokens=prompt_tokens,
@@ -36,7 +41,7 @@ def work_of(
         method=method,
         lora_rank=lora.r or LORA_RANK,
         gpus=gpus,
-        tokens_per_micro_batch=train.tokens_per_micro_batch,
+        tokens_per_micro_batch=train.tokens_per_micro_batch or MICRO_BATCH,
         gradient_checkpointing=model.gradient_checkpointing,
         master_weights=model.master_weights,
         sleep_mode=model.sleep_mode,
@@ -48,3 +53,6 @@ def work_of(
         minibatches=train.minibatches,
         weight_bytes=_WEIGHT_BYTES.get(model.dtype, device.weight_bytes),
     )
+    if train.tokens_per_micro_batch is None:
+        work = replace(work, tokens_per_micro_batch=suited_micro_batch(shape, device, work))
+    return work

@@ -99,6 +99,14 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
     )
 
 
+def shape_of(config: Any) -> ModelShape | None:
+    """The shape of a transformers config object; None for what the cost model does not know."""
+    try:
+        return shape_from_config(config.to_dict())
+    except (AttributeError, PalestraError):
+        return None
+
+
 @cache
 def known_shapes() -> dict[str, ModelShape]:
     """Common models by their short names."""

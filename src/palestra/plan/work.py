@@ -11,6 +11,7 @@ from palestra.core.errors import PalestraError
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)  # each needs less memory than the one before
 SHORTEST = 0.98  # of the mean: groups that end early may fit a micro-batch together where the mean does not
+MICRO_BATCH = 16384  # tokens, where nothing says that more of them pay
 MAX_RUNNING = 1024  # rows that the engine decodes at once on a GPU
 
 
@@ -29,7 +30,7 @@ class StepWork:
     method: Method = "full"
     lora_rank: int = 16
     gpus: int = 1
-    tokens_per_micro_batch: int = 16384
+    tokens_per_micro_batch: int = MICRO_BATCH
     gradient_checkpointing: bool = False
     master_weights: bool = True
     sleep_mode: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,36 +9,15 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import RankVariables
+from palestra.learner.micro_batch import device_of
 from palestra.plan.calibration import efficiency_of
-from palestra.plan.device import GIB, Device, cpu, find_device
+from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate, least
 from palestra.plan.memory import USABLE
 from palestra.plan.of_config import work_of
-from palestra.plan.shape import ModelShape, shape_from_config
+from palestra.plan.shape import shape_of
 
 PROMPT_TOKENS = 512  # of a problem, before one has been seen
-
-
-def device_of(where: torch.device) -> Device | None:
-    """The device with the memory that this process can have of it; None for a GPU without figures."""
-    if where.type != "cuda":
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return cpu(torch.get_num_threads(), ram)
-    try:
-        found = find_device(torch.cuda.get_device_name(where))
-    except PalestraError:
-        return None
-    free, total = torch.cuda.mem_get_info(where)
-    others = total - free - torch.cuda.memory_reserved(where)  # other processes, and the driver
-    return replace(found, memory_gib=min(found.memory_gib, (total - others) / GIB))
-
-
-def shape_of(model_config: Any) -> ModelShape | None:
-    """The shape of a transformers config; None for what the cost model does not know."""
-    try:
-        return shape_from_config(model_config.to_dict())
-    except (AttributeError, PalestraError):
-        return None
 
 
 def forecast(
@@ -51,7 +28,7 @@ def forecast(
     if shape is None or device is None:
         return None
     place = RankVariables.of_environment()
-    work = work_of(config, device, prompt_tokens=prompt_tokens, gpus=place.size if place else 1)
+    work = work_of(config, shape, device, prompt_tokens=prompt_tokens, gpus=place.size if place else 1)
     return estimate(shape, device, work, efficiency_of(device))
 
 

@@ -307,7 +307,7 @@ def memory_remedy(error: Exception, config: RunConfig) -> str:
     """The settings to change when memory ran out; nothing for other errors."""
     if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
         return ""
-    model, tokens = config.model, config.train.tokens_per_micro_batch
+    model, tokens = config.model, config.train.tokens_per_micro_batch or "16384 or more, by the model"
     remedies = {
         f"a lower train.tokens_per_micro_batch (now {tokens})": True,
         "model.gradient_checkpointing=true": not model.gradient_checkpointing,

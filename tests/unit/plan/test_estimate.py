@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, find_device
+from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.memory import suited_micro_batch
+from palestra.plan.of_config import work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
 from palestra.plan.work import StepWork
 
@@ -127,6 +130,32 @@ def test_a_step_is_within_25_percent_of_time_and_15_percent_of_memory_of_what_an
         assert 0.3 * gib < found.memory.total / GIB < gib
     else:
         assert found.memory.total / GIB == pytest.approx(gib, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "work", "tokens"),
+    [
+        ("smollm2-135m", H200, {}, 65536),
+        ("qwen3-0.6b", H200, {}, 32768),
+        ("qwen3-0.6b", H200, {"gradient_checkpointing": True}, 65536),
+        ("qwen3-1.7b", H200, {"method": "lora"}, 16384),
+        ("smollm2-135m", DEVICES["h100"], {}, 32768),
+        ("smollm2-135m", DEVICES["rtx-4090"], {}, 16384),
+        ("smollm2-135m", cpu(8, 1000.0), {}, 16384),
+    ],
+)
+def test_a_micro_batch_is_the_larger_the_less_a_token_keeps_but_not_on_a_cpu(
+    model: str, device: Device, work: Any, tokens: int
+) -> None:
+    assert suited_micro_batch(find_shape(model), device, StepWork(**work)) == tokens
+
+
+def test_a_plan_takes_the_suited_micro_batch_where_none_is_set() -> None:
+    def planned(**settings: Any) -> int:
+        config = RunConfig.build({f"train.{key}": value for key, value in settings.items()})
+        return work_of(config, find_shape("smollm2-135m"), H200, prompt_tokens=9).tokens_per_micro_batch
+
+    assert (planned(), planned(tokens_per_micro_batch=16384)) == (65536, 16384)
 
 
 def test_lora_needs_less_memory_than_all_weights_and_4_bits_less_than_that() -> None:

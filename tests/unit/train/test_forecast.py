@@ -14,8 +14,9 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Rollout, Turn
 from palestra.evals.report import EvalReport
+from palestra.learner.micro_batch import device_of, micro_batch_tokens
 from palestra.plan.device import GIB
-from palestra.train.forecast import device_of, forecast, kv_memory_for, refuse_what_cannot_fit
+from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit
 from palestra.train.overview import Overview
 
 CUDA = torch.device("cuda:0")
@@ -100,6 +101,19 @@ def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(
     short = Overview._seen(planned, report.rollouts)
     assert (short.work.prompt_tokens, short.work.new_tokens, short.work.tool_tokens) == (40, 2, 0)
     assert short.time.learning_s < planned.time.learning_s
+
+
+def test_plan_and_learner_compute_as_many_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "NVIDIA H200", 139.0, 139.8)
+    for settings in ({}, {"train.tokens_per_micro_batch": 8192}, {"lora.r": 8}):
+        planned = forecast(config(**settings), _small(), CUDA)
+        assert planned is not None
+        own = micro_batch_tokens(config(**settings), _small(), CUDA, whole_logits=False)
+        assert own == planned.work.tokens_per_micro_batch == settings.get("train.tokens_per_micro_batch", 32768)
+    assert micro_batch_tokens(config(), _small(), CUDA, whole_logits=True) == 16384
+    assert micro_batch_tokens(config(), _small(), torch.device("cpu"), whole_logits=False) == 16384
+    on(monkeypatch, "Voodoo 2", 139.0, 139.8)
+    assert micro_batch_tokens(config(), _small(), CUDA, whole_logits=False) == 16384
 
 
 def test_on_a_cpu_nothing_is_refused() -> None:

@@ -439,9 +439,7 @@ def test_without_memory_the_settings_to_change_are_named(error: Exception, tmp_p
     assert text.startswith(
         f"step 4: {type(error).__name__}: {str(error).rstrip('.')}. To need less memory, in this order: "
     )
-    assert (
-        "a lower train.tokens_per_micro_batch (now 16384), model.gradient_checkpointing=true, a lower model.kv" in text
-    )
+    assert "a lower train.tokens_per_micro_batch (now 16384 or more, by the model), model.gradient_checkp" in text
     assert text.endswith(f"(now 8). The last good checkpoint is {step_folder(tmp_path, 2)}")
 
 

@@ -99,7 +99,7 @@ def command(
     config = _config(model, parameters, config_file, new_tokens, context)
     device = _device(gpu, parameters)
     shape = find_shape(config.model.name)
-    work = _work(config, device, gpus, context, turns, tool_tokens, parameters)
+    work = _work(config, shape, device, gpus, context, turns, tool_tokens, parameters)
     if shape.context and work.context > shape.context:
         raise PalestraError(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
@@ -153,6 +153,7 @@ def _device(name: str, parameters: dict[str, Any]) -> Device:
 
 def _work(
     config: RunConfig,
+    shape: ModelShape,
     device: Device,
     gpus: int,
     context: int | None,
@@ -171,6 +172,7 @@ def _work(
         )
     return work_of(
         config,
+        shape,
         device,
         prompt_tokens=prompt,
         tool_tokens=tools,
