@@ -1,6 +1,6 @@
 """The engine on a GPU beside transformers' own sampling, at the shape of Qwen3-0.6B.
 
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode lora generate agent]
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes lora generate agent]
 
 Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up.
 """
@@ -24,7 +24,7 @@ from palestra.engine.engine import Engine
 QWEN3_06B = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 20480, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 COPY_BYTES_PER_S = 4.23e12  # an H200's measured copy rate: the floor of a decode step is bytes over this
 CONTEXT = 384
@@ -72,13 +72,29 @@ def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: i
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
 
+def shared_rows(tables: Any, lens: Any, page: int, generator: Any) -> Any:
+    """Tables where rows by threes begin with the same pages, and these prefixes."""
+    from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedPrefixes
+
+    tables, rows = tables.clone(), len(lens)
+    blocks = torch.randperm(rows, generator=generator)[: rows - rows % 3].view(-1, 3)
+    tokens = torch.zeros(rows, dtype=torch.int32)
+    for block in blocks:
+        pages = (int(lens[block].min()) - 1) // page
+        tables[block, :pages] = tables[block[0], :pages]
+        tokens[block] = pages * page
+    blocks = torch.nn.functional.pad(blocks[tokens[blocks[:, 0]] > 0], (0, BLOCK_ROWS - 3), value=-1)
+    blocks = torch.cat([blocks, torch.full((1, BLOCK_ROWS), -1)])  # one of nobody
+    return tables, SharedPrefixes(tokens.cuda(), blocks.int().cuda())
+
+
 @torch.inference_mode()
 def kernels() -> None:
     """Triton against the reference on random ragged shapes, bf16."""
     from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 
     generator = torch.Generator().manual_seed(int(time.time()))
-    worst = {"decode": 0.0, "prefill": 0.0}
+    worst = {"decode": 0.0, "shared": 0.0, "prefill": 0.0}
     for trial in range(24):
         rows = int(torch.randint(1, 40, (1,), generator=generator))
         kv, group, dim = [(8, 2, 128), (2, 4, 64), (4, 1, 80), (1, 8, 256), (3, 3, 64)][trial % 5]
@@ -102,6 +118,12 @@ def kernels() -> None:
         for r in range(rows):
             want = reference(q[0, :, r][None], *stores, tables[r], int(lens[r]), window, softcap)
             worst["decode"] = max(worst["decode"], (out[r].float() - want[0]).abs().max().item())
+        shared_tables, plan.shared = shared_rows(tables, lens, page, generator)
+        plan.tables = shared_tables.int()
+        out = plan.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        for r in range(rows):
+            want = reference(q[0, :, r][None], *stores, shared_tables[r], int(lens[r]), window, softcap)
+            worst["shared"] = max(worst["shared"], (out[r].float() - want[0]).abs().max().item())
         total = sum(counts)
         q, k, v = fresh(total, kv * group), fresh(total, kv), fresh(total, kv)
         positions = [p for n, c in zip(lens.tolist(), counts, strict=True) for p in range(n - c, n)]
@@ -170,6 +192,27 @@ def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
             share_of_floor=max(rates) / floor, warm_up_s=engine.runner.warm_up_s,  # type: ignore[attr-defined]
             target={64: 33000, 256: 60000, 512: 68000}[batch],
         )  # fmt: skip
+
+
+def prefixes(model: Any) -> None:
+    """Decode steps of groups of 8 whose prompts are read once for all siblings, and by each; the engine's choice."""
+    import palestra.engine.cuda.runner as runner_module
+
+    new, usual = 64, runner_module.MIN_SAVED_BYTES
+    ways = {"apart": float("inf"), "together": 0, "chosen": usual}
+    engine = Engine(model, kv_memory_gib=40, max_running=256, tokens_per_step=32768)
+    for rows, length in [(8, 1024), (8, 15360), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024)]:
+        group = [s for p in prompts(rows // 8, length) for s in engine.fork(engine.open(p), 8)]
+        engine.sample(group, SamplingParams(1))
+        row: dict[str, Any] = {}
+        for way, runner_module.MIN_SAVED_BYTES in ways.items():  # type: ignore[misc]
+            engine.sample(group, SamplingParams(2))  # captures its graph
+            elapsed = seconds(lambda group=group: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
+            row[way] = round(rows * new / elapsed)
+        for session in group:
+            engine.close(session)
+        report(what="decode of siblings, tokens/s", rows=rows, prompt=length, **row)
+    runner_module.MIN_SAVED_BYTES = usual
 
 
 def lora(model: Any) -> None:
@@ -243,7 +286,7 @@ def agent(model: Any) -> None:
 
 
 def main() -> None:
-    parts = sys.argv[1:] or ["kernels", "parity", "decode", "lora", "generate", "agent"]
+    parts = sys.argv[1:] or ["kernels", "parity", "decode", "prefixes", "lora", "generate", "agent"]
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
         start = time.perf_counter()

@@ -95,11 +95,14 @@ def turns(nap=False):
     for session in group:
         engine.close(session)
     assert engine.pool.free == engine.pool.pages
+    if isinstance(engine.runner, CudaRunner) and not nap:
+        assert {shape.shares for shape in engine.runner._graphs if hasattr(shape, "shares")} >= {options["shares"]}
     return out
 
 expected = turns()
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = options["programs"]
+CudaRunner.always_shares = options["shares"]
 model.to(device)
 for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
@@ -224,6 +227,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "programs": programs,
         "grammar": family == "gemma2",
         "nap": family == "mistral",
+        "shares": family != "mistral",
         "branches": family == "qwen3",
         "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }

@@ -2,7 +2,8 @@
 
 Two forks of a random prompt sample a turn, get tokens appended, and sample again. The lengths are chosen so that
 everything is passed where an engine can go wrong: prefill and decode cross page boundaries, a partial page is
-copied for a fork, the prompt is longer than the sliding window, and KV leaves the batch and comes back.
+copied for a fork, the prompt is longer than the sliding window, KV leaves the batch and comes back, and in the second
+turn the forks read their common pages together, for which they would be too short.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.types import SamplingParams, Turn
 from palestra.engine.attention import REMEDY, AttentionSwitch
 from palestra.engine.probe import has_experts, text_config
+from palestra.engine.runner import Runner
 from palestra.engine.session import Session
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR, FOUR_BIT_FACTOR = 2.0, 16.0, 4.0, 2
 
 class CheckedEngine(Protocol):
     """What the check needs of an engine."""
+
+    runner: Runner
 
     def open(self, prompt_ids: Sequence[int]) -> Session: ...
 
@@ -57,10 +61,12 @@ def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: 
 
     forks = engine.fork(engine.open(random_ids(prompt_length(model, page_size, capacity))), 2)
     differences, spreads = [], []
+    usual = engine.runner.always_shares
     try:
         turns = [engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])]
         for fork, count in zip(forks, APPENDED_TOKENS, strict=True):
             engine.append(fork, random_ids(count))
+        engine.runner.always_shares = True
         turns.append(engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=s) for s in (3, 4)]))
         for fork, count, first, second in zip(forks, APPENDED_TOKENS, *turns, strict=True):
             end = len(fork.token_ids)
@@ -71,6 +77,7 @@ def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: 
             differences.append((sampled - expected).abs())
             spreads.append(logits.std(-1))
     finally:
+        engine.runner.always_shares = usual
         for fork in forks:
             engine.close(fork)
     difference, spread = torch.cat(differences).mean().item(), torch.cat(spreads).mean().item()

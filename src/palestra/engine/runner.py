@@ -22,6 +22,7 @@ class Runner(KVMemory, Protocol):
 
     decode_steps: int
     overlaps: bool  # a step that has begun goes on while the host does something else
+    always_shares: bool  # rows read the KV that they have in common once, however little it is
 
     def weights_changed(self) -> None: ...
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.fuse import fuse
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, decode_attention
+from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm
 from palestra.engine.lora import FusedAdapter, base_linear, base_model
 from palestra.engine.supported import norm_epsilon, sliding_window
 
@@ -101,9 +101,7 @@ class CudaFastDecoder:
 
         def attend(layer: _Layer, qkv: Tensor) -> Tensor:
             q, k, v = qkv.split((qkv.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), 1)
-            keys, values = plan.keys[layer.index], plan.values[layer.index]
-            window = layer.window or 0
-            return decode_attention(q, k, v, keys, values, plan.tables, plan.lens, layer.scale, 0.0, window, layer.rope)
+            return plan.over_pages(layer.index, q, k, v, layer.scale, 0.0, layer.window or 0, layer.rope)
 
         return self._head(_norm(self.model.model.norm, self._hidden(ids, attend)))
 

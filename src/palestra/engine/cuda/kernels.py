@@ -22,17 +22,17 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def decode_attention(
-    Q, K_NEW, V_NEW, K, V, TABLES, LENS, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
+    Q, K_NEW, V_NEW, K, V, TABLES, LENS, SHARED, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
     q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    T: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
-    and reads nothing.
+    and reads nothing. With more PARTS than SPLITS the row's first SHARED tokens are read by `shared_attention`.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
@@ -44,6 +44,8 @@ def decode_attention(
     q = apply_rope(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, ROPE)
     k_new = apply_rope(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, ROPE)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
+    if PARTS > SPLITS:
+        first_key = tl.load(SHARED + b)
     first, end = first_key // T, tl.cdiv(past, T)
     span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
     low = first + split * span
@@ -78,24 +80,85 @@ def decode_attention(
         total = total * shrink + tl.sum(w, 1)
         m = m_next
     head = (b * KV + h) * G + g
-    if SPLITS == 1:
+    if PARTS == 1:
         tl.store(OUT + head[:, None] * D + d[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
     else:
-        place = head * SPLITS + split
+        place = head * PARTS + split
         tl.store(PART + place[:, None] * D + d[None, :], acc, mask=rows)
         tl.store(PART_ML + place * 2, m, mask=g < G)
         tl.store(PART_ML + place * 2 + 1, total, mask=g < G)
 
 
 @triton.jit
-def combine_splits(PART, PART_ML, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """Merge the splits of one (row, head); grid (rows * heads,)."""
+def shared_attention(
+    Q, K, V, TABLES, LENS, SHARED, BLOCKS, PART, PART_ML, COS, SIN, Q_NORM,
+    q_stride, table_width, scale, softcap, eps,
+    KV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """The pages that up to R rows begin with, read once for their M >= R * G queries; grid (blocks, KV heads, splits).
+
+    Its SPLITS are the last of a row's PARTS. Every row is behind these pages, so nothing is masked but dead rows' work.
+    """
+    block, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, d, t = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T)
+    in_d = d < D
+    row = tl.load(BLOCKS + block * R + i // G, mask=i < R * G, other=-1)
+    real = row >= 0
+    n = tl.load(LENS + row, mask=real, other=0)
+    if tl.max(n, 0) > 0:
+        first = tl.load(BLOCKS + block * R)
+        head = h * G + i % G
+        inside = real[:, None] & in_d[None, :]
+        position = tl.maximum(n - 1, 0)[:, None]
+        q_row = (row * q_stride + head * D)[:, None]
+        q = apply_rope(Q, q_row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ROPE)
+        tiles = tl.load(SHARED + first) // T
+        span = tl.cdiv(tiles, SPLITS)
+        low = split * span
+        m = tl.full((M,), -float("inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, DP), tl.float32)
+        for tile in range(low, tl.minimum(low + span, tiles)):
+            page = tl.load(TABLES + first * table_width + tile * T // PAGE).to(tl.int64)
+            at = ((page * KV + h) * PAGE + tile * T % PAGE + t[:, None]) * D + d[None, :]
+            k = tl.load(K + at, mask=in_d[None, :], other=0.0)
+            v = tl.load(V + at, mask=in_d[None, :], other=0.0)
+            s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+            m_next = tl.maximum(m, tl.max(s, 1))
+            w = tl.exp(s - m_next[:, None])
+            shrink = tl.exp(m - m_next)
+            acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+            total = total * shrink + tl.sum(w, 1)
+            m = m_next
+        place = (row * KV * G + head) * PARTS + PARTS - SPLITS + split
+        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=inside)
+        tl.store(PART_ML + place * 2, m, mask=real)
+        tl.store(PART_ML + place * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def combine_parts(
+    PART, PART_ML, SHARED, LENS, OUT,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, PP: tl.constexpr,
+):  # fmt: skip
+    """Merge what was computed apart for one (row, head): its own SPLITS, and PARTS of a shared prefix if it has one.
+
+    Grid (rows * heads,).
+    """
     head = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
-    m = tl.load(PART_ML + (head * SPLITS + s) * 2)
-    total = tl.load(PART_ML + (head * SPLITS + s) * 2 + 1)
+    s, d = tl.arange(0, PP), tl.arange(0, DP)
+    count = SPLITS
+    if PARTS > SPLITS:
+        row = head // H  # a dead one's shared parts may never have been written
+        count = tl.where((tl.load(SHARED + row) > 0) & (tl.load(LENS + row) > 0), PARTS, SPLITS)
+    there = s < count
+    m = tl.load(PART_ML + (head * PARTS + s) * 2, mask=there, other=-float("inf"))
+    total = tl.load(PART_ML + (head * PARTS + s) * 2 + 1, mask=there, other=0.0)
     share = tl.exp(m - tl.max(m, 0))
-    parts = tl.load(PART + (head * SPLITS + s[:, None]) * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    inside = there[:, None] & (d[None, :] < D)
+    parts = tl.load(PART + (head * PARTS + s[:, None]) * D + d[None, :], mask=inside, other=0.0)
     out = tl.sum(parts * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(OUT + head * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
 

@@ -61,7 +61,8 @@ def apply_rope(
     X, row, inside, d, W, COS, SIN, position, eps,
     D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [R, DP] from X + row [R, 1] on, with NORM the RMS norm of weight W, with ROPE rotated to their position.
+    """Heads [R, DP] from X + row [R, 1] on, with NORM the RMS norm of weight W, with ROPE rotated to their position,
+    which is one number for all or [R, 1].
 
     Rounded where the Hugging Face modules round, so that sampler and learner differ as little as can be.
     """
@@ -79,10 +80,11 @@ def apply_rope(
             y = ((y * r).to(E).to(tl.float32) * w[None, :]).to(E).to(tl.float32)
             other = ((other * r).to(E).to(tl.float32) * other_w[None, :]).to(E).to(tl.float32)
         if ROPE:
-            cos = tl.load(COS + position * D + d, mask=in_d, other=0.0).to(tl.float32)
-            sin = tl.load(SIN + position * D + d, mask=in_d, other=0.0).to(tl.float32)
+            at = position * D + d[None, :]
+            cos = tl.load(COS + at, mask=in_d[None, :], other=0.0).to(tl.float32)
+            sin = tl.load(SIN + at, mask=in_d[None, :], other=0.0).to(tl.float32)
             sign = tl.where(d < D // 2, -1.0, 1.0)
-            y = (y * cos[None, :]).to(E).to(tl.float32) + (other * (sign * sin)[None, :]).to(E).to(tl.float32)
+            y = (y * cos).to(E).to(tl.float32) + (other * (sign[None, :] * sin)).to(E).to(tl.float32)
         x = y.to(E)
     return x
 

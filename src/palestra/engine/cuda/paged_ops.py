@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from palestra.engine.cuda import kernels, layer_kernels
+from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedPrefixes
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
-MAX_SPLITS = 8
+MAX_SPLITS, MAX_SHARED_SPLITS = 8, 16
+SHARED_KEYS_AT_ONCE = 64
 
 
 def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
@@ -27,8 +30,17 @@ def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
 
 def splits_for(rows: int, kv_heads: int) -> int:
     """Into how many parts a row's pages are cut, a power of two."""
+    return _splits(rows * kv_heads, DECODE_PROGRAMS, MAX_SPLITS)
+
+
+def shared_splits_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts a shared prefix is cut, if two to eight rows share each."""
+    return _splits(max(1, rows // 4) * kv_heads, 2 * DECODE_PROGRAMS, MAX_SHARED_SPLITS)
+
+
+def _splits(programs: int, limit: int, most: int) -> int:
     splits = 1
-    while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= DECODE_PROGRAMS:
+    while splits < most and programs * splits * 2 <= limit:
         splits *= 2
     return splits
 
@@ -73,31 +85,6 @@ class RopeAndNorm:
 APPLIED_ALREADY = RopeAndNorm()
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
-    scale: float, softcap: float, window: int, rope: RopeAndNorm = APPLIED_ALREADY,
-) -> Tensor:  # fmt: skip
-    """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
-    q, k, v = _packed(q), _packed(k), _packed(v)
-    rows, heads, dim = q.shape
-    kv_heads, page = keys.shape[1], keys.shape[2]
-    splits = splits_for(rows, kv_heads)
-    keys_at_once, warps, stages = decode_shape(rows, kv_heads)
-    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
-    part = torch.empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
-    part_ml = torch.empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
-    kernels.decode_attention[(rows, kv_heads, splits)](
-        q, k, v, keys, values, tables, lens, out, part, part_ml, *rope.arguments(q),
-        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, softcap, window, rope.epsilon,
-        KV=kv_heads, G=heads // kv_heads, GP=_pad(heads // kv_heads), D=dim, DP=_pad(dim), PAGE=page,
-        T=min(keys_at_once, page), SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION=_precision(q.dtype),
-        **rope.flags, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    if splits > 1:
-        kernels.combine_splits[(rows * heads,)](part, part_ml, out, D=dim, DP=_pad(dim), SPLITS=splits, num_warps=1)
-    return out
-
-
 @dataclass(slots=True)
 class DecodePlan:
     """One token for each row. `lens` counts it; 0 is a dead row."""
@@ -106,6 +93,7 @@ class DecodePlan:
     values: Tensor
     tables: Tensor  # [B, pages of the longest context]
     lens: Tensor  # [B]
+    shared: SharedPrefixes | None = None  # with a sliding window each row reads its own pages all the same
 
     def attend(
         self,
@@ -119,9 +107,50 @@ class DecodePlan:
     ) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.over_pages(layer, q, k, v, scale, softcap or 0.0, window or 0)[None]
+
+    def over_pages(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int,
+        rope: RopeAndNorm = APPLIED_ALREADY,
+    ) -> Tensor:  # fmt: skip
+        """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
+        q, k, v = _packed(q), _packed(k), _packed(v)
         keys, values = self.keys[layer], self.values[layer]
-        out = decode_attention(q, k, v, keys, values, self.tables, self.lens, scale, softcap or 0.0, window or 0)
-        return out[None]
+        rows, heads, dim = q.shape
+        kv_heads, page = keys.shape[1], keys.shape[2]
+        splits = parts = splits_for(rows, kv_heads)
+        shared = self.shared if window == 0 else None
+        if shared is not None:
+            parts += shared_splits_for(rows, kv_heads)
+        keys_at_once, warps, stages = decode_shape(rows, kv_heads)
+        out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+        part = torch.empty((rows, heads, parts, dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
+        part_ml = torch.empty((rows, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
+        of_shape: dict[str, Any] = {
+            "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": _pad(dim), "PAGE": page, "PARTS": parts,
+            "SOFTCAP": softcap > 0, "PRECISION": _precision(q.dtype), **rope.flags,
+        }  # fmt: skip
+        shared_tokens = self.lens if shared is None else shared.tokens
+        kernels.decode_attention[(rows, kv_heads, splits)](
+            q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
+            q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale, softcap, window, rope.epsilon,
+            **of_shape, GP=_pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if shared is not None:
+            queries = _pad(BLOCK_ROWS * heads // kv_heads)
+            kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
+                q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
+                q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon,
+                **of_shape, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page), SPLITS=parts - splits,
+                num_warps=4 if queries <= 64 else 8, num_stages=3,
+            )  # fmt: skip
+        if parts > 1:
+            kernels.combine_parts[(rows * heads,)](
+                part, part_ml, shared_tokens, self.lens, out, H=heads, D=dim, DP=_pad(dim), SPLITS=splits, PARTS=parts,
+                PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
+            )  # fmt: skip
+        return out
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
+from palestra.engine.cuda.shared_prefixes import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.sampler import SamplingRow, sample
@@ -31,6 +32,13 @@ from palestra.engine.session import Chunk, Collect, Emission, Job, Session
 from palestra.engine.supported import can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+class DecodeShape(NamedTuple):
+    """The rows of a decode step, and whether some of them read their common prefixes together."""
+
+    rows: int
+    shares: bool
 
 
 @dataclass(slots=True)
@@ -47,6 +55,7 @@ class CudaRunner:
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     look_every = 8  # steps after which the host looks whether a row has ended
+    always_shares = False
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -65,7 +74,7 @@ class CudaRunner:
         self._switch = AttentionSwitch(model)
         self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
-        self._graphs: dict[int | PrefillShape, Graph] = {}  # of decode steps by rows, and of prefills
+        self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
         self._graph_pool: Any = None
         self._weights_at = self._weight_addresses()
         rows, width = bucket_for(max_running), -(-context // page_size)
@@ -177,17 +186,16 @@ class CudaRunner:
 
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
-        self._load(chunks, rows, 1)
-        logits = self._decode(bucket_for(len(chunks)))[: len(chunks)]
+        shape, _ = self._load(chunks, rows, 1)
+        logits = self._decode(shape)[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
     def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """Decode steps until a row ends, at most `decode_steps`; the first two looks' worth at once."""
-        bucket = bucket_for(len(chunks))
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
-        steps = self._load(chunks, rows, self.look_every if blind else self.decode_steps)
+        shape, steps = self._load(chunks, rows, self.look_every if blind else self.decode_steps)
         state, looks = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
@@ -195,7 +203,7 @@ class CudaRunner:
             end = min(done + self.look_every, steps)
             state.draw(done, end)
             for _ in range(done, end):
-                self._decode(bucket)
+                self._decode(shape)
             looks.append(state.look(len(looks)))
             return end
 
@@ -213,31 +221,37 @@ class CudaRunner:
             enqueue()
         return collect
 
-    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> int:
+    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> tuple[DecodeShape, int]:
+        """The step's shape, and how many of them, up to `steps`, are worth running."""
         state, stops = self._state, max(len(row.params.stop_token_ids) for row in rows)
         if stops > state.max_stops:
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
-        return self._state.load(chunks, rows, self.page_size, self.context, steps)
+        kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
+        min_tokens = 0 if self.always_shares else MIN_SAVED_BYTES / kv_bytes
+        shared = SharedArrays.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
+        steps = self._state.load(chunks, rows, shared, self.page_size, self.context, steps)
+        return DecodeShape(bucket_for(len(chunks)), shared is not None), steps
 
-    def _decode(self, bucket: int) -> Tensor:
-        """One decode step over the state's first rows; its logits [bucket, V]."""
-        graph = self._graph(bucket, partial(self._decode_step, bucket))
+    def _decode(self, shape: DecodeShape) -> Tensor:
+        """One decode step over the state's first rows; its logits [rows, V]."""
+        graph = self._graph(shape, partial(self._decode_step, shape))
         graph.replay()
         assert graph.logits is not None
         return graph.logits
 
-    def _decode_step(self, bucket: int) -> Tensor:
-        state = self._state
-        plan = DecodePlan(self.keys, self.values, state.tables[:bucket], state.lens[:bucket])
+    def _decode_step(self, shape: DecodeShape) -> Tensor:
+        state, rows = self._state, shape.rows
+        shared = state.shared(rows) if shape.shares else None
+        plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared)
         if self.fast_decoder is not None:
-            logits = self.fast_decoder.decode(state.ids[:bucket], plan)
+            logits = self.fast_decoder.decode(state.ids[:rows], plan)
         else:
-            logits = self._module_logits(plan, state.ids[:bucket], state.positions[:bucket])
+            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows])
         state.choose(logits)
         return logits
 
-    def _graph(self, shape: int | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
+    def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
         if shape not in self._graphs:
             started = time.perf_counter()
             self._graphs[shape] = self._captured(forward) if self._captures else _uncaptured(forward)

@@ -11,6 +11,7 @@ from torch import Tensor
 from palestra.core.transfer import to_device
 from palestra.engine.cuda import kernels
 from palestra.engine.cuda.paged_ops import padded_tables
+from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedArrays, SharedPrefixes
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 
@@ -27,10 +28,11 @@ class DecodeState:
     def __init__(self, rows: int, table_width: int, steps: int, device: torch.device, stops: int = MAX_STOPS) -> None:
         self.rows, self.max_stops = rows, stops
         self.device = device
-        self._of_rows = torch.zeros((7 + stops, rows), dtype=torch.int32, device=device)
-        self.ids, self.starts, self.positions, self.lens, self.left, self.greedy, bits, *_ = self._of_rows
+        self._of_rows = torch.zeros((8 + stops, rows), dtype=torch.int32, device=device)
+        self.ids, self.starts, self.positions, self.lens, self.left, self.greedy, bits, shared, *_ = self._of_rows
         self.temperature = bits.view(torch.float32)
-        self.stops = self._of_rows[7:]
+        self.stops = self._of_rows[8:]
+        self._shared = SharedPrefixes(shared, torch.full((rows // 2, BLOCK_ROWS), -1, dtype=torch.int32, device=device))
         self.tables = torch.zeros((rows, table_width), dtype=torch.int32, device=device)
         self.draws = torch.zeros((steps, rows), device=device)
         self._chosen = torch.zeros((2, steps, rows), dtype=torch.int32, device=device)
@@ -39,9 +41,14 @@ class DecodeState:
         self._left_on_host = torch.zeros((2, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._seeds, self._drawn_from = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
+    def shared(self, rows: int) -> SharedPrefixes:
+        """What the first `rows` read together; blocks have two rows or more."""
+        return SharedPrefixes(self._shared.tokens[:rows], self._shared.blocks[: rows // 2])
+
     def load(
-        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], page_size: int, context: int, steps: int = 1
-    ) -> int:
+        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], shared: SharedArrays | None, page_size: int,
+        context: int, steps: int = 1,
+    ) -> int:  # fmt: skip
         """Bring the rows onto the device; how many steps, up to `steps`, are worth running."""
         jobs, params = [chunk.job for chunk in chunks], [row.params for row in rows]
         sessions = [job.session for job in jobs]
@@ -50,12 +57,16 @@ class DecodeState:
         words = np.full((len(self._of_rows), len(jobs)), -1, np.int32)
         words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
         words[6] = np.array([p.temperature or 1.0 for p in params], np.float32).view(np.int32)
+        words[7] = 0 if shared is None else shared.tokens
         for stop_ids in {p.stop_token_ids for p in params}:  # nearly always the same for all
             where = [p.stop_token_ids == stop_ids for p in params]
-            words[7 : 7 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
+            words[8 : 8 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
         self._of_rows.zero_()
         self.tokens.fill_(-1)
         _put((self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions])))
+        if shared is not None:
+            self._shared.blocks.fill_(-1)
+            _put((self._shared.blocks, shared.blocks))
         self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
         self._drawn_from = np.array([row.position for row in rows])
         return min(steps, max(left))

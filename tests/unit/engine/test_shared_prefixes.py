@@ -1,0 +1,45 @@
+"""Which rows of a decode step read their common pages together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedArrays
+from palestra.engine.pages import PagePool
+from palestra.engine.session import Session
+
+
+def siblings(pool: PagePool, count: int, tokens: int) -> list[Session]:
+    """Forks of one prompt, with a page of their own behind it."""
+    parent = pool.take(pool.needed(tokens))
+    forks = [pool.fork(parent, tokens).table + pool.take(1) for _ in range(count)]
+    return [Session([0] * (tokens + 2), table=table, kv_len=tokens + 1, shared_len=tokens) for table in forks]
+
+
+def test_siblings_read_their_whole_pages_together_and_others_read_alone() -> None:
+    pool = PagePool(200, 16)
+    first, second, alone = siblings(pool, 3, 40), siblings(pool, 2, 70), siblings(pool, 1, 64)
+    stranger = Session([0] * 9, table=pool.take(1), kv_len=8)
+    rows = [first[0], second[0], stranger, first[1], alone[0], second[1], first[2]]
+    shared = SharedArrays.of(rows, 16, min_tokens=0)
+    assert shared is not None
+    assert shared.tokens.tolist() == [32, 64, 0, 32, 0, 64, 32]
+    assert [[row for row in block if row >= 0] for block in shared.blocks.tolist()] == [[0, 3, 6], [1, 5]]
+    for block in shared.blocks:
+        rows_of_block = block[block >= 0]
+        pages = {tuple(rows[row].table[: shared.tokens[row] // 16]) for row in rows_of_block}
+        assert len(pages) == 1
+
+
+def test_a_large_group_is_cut_into_blocks_and_a_single_row_left_over_reads_alone() -> None:
+    shared = SharedArrays.of(siblings(PagePool(200, 16), 2 * BLOCK_ROWS + 1, 16), 16, min_tokens=0)
+    assert shared is not None
+    assert shared.blocks.tolist() == np.arange(2 * BLOCK_ROWS).reshape(2, BLOCK_ROWS).tolist()
+    assert shared.tokens.tolist() == [16] * 2 * BLOCK_ROWS + [0]
+
+
+def test_what_saves_too_little_is_read_by_each_row() -> None:
+    rows = siblings(PagePool(200, 16), 4, 32)
+    assert SharedArrays.of(rows, 16, min_tokens=97) is None  # three rows save 32 tokens each
+    assert SharedArrays.of(rows, 16, min_tokens=96) is not None
+    assert SharedArrays.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page
