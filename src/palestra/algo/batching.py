@@ -17,7 +17,7 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -65,14 +65,28 @@ class MicroBatch:
         return MicroBatch(trees=self.trees, **dict(zip(tensors, to_device(tensors.values(), device), strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A sample with the places in it that are predicted."""
+class _Rows:
+    """All samples in one run of tokens, with those that are predicted: numpy's calls cost more than what they do."""
 
-    index: int
-    sample: Sample
-    scored: np.ndarray
-    fed: int  # tokens that must be computed: all before the last scored one
+    def __init__(self, samples: Sequence[Sample], echo: bool) -> None:
+        self.samples = samples
+        lengths = np.array([len(sample.token_ids) for sample in samples])
+        self.starts = np.cumsum(lengths) - lengths  # [R] where each sample begins
+        masks = self.column("policy_mask") | self.column("echo_mask") if echo else self.column("policy_mask").copy()
+        masks[self.starts[lengths > 0]] = False  # nothing predicts the first token
+        self.scored = masks.nonzero()[0]  # [M] places in the run
+        ends = np.searchsorted(self.scored, self.starts + lengths)
+        self.counts = np.diff(ends, prepend=0)  # [R] scored tokens of each sample
+        self.first = ends - self.counts  # [R] where they begin among all
+        last = self.scored[np.maximum(ends, 1) - 1] if len(self.scored) else ends
+        # [R] tokens that must be computed: all before the last scored one
+        self.fed: list[int] = np.where(self.counts > 0, last - self.starts, 0).tolist()
+
+    def column(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(sample, name) for sample in self.samples])
+
+
+_Trees = list[tuple[int, list[int]]]  # (prompt length, rows) of each
 
 
 def pack(
@@ -88,33 +102,33 @@ def pack(
     Rows without a scored token are left out, and those that are not among `rows`, if these are given. A group too big
     for one micro-batch is split, with its prompt computed again in each part.
     """
-    batches: list[MicroBatch] = []
-    open_trees: list[tuple[int, list[_Row]]] = []
+    if not samples:
+        return []
+    every = _Rows(samples, echo)
+    batches: list[_Trees] = [[]]
     used = 0
 
     def close() -> None:
-        nonlocal open_trees, used
-        if open_trees:
-            batches.append(_assemble(open_trees))
-        open_trees, used = [], 0
+        nonlocal used
+        batches.append([])
+        used = 0
 
-    for prompt_length, family in _families(samples, share_prefix, echo, rows):
-        whole = prompt_length + sum(row.fed - prompt_length for row in family)
+    for prompt_length, family in _families(every, share_prefix, rows):
+        whole = prompt_length + sum(every.fed[row] - prompt_length for row in family)
         if used + whole > max_tokens >= whole:
             close()
-        tree: list[_Row] = []
+        tree: list[int] = []
         for row in family:
-            new = row.fed if not tree else row.fed - prompt_length
+            new = every.fed[row] if not tree else every.fed[row] - prompt_length
             if used and used + new > max_tokens:
                 if tree:
-                    open_trees.append((prompt_length, tree))
+                    batches[-1].append((prompt_length, tree))
                 close()
-                tree, new = [], row.fed
+                tree, new = [], every.fed[row]
             tree.append(row)
             used += new
-        open_trees.append((prompt_length, tree))
-    close()
-    return batches
+        batches[-1].append((prompt_length, tree))
+    return _assemble(every, [trees for trees in batches if trees])
 
 
 def nothing_scored() -> MicroBatch:
@@ -142,76 +156,74 @@ def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample
     return [list(samples[a:b]) for a, b in pairwise(bounds)]
 
 
-def _families(
-    samples: Sequence[Sample], share_prefix: bool, echo: bool, rows: Collection[int] | None
-) -> Iterator[tuple[int, list[_Row]]]:
+def _families(every: _Rows, share_prefix: bool, rows: Collection[int] | None) -> Iterator[tuple[int, list[int]]]:
     """(prompt length, rows) of each set of rows that may share a prompt, in order of first appearance."""
-    families: dict[object, tuple[int, list[_Row]]] = {}
-    for index, sample in enumerate(samples):
-        row = _row(index, sample, echo) if rows is None or index in rows else None
-        if row is None:
+    families: dict[object, tuple[int, list[int]]] = {}
+    for index, (sample, fed) in enumerate(zip(every.samples, every.fed, strict=True)):
+        if not fed or (rows is not None and index not in rows):
             continue
         prompt = sample.token_ids[: sample.prompt_length]
         # The prompt itself is in the key: rows that claim a shared prompt but differ stay apart.
-        shared = share_prefix and 0 < len(prompt) <= row.fed
+        shared = share_prefix and 0 < len(prompt) <= fed
         key: object = (sample.group, prompt.tobytes()) if shared else index
-        families.setdefault(key, (len(prompt) if shared else 0, []))[1].append(row)
+        families.setdefault(key, (len(prompt) if shared else 0, []))[1].append(index)
     yield from families.values()
 
 
-def _row(index: int, sample: Sample, echo: bool) -> _Row | None:
-    mask = sample.policy_mask | sample.echo_mask if echo else sample.policy_mask
-    scored = mask.nonzero()[0]
-    if len(scored) and scored[0] == 0:
-        scored = scored[1:]  # nothing predicts the first token
-    return _Row(index, sample, scored, int(scored[-1])) if len(scored) else None
+def _assemble(every: _Rows, batches: Sequence[_Trees]) -> list[MicroBatch]:
+    names = ("token_ids", "policy_mask", "echo_mask", "logprobs", "advantages")
+    columns = {name: every.column(name) for name in names}
+    return [_micro_batch(every, columns, trees) for trees in batches]
 
 
-def _assemble(groups: list[tuple[int, list[_Row]]]) -> MicroBatch:
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
+def _micro_batch(every: _Rows, columns: Mapping[str, np.ndarray], groups: _Trees) -> MicroBatch:
     trees: list[Tree] = []
+    runs: list[tuple[int, int, int]] = []  # what is computed: a row, and from where to where in it
     places: list[tuple[int, int, int]] = []  # of each row: start of its tree, shared tokens, start of its own
     start = 0
     for prompt_length, rows in groups:
         shared = prompt_length if len(rows) > 1 else 0  # a lone row is one causal run
-        ids.append(rows[0].sample.token_ids[:shared])
-        positions.append(np.arange(shared))
+        runs.append((rows[0], 0, shared))
         at = start + shared
         for row in rows:
-            ids.append(row.sample.token_ids[shared : row.fed])
-            positions.append(np.arange(shared, row.fed))
+            runs.append((row, shared, every.fed[row]))
             places.append((start, shared, at))
-            at += row.fed - shared
-        trees.append(Tree(start, shared, tuple(row.fed - shared for row in rows if row.fed > shared)))
+            at += every.fed[row] - shared
+        own = (every.fed[row] - shared for row in rows)
+        trees.append(Tree(start, shared, tuple(length for length in own if length)))
         start = at
-    rows = [row for _, rows in groups for row in rows]
-    counts = [len(row.scored) for row in rows]
-    scored = np.concatenate([row.scored for row in rows])
+    row_of_run, first, last = np.array(runs).T
+    positions = ragged_arange(first, last - first)
+    ids = columns["token_ids"][positions + np.repeat(every.starts[row_of_run], last - first)]
+    rows = np.array([row for _, rows in groups for row in rows])
+    counts = every.counts[rows]
+    scored = every.scored[ragged_arange(every.first[rows], counts)]
+    place = scored - np.repeat(every.starts[rows], counts)
     tree_start, shared_tokens, own_start = np.repeat(np.array(places).T, counts, axis=1)
-    before = scored - 1
-    source = np.where(before < shared_tokens, tree_start + before, own_start - shared_tokens + before)
-    lengths = [len(row.sample.token_ids) for row in rows]
-    chosen = scored + np.repeat(np.cumsum(lengths) - lengths, counts)
+    before = place - 1
 
-    def column(name: str, dtype: Any = None) -> Tensor:
-        values = np.concatenate([getattr(row.sample, name) for row in rows])
-        return torch.from_numpy(values[chosen].astype(dtype or values.dtype, copy=False))
+    def column(name: str, dtype: Any) -> Tensor:
+        return torch.from_numpy(columns[name][scored].astype(dtype, copy=False))
 
     return MicroBatch(
-        token_ids=_tensor(ids, np.int64),
-        position_ids=_tensor(positions),
+        token_ids=torch.from_numpy(ids.astype(np.int64)),
+        position_ids=torch.from_numpy(positions),
         trees=tuple(trees),
-        source=torch.from_numpy(source),
+        source=torch.from_numpy(np.where(before < shared_tokens, tree_start, own_start - shared_tokens) + before),
         target=column("token_ids", np.int64),
-        row=torch.from_numpy(np.repeat([row.index for row in rows], counts)),
-        place=torch.from_numpy(scored),
-        policy_mask=column("policy_mask"),
-        echo_mask=column("echo_mask"),
-        sampler_logprobs=column("logprobs"),
-        advantages=column("advantages"),
+        row=torch.from_numpy(np.repeat(rows, counts)),
+        place=torch.from_numpy(place),
+        policy_mask=column("policy_mask", np.bool_),
+        echo_mask=column("echo_mask", np.bool_),
+        sampler_logprobs=column("logprobs", np.float32),
+        advantages=column("advantages", np.float32),
     )
 
 
-def _tensor(parts: list[np.ndarray], dtype: Any = None) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts, dtype=dtype))
+def ragged_arange(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """
+    >>> ragged_arange(np.array([5, 0, 7]), np.array([3, 2, 1])).tolist()
+    [5, 6, 7, 0, 1, 7]
+    """
+    ends = np.cumsum(lengths)
+    return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

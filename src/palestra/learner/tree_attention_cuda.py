@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import Tree
+from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.transfer import to_device
 from palestra.core.types import Array
 
@@ -216,9 +216,9 @@ def _bounds(lengths: list[int]) -> Array:
 def _runs(tree: Tree) -> list[tuple[int, int]]:
     """(start, length) of the prompt, if there is one, and of each completion."""
     lengths = [n for n in (tree.prompt_length, *tree.completion_lengths) if n]
-    ends = np.cumsum([tree.start, *lengths]).tolist()
-    return list(zip(ends, lengths, strict=False))
+    return list(zip(accumulate(lengths, initial=tree.start), lengths, strict=False))
 
 
 def _places(runs: Sequence[tuple[int, int]]) -> Array:
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(start, start + n) for start, n in runs)])
+    starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+    return ragged_arange(starts, lengths)
