@@ -3,7 +3,9 @@
 python benchmarks/learner.py            on this CPU: CPU seconds of one step
 python benchmarks/learner.py --gpu      on a CUDA GPU: milliseconds, TFLOP/s by 6·N·tokens, peak memory
 python benchmarks/learner.py --gpu --only learner --profile    of each learner's step: how long the GPU is busy, by
-                                        kernel, where the host's time goes, and memory between steps (3 minutes)
+                                        kernel, when it is idle and what the host does then, and memory (3 minutes)
+python benchmarks/learner.py --gpu --only "learner of 135M"    the small model's rows alone, in micro-batches of 16,384
+                                        tokens and of the size that suits it (40 seconds)
 python benchmarks/learner.py --gpu --tiny    the same script with a tiny shape, on whatever is there
 """
 
@@ -11,8 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +30,7 @@ from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
+from palestra.learner import forward
 from palestra.learner.local import LocalLearner
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
@@ -34,7 +42,8 @@ def policy_loss(objective, logprobs, old, row, advantages, **more):
 
 
 SETTINGS: dict[str, object] = {}
-ONLY, PROFILE = "", False  # ways whose name has this; whether their steps are profiled
+ONLY, PROFILE = "", False  # ways of rows whose name has this; whether their steps are profiled
+IDLE_MS = 0.2  # shorter gaps between kernels are only added up
 SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, vocabulary
     "tiny": (128, 4, 4, 2, 32, 384, 4096),
     "small": (384, 6, 6, 2, 64, 1024, 16384),
@@ -106,7 +115,7 @@ def plain_step(
 
 
 def learner_for(
-    model: nn.Module, tokens_per_micro_batch: int, share_prefix: bool = True
+    model: nn.Module, tokens_per_micro_batch: int | None, share_prefix: bool = True
 ) -> tuple[LocalLearner, RunConfig]:
     config = RunConfig.build(
         {
@@ -175,7 +184,7 @@ def on_gpu(tiny: bool, repeats: int) -> None:
         measure_gpu(group_name, way, quarter, learner_step_for(shape, dtype, device, shared, quarter, share), repeats)
     small, agents = ("tiny", (2, 3, 24, 8)) if tiny else ("135M", (64, 8, 220, 45))
     rows_name = "{}: {} x {} x ({} + {})".format(small, *agents)
-    for micro in (16384, 65536):
+    for micro in (16384, None):
         samples = make_samples(*agents, SHAPES[small][-1])
         measure_gpu(rows_name, "learner", micro, learner_step_for(small, dtype, device, samples, micro), repeats)
 
@@ -196,7 +205,7 @@ def plain_for(
 
 
 def learner_step_for(
-    shape: str, dtype: torch.dtype, device: str, samples: list[Sample], micro: int, share: bool = True
+    shape: str, dtype: torch.dtype, device: str, samples: list[Sample], micro: int | None, share: bool = True
 ) -> Callable[[], tuple[Step, nn.Module, list[Sample]]]:
     def start() -> tuple[Step, nn.Module, list[Sample]]:
         model = build(shape, dtype, device)
@@ -207,10 +216,10 @@ def learner_step_for(
 
 
 def measure_gpu(
-    rows: str, way: str, micro: int, start: Callable[[], tuple[Step, nn.Module, list[Sample]]], repeats: int
+    rows: str, way: str, micro: int | None, start: Callable[[], tuple[Step, nn.Module, list[Sample]]], repeats: int
 ) -> None:
     """One line of the table: median wall time of a step, after two warm-up steps."""
-    if ONLY not in way:
+    if ONLY not in f"{way} of {rows}":
         return
     cuda = torch.cuda.is_available()
     step, model, samples = start()
@@ -232,10 +241,8 @@ def measure_gpu(
     parameters = sum(p.numel() for p in model.parameters())
     flops = 6 * parameters * sum(len(s.token_ids) for s in samples) / seconds / 1e12
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    print(
-        f"| {rows} | {way} | {micro} | {seconds * 1e3:.0f} | {flops:.0f} | {peak:.1f} | {norm:.4f} | {warm:.0f} |",
-        flush=True,
-    )
+    figures = f"{seconds * 1e3:.0f} | {flops:.0f} | {peak:.1f} | {norm:.4f} | {warm:.0f}"
+    print(f"| {rows} | {way} | {micro or 'suited'} | {figures} |", flush=True)
     if PROFILE:
         profile_step(step)
     del step, model
@@ -249,7 +256,7 @@ def profile_step(step: Step) -> None:
     if cuda:
         torch.cuda.synchronize()
         print(f"GiB between steps: {torch.cuda.memory_allocated() / 2**30:.1f}")
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile() as profile, Stacks() as stacks:
         started = time.perf_counter()
         step()
         if cuda:
@@ -265,6 +272,62 @@ def profile_step(step: Step) -> None:
         print(f"  GPU  {event.self_device_time_total / 1e3:8.2f} ms {event.count:6d} x {event.key[:110]}")
     for event in sorted(events, key=lambda e: -e.self_cpu_time_total)[:20]:
         print(f"  host {event.self_cpu_time_total / 1e3:8.2f} ms {event.count:6d} x {event.key[:110]}")
+    first_ns = profile.profiler.kineto_results.trace_start_ns()  # type: ignore[union-attr]
+    device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    ranges = [
+        (first_ns + int(e.time_range.start * 1e3), first_ns + int(e.time_range.end * 1e3))
+        for e in profile.events() or []
+        if e.device_type == device and (cuda or e.name == "aten::mm")
+    ]
+    print_gaps(ranges, stacks.found)
+
+
+class Stacks:
+    """Where the host is, some thousand times a second: (time in ns, innermost frames). Autograd has its own thread."""
+
+    def __enter__(self) -> Stacks:
+        self.found: list[tuple[int, str]] = []
+        self._main, self._done = threading.get_ident(), threading.Event()
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        sys.setswitchinterval(self._interval)
+
+    def _sample(self) -> None:
+        while not self._done.wait(2e-4):
+            threads = sys._current_frames()
+            main = threads.pop(self._main)
+            threads.pop(threading.get_ident())
+            waits = main.f_code.co_name == "_engine_run_backward"
+            busy = [f for f in threads.values() if waits and Path(f.f_code.co_filename).name != "threading.py"]
+            frames = list(traceback.walk_stack(busy[0] if busy else main))[:40]
+            own = [found for found in frames if "palestra" in found[0].f_code.co_filename][:2]
+            names = [f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in (frames[0], *own)]
+            self.found.append((time.time_ns(), " < ".join(dict.fromkeys(names))))
+
+
+def print_gaps(ranges: list[tuple[int, int]], stacks: list[tuple[int, str]]) -> None:
+    """When no kernel ran: how long in all, and for each long gap what the host did."""
+    ends, gaps = 0, []
+    for start, end in sorted(ranges):
+        if ends and start > ends:
+            gaps.append((ends, start))
+        ends = max(ends, end)
+    short = sum(b - a for a, b in gaps if b - a < IDLE_MS * 1e6) / 1e6
+    began = min(ranges, default=(0, 0))[0]
+    print(f"idle between kernels: {sum(b - a for a, b in gaps) / 1e6:.1f} ms, of which {short:.1f} in short gaps")
+    before = [where for at, where in stacks if at < began]
+    print(f"  before the first kernel, samples of 0.2 ms: {Counter(before).most_common(8)}")
+    for a, b in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:25]:
+        if b - a >= IDLE_MS * 1e6:
+            seen = Counter(where for at, where in stacks if a <= at <= b).most_common(2)
+            print(f"  idle {(b - a) / 1e6:6.2f} ms at {(a - began) / 1e6:7.1f} ms: {seen}")
 
 
 def main() -> None:
@@ -274,8 +337,11 @@ def main() -> None:
     parser.add_argument("--bf16-states", action="store_true", help="without float32 master weights, as the plain one")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
+    parser.add_argument("--layers-at-once", type=int, help="layers that are compiled as one program; a divisor of all")
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
+    if arguments.layers_at_once:
+        forward._alike = lambda model: arguments.layers_at_once
     global ONLY, PROFILE
     ONLY, PROFILE = arguments.only, arguments.profile
     SETTINGS["model.master_weights"] = not arguments.bf16_states

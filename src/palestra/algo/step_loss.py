@@ -45,19 +45,18 @@ class StepLoss:
         objective: Objective,
         *,
         max_completion_length: int,
-        tokens_total: float | None = None,
         entropy_coefficient: float = 0.0,
         echo_coefficient: float = 0.0,
         echo_normalization: Normalization = "selected_tokens",
     ) -> StepLoss:
-        """The loss of a step on these samples; `tokens_total` is their policy tokens unless given."""
+        """The loss of a step on these samples."""
         policy_tokens = sum(int(np.count_nonzero(s.policy_mask[1:])) for s in samples)
         echo = [int(np.count_nonzero(s.echo_mask[1:])) for s in samples] if echo_coefficient else []
         return cls(
             objective=objective,
             rows=sum(bool(s.policy_mask.any() or not s.echo_mask.any()) for s in samples),
             policy_tokens=policy_tokens,
-            tokens_total=policy_tokens if tokens_total is None else tokens_total,
+            tokens_total=policy_tokens,
             max_completion_length=max_completion_length,
             entropy_coefficient=entropy_coefficient,
             echo_coefficient=echo_coefficient,

@@ -66,12 +66,14 @@ class Optimizer:
     def gather(self) -> None:
         """Add what the last backward pass left at low-precision weights to the sums at their masters."""
         found = [(weight, master) for weight, master in self._pairs if weight.grad is not None]
-        sums = [(master.grad, weight.grad) for weight, master in found if master.grad is not None]
-        if sums:
-            torch._foreach_add_(*map(list, zip(*sums, strict=True)))
-        for weight, master in found:
-            if master.grad is None:
-                master.grad = weight.grad.float()  # type: ignore[union-attr]
+        first = [(weight, master) for weight, master in found if master.grad is None]
+        later = [(weight, master) for weight, master in found if master.grad is not None]
+        for _, master in first:
+            master.grad = torch.empty_like(master)
+        for pairs, combine in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):  # few launches for all
+            if pairs:
+                combine([master.grad for _, master in pairs], [weight.grad for weight, _ in pairs])
+        for weight, _ in found:
             weight.grad = None
 
     def clip(self, max_norm: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -73,20 +73,21 @@ def update(
 
 def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients) -> list[StepLoss]:
     """The loss of each optimizer step."""
-    tokens = [sum(int(np.count_nonzero(s.policy_mask[1:])) for s in batch.samples) for batch in batches]
-    per_batch = config.train.loss in BATCH_TOKEN_LOSSES
-    return [
+    losses = [
         StepLoss.of(
             batch.samples,
             objective_of(config),
             max_completion_length=config.rollout.max_new_tokens,
-            tokens_total=sum(tokens) / len(batches) if per_batch else own,
             entropy_coefficient=coefficients.entropy,
             echo_coefficient=coefficients.echo,
             echo_normalization=config.echo.normalization,
         )
-        for batch, own in zip(batches, tokens, strict=True)
+        for batch in batches
     ]
+    if config.train.loss not in BATCH_TOKEN_LOSSES:
+        return losses
+    mean = sum(loss.policy_tokens for loss in losses) / len(losses)
+    return [replace(loss, tokens_total=mean) for loss in losses]
 
 
 def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several: bool) -> list[Array] | None:
