@@ -195,10 +195,10 @@ def _micro_batch(every: _Rows, columns: Mapping[str, np.ndarray], groups: _Trees
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
     ids = columns["token_ids"][positions + np.repeat(every.starts[row_of_run], last - first)]
-    rows = np.array([row for _, rows in groups for row in rows])
-    counts = every.counts[rows]
-    scored = every.scored[ragged_arange(every.first[rows], counts)]
-    place = scored - np.repeat(every.starts[rows], counts)
+    index = np.array([row for _, rows in groups for row in rows])
+    counts = every.counts[index]
+    scored = every.scored[ragged_arange(every.first[index], counts)]
+    place = scored - np.repeat(every.starts[index], counts)
     tree_start, shared_tokens, own_start = np.repeat(np.array(places).T, counts, axis=1)
     before = place - 1
 
@@ -211,7 +211,7 @@ def _micro_batch(every: _Rows, columns: Mapping[str, np.ndarray], groups: _Trees
         trees=tuple(trees),
         source=torch.from_numpy(np.where(before < shared_tokens, tree_start, own_start - shared_tokens) + before),
         target=column("token_ids", np.int64),
-        row=torch.from_numpy(np.repeat(rows, counts)),
+        row=torch.from_numpy(np.repeat(index, counts)),
         place=torch.from_numpy(place),
         policy_mask=column("policy_mask", np.bool_),
         echo_mask=column("echo_mask", np.bool_),

@@ -72,7 +72,7 @@ class Optimizer:
             master.grad = torch.empty_like(master)
         for pairs, combine in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):  # few launches for all
             if pairs:
-                combine([master.grad for _, master in pairs], [weight.grad for weight, _ in pairs])
+                combine([master.grad for _, master in pairs], [weight.grad for weight, _ in pairs])  # type: ignore[misc]
         for weight, _ in found:
             weight.grad = None
 
