@@ -24,6 +24,16 @@ MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: witho
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
 
+class PathBelow:
+    """A file or folder of a run folder, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run.
@@ -88,30 +98,35 @@ class RunFolder:
 
     # files and folders
 
-    @property
-    def record_file(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def queue_file(self) -> Path:
-        """Groups that were sampled ahead of their step (rollout.max_staleness)."""
-        return self.path / "queue.sqlite"
-
-    @property
-    def rollouts_file(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def tokens(self) -> Path:
-        return self.path / "tokens"
+    record_file = PathBelow("run.json")
+    config_file = PathBelow("config.yaml")
+    metrics_file = PathBelow("metrics.jsonl")
+    queue_file = PathBelow("queue.sqlite")
+    rollouts_file = PathBelow("rollouts.jsonl")
+    tokens = PathBelow("tokens")
+    dashboard_index = PathBelow("dashboard.db")
+    evals = PathBelow("evals")
+    checkpoints = PathBelow("checkpoints")
+    model = PathBelow("model")  # written aside and renamed: where it exists, it is whole
+    export = PathBelow("export")
+    report_file = PathBelow("report.json")
+    report_page = PathBelow("report.html")
+    request_file = PathBelow("request.json")
+    settings_file = PathBelow("settings.yaml")
+    index_file = PathBelow("index.json")  # what the index of runs needs to list the run again, should it be lost
+    lock_file = PathBelow("run.lock")  # held by the process that trains
+    logs = PathBelow("logs")
+    wire = PathBelow("wire")  # what environments in other processes have posted; only runs over the wire have it
+    env_settings_file = PathBelow("env.yaml")
+    env_checkpoints = PathBelow("environments")  # where environments in other processes may keep their state
+    tokenizer = PathBelow("tokenizer")
+    tinker = PathBelow("tinker")  # weights/NAME with the optimizer's state, sampler_weights/NAME without
+    tensorboard = PathBelow("tensorboard")
+    wandb_id_file = PathBelow("wandb_run_id")
+    wandb_url_file = PathBelow("wandb_url")
+    mlflow_id_file = PathBelow("mlflow_run_id")
+    mlflow_database = PathBelow("mlflow.db")
+    mlflow_artifacts = PathBelow("mlflow_artifacts")
 
     def tokens_file(self, step: int) -> Path:
         return self.tokens / f"{_step_name(step)}.npy"
@@ -120,115 +135,15 @@ class RunFolder:
         """The token files on disk, by step."""
         return {step_of(path.with_suffix("")): path for path in sorted(self.tokens.glob("step-[0-9]*.npy"))}
 
-    @property
-    def dashboard_index(self) -> Path:
-        return self.path / "dashboard.db"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "evals"
-
     def eval_file(self, name: EvalName) -> Path:
         return self.evals / f"{_step_name(name) if isinstance(name, int) else name}.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def step_folder(self, step: int) -> Path:
         return step_folder(self.checkpoints, step)
 
-    @property
-    def model(self) -> Path:
-        """Written aside and renamed: where it exists, it is whole."""
-        return self.path / "model"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def report_file(self) -> Path:
-        return self.path / "report.json"
-
-    @property
-    def report_page(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def request_file(self) -> Path:
-        return self.path / "request.json"
-
-    @property
-    def settings_file(self) -> Path:
-        return self.path / "settings.yaml"
-
-    @property
-    def index_file(self) -> Path:
-        """What the index of runs needs to list the run again, should it be lost."""
-        return self.path / "index.json"
-
-    @property
-    def lock_file(self) -> Path:
-        """Held by the process that trains."""
-        return self.path / "run.lock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
     def log_file(self, part: str) -> Path:
         """The log of one process: trainer, env, api, supervisor."""
         return self.logs / f"{part}.log"
-
-    @property
-    def wire(self) -> Path:
-        """What environments in other processes have posted; only runs over the wire have it."""
-        return self.path / "wire"
-
-    @property
-    def env_settings_file(self) -> Path:
-        """The settings of an environment in a process of its own."""
-        return self.path / "env.yaml"
-
-    @property
-    def env_checkpoints(self) -> Path:
-        """Where environments in other processes may keep their state."""
-        return self.path / "environments"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The model's tokenizer for an environment in a process of its own."""
-        return self.path / "tokenizer"
-
-    @property
-    def tinker(self) -> Path:
-        """What a Tinker client saved: weights/NAME with the optimizer's state, sampler_weights/NAME without."""
-        return self.path / "tinker"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id_file(self) -> Path:
-        return self.path / "wandb_run_id"
-
-    @property
-    def wandb_url_file(self) -> Path:
-        return self.path / "wandb_url"
-
-    @property
-    def mlflow_id_file(self) -> Path:
-        return self.path / "mlflow_run_id"
-
-    @property
-    def mlflow_database(self) -> Path:
-        return self.path / "mlflow.db"
-
-    @property
-    def mlflow_artifacts(self) -> Path:
-        return self.path / "mlflow_artifacts"
 
     # what they hold
 

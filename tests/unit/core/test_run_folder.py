@@ -9,7 +9,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import FORMAT, Resume, RunFolder, last_checkpoint, step_of
+from palestra.core.run_folder import FORMAT, PathBelow, Resume, RunFolder, last_checkpoint, step_of
 
 
 def make(parent: Path, train: dict[str, int] | None = None) -> RunFolder:
@@ -62,8 +62,7 @@ def test_every_path_is_the_one_of_version_0_1(name: str, path: str) -> None:
 
 def test_every_path_is_tested() -> None:
     (mark,) = test_every_path_is_the_one_of_version_0_1.pytestmark  # type: ignore[attr-defined]
-    properties = {name: value.fget for name, value in vars(RunFolder).items() if isinstance(value, property)}
-    paths = {name for name, getter in properties.items() if getter.__annotations__["return"] == "Path"}
+    paths = {name for name, value in vars(RunFolder).items() if isinstance(value, PathBelow)}
     assert {name for name, _ in mark.args[1]} == paths
 
 
