@@ -6,8 +6,8 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -73,42 +73,45 @@ class Request:
         """Whatever the server answers, an error status too; HttpError when it gives no answer."""
         import httpx  # here: `import palestra` and `palestra --help` do without it
 
-        try:
-            with httpx.Client(**self._client()) as client, client.stream(**self._arguments()) as response:
-                body = bytearray()
-                for chunk in response.iter_bytes():
-                    self._add(body, chunk, response.status_code)
-                return Reply(response.status_code, bytes(body), response.headers)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise self._unanswered(error) from error
+        with (
+            self._explained(),
+            httpx.Client(**self._client()) as client,
+            client.stream(**self._arguments()) as response,
+        ):
+            body = bytearray()
+            for chunk in response.iter_bytes():
+                self._add(body, chunk, response.status_code)
+            return Reply(response.status_code, bytes(body), response.headers)
 
     async def send_async(self) -> Reply:
         """As `send`; cancelling it closes the connection."""
-        import httpx
-
-        try:
-            async with (
-                httpx.AsyncClient(**self._client()) as client,
-                client.stream(**self._arguments()) as response,
-            ):
-                body = bytearray()
-                async for chunk in response.aiter_bytes():
-                    self._add(body, chunk, response.status_code)
-                return Reply(response.status_code, bytes(body), response.headers)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise self._unanswered(error) from error
+        async with self._open() as response:
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                self._add(body, chunk, response.status_code)
+            return Reply(response.status_code, bytes(body), response.headers)
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[StreamedReply]:
         """As `send_async`, without waiting for the end of the answer; its bytes are not decoded, and have no limit."""
+        async with self._open() as response:
+            yield StreamedReply(response.status_code, response.headers, response.aiter_raw())
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[Any]:
+        import httpx
+
+        with self._explained():
+            async with httpx.AsyncClient(**self._client()) as client, client.stream(**self._arguments()) as response:
+                yield response
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """HttpError for whatever keeps the server's answer from us."""
         import httpx
 
         try:
-            async with (
-                httpx.AsyncClient(**self._client()) as client,
-                client.stream(**self._arguments()) as response,
-            ):
-                yield StreamedReply(response.status_code, response.headers, response.aiter_raw())
+            yield
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise self._unanswered(error) from error
 

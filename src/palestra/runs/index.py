@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.runs.database import Database, insert
-from palestra.runs.limits import Demand, RunUsage, fits
+from palestra.runs.limits import Demand, fits
 from palestra.runs.processes import Process
 from palestra.runs.rebuild import REBUILT, remember
 
@@ -132,19 +132,17 @@ class Index:
 
     def rows(self, limit: int | None = None, offset: int = 0) -> list[Row]:
         """The newest runs first; all without a limit."""
-        query = f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY number DESC LIMIT ? OFFSET ?"
         with self._database.open() as db:
-            return [Row(*row) for row in db.execute(query, (-1 if limit is None else limit, offset))]
+            return _rows(db, "ORDER BY number DESC LIMIT ? OFFSET ?", -1 if limit is None else limit, offset)
 
     def active_rows(self) -> list[Row]:
         with self._database.open() as db:
-            return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE state IN {ACTIVE}")]
+            return _rows(db, f"WHERE state IN {ACTIVE}")
 
     def row_of(self, folder: str) -> Row | None:
         """The run in this folder."""
         with self._database.open() as db:
-            row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE folder = ?", (folder,)).fetchone()
-        return None if row is None else Row(*row)
+            return next(iter(_rows(db, "WHERE folder = ?", folder)), None)
 
     def count(self) -> int:
         with self._database.open() as db:
@@ -157,13 +155,13 @@ class Index:
 
     def row(self, run_id: str) -> Row:
         with self._database.open() as db:
-            row = db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-            if row is None:
-                ids = [found for (found,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
+            found = _rows(db, "WHERE run_id = ?", run_id)
+            if not found:
+                ids = [each for (each,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
                 raise UnknownRun(
                     f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`"
                 )
-        return Row(*row)
+        return found[0]
 
     def move(
         self, run_id: str, come_from: Sequence[State], to: State, *, of_launch: float | None = None, **values: Any
@@ -212,17 +210,11 @@ class Index:
         A run that needs GPUs gets its own of `devices`; `gpus` says which.
         """
         with self._database.change() as db:
-            me = Row(*db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id = ?", (run_id,)).fetchone())
+            (me,) = _rows(db, "WHERE run_id = ?", run_id)
             if me.state != "pending":
                 return None
-            others = [
-                Row(*row)
-                for row in db.execute(
-                    f"SELECT {', '.join(_COLUMNS)} FROM runs WHERE run_id != ? AND host = ? AND state IN {ACTIVE}",
-                    (run_id, me.host),
-                )
-            ]
-            running = [RunUsage(r.gpus) for r in others if r.state != "pending"]
+            others = _rows(db, f"WHERE run_id != ? AND host = ? AND state IN {ACTIVE}", run_id, me.host)
+            running = [r.gpus for r in others if r.state != "pending"]
             # runs that need no GPU may pass one that waits for GPUs, other runs may not: many small runs would
             # keep a large one waiting for ever
             waiting = [r for r in others if r.state == "pending" and r.number < me.number]
@@ -275,6 +267,10 @@ class Index:
     def forget_parts(self, run_id: str) -> None:
         with self._database.change() as db:
             db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+
+
+def _rows(db: sqlite3.Connection, which: str, *values: Any) -> list[Row]:
+    return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs {which}", values)]
 
 
 def _active_ids(db: sqlite3.Connection) -> list[str]:

@@ -25,28 +25,22 @@ class Demand:
     memory_gib: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunUsage:
-    """What a running run has taken."""
-
-    gpus: int
-
-
 def fits(
-    demand: Demand, running: Sequence[RunUsage], max_runs: int, machine_gpus: int, free_memory_gib: float
+    demand: Demand, running: Sequence[int], max_runs: int, machine_gpus: int, free_memory_gib: float
 ) -> str | None:
     """None if a run may start now, else what it waits for. A run that is alone on the machine always may.
 
-    >>> fits(Demand(0, 1.0), [Running(0)], max_runs=1, machine_gpus=0, free_memory_gib=8.0)
+    `running` has the GPUs that each running run has taken.
+
+    >>> fits(Demand(0, 1.0), [0], max_runs=1, machine_gpus=0, free_memory_gib=8.0)
     '1 of at most 1 runs are running'
     """
     if not running:
         return None
     if len(running) >= max_runs:
         return f"{len(running)} of at most {max_runs} runs are running"
-    gpus_in_use = sum(run.gpus for run in running)
-    if demand.gpus and gpus_in_use + demand.gpus > machine_gpus:
-        return f"{gpus_in_use} of {machine_gpus} GPUs are in use"
+    if demand.gpus and sum(running) + demand.gpus > machine_gpus:
+        return f"{sum(running)} of {machine_gpus} GPUs are in use"
     if demand.memory_gib > free_memory_gib:
         return f"it needs about {demand.memory_gib:.1f} GiB of memory, and {free_memory_gib:.1f} are free"
     return None

@@ -8,7 +8,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from palestra.result import GRPOTrainingResult
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
+from palestra.train.progress import Display
 
 
 @click.command(
@@ -116,33 +117,36 @@ def command(
         raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *settings.typed_words()], nproc))
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
-    _refuse_together(
-        own, agent_file, env=env, env_url=env_url, resume=resume, from_checkpoint=from_checkpoint, dry_run=dry_run,
-        detach=detach, folder=folder,
-    )  # fmt: skip
-    options = with_model_of_run(settings.from_options(parameters))
+    _refuse_together(own, click.get_current_context().params)
+    new = NewRun(agent_file, env, own, config_file, with_model_of_run(settings.from_options(parameters)))
     if dry_run:
-        _dry_run(agent_file, env, own, config_file, options, console)
+        with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
+            new.train(console, Path(scratch), dry_run=True)
+        console.print("ready; nothing was trained (--dry-run)")
         return
     if detach:
-        _detach(agent_file, env, own, config_file, options, wire or None, nproc or 1, console, as_json)
+        _detach(new, wire or None, nproc or 1, console, as_json)
         return
-    resumed = None if resume is None else _resume_of(resume, from_checkpoint, options, config_file)
+    resumed = None if resume is None else _resume_of(resume, from_checkpoint, new.options, config_file)
     if env_url is not None:
         require_serve_extra()
         if resumed is None:
-            run = new_run_for(env, env_url, folder, read_settings(config_file, options))
+            run = new_run_for(env, env_url, folder, read_settings(config_file, new.options))
         else:
             run = RunFolder.open(resumed.folder)
-        _train_on_wire(run, env_url, serve_port, wait_limit_s, resumed, console, as_json)
+        outcome = run_on_wire(
+            run,
+            env_url,
+            serve_port,
+            console,
+            continued_by=f"palestra train --env-url {env_url}",
+            token=os.environ.get("PALESTRA_TOKEN") or None,
+            wait_limit_s=wait_limit_s,
+            resume=resumed,
+        )
+        present(run, outcome, console, as_json)
         return
-    if resumed is not None:
-        result = resume_run(resumed, console, agent_file)
-    elif env is not None:
-        result = _train_environment(env, config_file, options, folder, console)
-    else:
-        file, agent, config = own.open(agent_file, config_file, options)
-        result = _train_agent(file, agent, config, console, folder=folder, own=own)
+    result = new.train(console, folder) if resumed is None else resume_run(resumed, console, agent_file)
     print_training(console, result, result.outcome.report_path)
     if as_json and is_first_rank():
         click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
@@ -161,19 +165,10 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
     return place is None and nproc > 1
 
 
-def _refuse_together(
-    own: AgentOptions,
-    agent_file: str | None,
-    *,
-    env: str | None,
-    env_url: str | None,
-    resume: str | None,
-    from_checkpoint: str | None,
-    dry_run: bool,
-    detach: bool,
-    folder: Path | None,
-) -> None:
+def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
     """An error for options that exclude each other."""
+    names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
+    agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
         raise PalestraError(
             f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
@@ -182,93 +177,56 @@ def _refuse_together(
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if env_url is not None and agent_file is not None:
         raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
-    if from_checkpoint is not None and resume is None:
+    if parameters["from_checkpoint"] is not None and resume is None:
         raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
-    if dry_run and (detach or resume or env_url or folder):
+    if parameters["dry_run"] and (detach or resume or env_url or folder):
         raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
     if detach and (resume or env_url or folder):
         raise PalestraError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
 
 
-def _dry_run(
-    agent_file: str | None,
-    env: str | None,
-    own: AgentOptions,
-    config_file: Path | None,
-    options: dict[str, Any],
-    console: Console,
-) -> None:
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(DryRun):
-        if env is not None:
-            _train_environment(env, config_file, options, Path(folder), console, dry_run=True)
-        else:
-            file, agent, config = own.open(agent_file, config_file, options)
-            _train_agent(file, agent, config, console, folder=Path(folder), dry_run=True)
-    console.print("ready; nothing was trained (--dry-run)")
+@dataclass(frozen=True)
+class NewRun:
+    """What a new run trains on, and its settings, as the command line names them."""
+
+    agent_file: str | None
+    env: str | None
+    own: AgentOptions
+    config_file: Path | None
+    options: dict[str, Any]
+
+    def train(self, console: Console, folder: Path | None, *, dry_run: bool = False) -> GRPOTrainingResult:
+        if self.env is None:
+            file, agent, config = self.own.open(self.agent_file, self.config_file, self.options)
+            record = {"agent_options": self.own.record()} if self.own.are_set else None
+            with training_display(console, config, "palestra train", dry_run=dry_run) as display:
+                return _train_agent(file, agent, config, display, folder=folder, record=record)
+        env, config, read = open_env(self.env, self.config_file, self.options)
+        environment = {"environment": {"name": absolute_name(self.env), "settings": read.env}}
+        with training_display(console, config, "palestra train", dry_run=dry_run) as display:
+            return train_env(env, config, watcher=display, record=environment, folder=folder)
+
+    def check(self) -> EnvSettings:
+        """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
+        if self.env is None:
+            self.own.open(self.agent_file, self.config_file, self.options)
+        elif find_env(self.env).dialect == "palestra":
+            open_env(self.env, self.config_file, self.options)
+        return read_settings(self.config_file, self.options)
 
 
-def _train_on_wire(
-    run: RunFolder,
-    env_url: str,
-    serve_port: int,
-    wait_limit_s: float,
-    resume: Resume | None,
-    console: Console,
-    as_json: bool,
-) -> None:
-    outcome = run_on_wire(
-        run,
-        env_url,
-        serve_port,
-        console,
-        continued_by=f"palestra train --env-url {env_url}",
-        token=os.environ.get("PALESTRA_TOKEN") or None,
-        wait_limit_s=wait_limit_s,
-        resume=resume,
+def _train_agent(file: AgentFile, agent: Agent, config: RunConfig, display: Display, **more: Any) -> GRPOTrainingResult:
+    return train_grpo(
+        agent,
+        file.suite,
+        file.measures,
+        config=config,
+        reward_weights=file.reward_weights,
+        held_out=file.held_out,
+        watcher=display,
+        source=file.source or None,
+        **more,
     )
-    present(run, outcome, console, as_json)
-
-
-def _train_agent(
-    file: AgentFile,
-    agent: Agent,
-    config: RunConfig,
-    console: Console,
-    *,
-    dry_run: bool = False,
-    folder: Path | None = None,
-    resume: Resume | None = None,
-    own: AgentOptions | None = None,
-) -> GRPOTrainingResult:
-    with training_display(console, config, "palestra train", dry_run=dry_run) as display:
-        return train_grpo(
-            agent,
-            file.suite,
-            file.measures,
-            config=config,
-            reward_weights=file.reward_weights,
-            held_out=file.held_out,
-            watcher=display,
-            source=file.source or None,
-            folder=folder,
-            resume=resume,
-            record={"agent_options": own.record()} if own and own.are_set else None,
-        )
-
-
-def _train_environment(
-    name: str,
-    config_file: Path | None,
-    options: dict[str, Any],
-    folder: Path | None,
-    console: Console,
-    *,
-    dry_run: bool = False,
-) -> GRPOTrainingResult:
-    env, config, read = open_env(name, config_file, options)
-    record = {"environment": {"name": absolute_name(name), "settings": read.env}}
-    with training_display(console, config, "palestra train", dry_run=dry_run) as display:
-        return train_env(env, config, watcher=display, record=record, folder=folder)
 
 
 def _resume_of(name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None) -> Resume:
@@ -295,33 +253,24 @@ def resume_run(resume: Resume, console: Console, agent_file: str | None = None) 
             f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
         )
     file, agent, _ = own.open(source, None, {})
-    config = run.config
-    return _train_agent(file, replace(agent, model=config.model.name), config, console, resume=resume)
+    agent = replace(agent, model=run.config.model.name)
+    with training_display(console, run.config, "palestra train") as display:
+        return _train_agent(file, agent, run.config, display, resume=resume)
 
 
-def _detach(
-    agent_file: str | None,
-    env: str | None,
-    own: AgentOptions,
-    config_file: Path | None,
-    options: dict[str, Any],
-    wire: bool | None,
-    nproc: int,
-    console: Console,
-    as_json: bool,
-) -> None:
+def _detach(new: NewRun, wire: bool | None, nproc: int, console: Console, as_json: bool) -> None:
     """Start the training in the background, under a supervisor, and print the commands to follow it."""
-    checked = _checked(agent_file, env, own, config_file, options)
+    checked = new.check()
     request = RunRequest(
-        environment=env and absolute_name(env),
-        agent_file=agent_file and absolute_name(agent_file),
-        agent_arguments=own.arguments(),
+        environment=new.env and absolute_name(new.env),
+        agent_file=new.agent_file and absolute_name(new.agent_file),
+        agent_arguments=new.own.arguments(),
         settings={"output_dir": str(Path("runs").absolute()), **checked.run},
         env_settings=checked.env,
         server_settings=checked.openai,
         wire=wire,
         nproc=nproc,
-        name=Path(env or agent_file or own.cases or "demo").stem,
+        name=Path(new.env or new.agent_file or new.own.cases or "demo").stem,
     )
     run = RunManager().start(request)
     if as_json:
@@ -331,17 +280,6 @@ def _detach(
     for action in ("watch", "logs", "stop"):
         console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
-
-
-def _checked(
-    agent_file: str | None, env: str | None, own: AgentOptions, config_file: Path | None, options: dict[str, Any]
-) -> EnvSettings:
-    """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
-    if env is None:
-        own.open(agent_file, config_file, options)
-    elif find_env(env).dialect == "palestra":
-        open_env(env, config_file, options)
-    return read_settings(config_file, options)
 
 
 settings.options(command)
