@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.import_file import refuse_in_import
@@ -249,12 +249,8 @@ class GRPOTrainer:
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
                 "environment_factory"
             )
-        try:
+        with needs_extra("training a program", "serve"):
             from palestra.harness.task import ProgramTask
-        except ImportError as missing:
-            raise PalestraError(
-                f"training a program needs {missing.name}; install it with: pip install 'palestra[serve]'"
-            ) from None
         return ProgramTask(environment, self.agent, self._load(config), self._reward_functions)
 
     def _watching(self) -> AbstractContextManager[Watcher]:

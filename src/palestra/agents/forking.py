@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from palestra.agents.process import end_group
+from palestra.core.children import end_group
 from palestra.core.errors import RolloutError
 
 _SCRIPT = str(Path(__file__).with_name("fork_server.py"))

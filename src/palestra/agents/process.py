@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from palestra.core.children import end_group
 from palestra.core.program_result import ProgramResult
 
 _LAST_OUTPUT_S = 5.0  # for what is left in the pipes once all processes have ended
@@ -80,9 +80,3 @@ async def run_process(
         if transport.get_returncode() is None:
             end_group(transport.get_pid())
         transport.close()
-
-
-def end_group(leader: int) -> None:
-    """Kill a process group: a program and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)

@@ -44,10 +44,10 @@ def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
     For a process that has ended by itself: at once, before its number can be another's.
     """
     if terminate_s and process.poll() is None:
-        _signal(process, signal.SIGTERM)
+        end_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(terminate_s)
-    _signal(process, signal.SIGKILL)
+    end_group(process.pid)
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
@@ -55,6 +55,7 @@ def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
                 pipe.close()
 
 
-def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process group: a program and all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
-        os.killpg(process.pid, number)
+        os.killpg(leader, number)

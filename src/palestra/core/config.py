@@ -7,6 +7,7 @@ Unknown keys are refused, with the closest known one named.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,11 +125,13 @@ class RunConfig(Section):
         """Refuse settings that would have no effect here; `echo` stands for all settings of its section."""
         for key, info in self.settings().items():
             if any(key == name or key.startswith(f"{name}.") for name in keys):
-                section, _, name = key.rpartition(".")
-                value = getattr(getattr(self, section) if section else self, name)
-                default = info.get_default(call_default_factory=True)
+                value, default = self.value(key), info.get_default(call_default_factory=True)
                 if value != default:
                     raise PalestraError(f"{key} = {value!r} has no effect here: {why}; leave it at {default!r}")
+
+    def value(self, key: str) -> Any:
+        """The setting of this dotted key."""
+        return reduce(getattr, key.split("."), self)
 
     @classmethod
     def keys(cls) -> dict[str, str]:

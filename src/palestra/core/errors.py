@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class PalestraError(Exception):
@@ -23,6 +24,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """An import inside that fails says what it is for, and what to install."""
+    try:
+        yield
+    except ImportError as missing:
+        raise PalestraError(f"{what} needs {missing.name}; pip install 'palestra[{extra}]'") from None
 
 
 class UnsupportedModel(PalestraError):

@@ -68,7 +68,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            if (row := _parse(line)) is not None:
+            if (row := parse_row(line)) is not None:
                 yield row
 
 
@@ -76,8 +76,19 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Drop the rows that `keep` refuses, and lines that do not parse, without loading the whole file."""
     if path.is_file():
         with path.open("rb") as file:
-            rows = ((line, _parse(line)) for line in file)
+            rows = ((line, parse_row(line)) for line in file)
             _write_lines(path, (line.rstrip(b"\n") + b"\n" for line, row in rows if row is not None and keep(row)))
+
+
+def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
+    """Up to `most` bytes from a position on, and that position: 0 where the file was begun anew since."""
+    try:
+        with path.open("rb") as file:
+            start = start if start <= file.seek(0, os.SEEK_END) else 0
+            file.seek(start)
+            return file.read(most), start
+    except OSError:
+        return b"", start
 
 
 def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[str]:
@@ -95,7 +106,7 @@ def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[st
 
 def last_rows(path: Path, count: int = 40) -> list[dict[str, Any]]:
     """The last objects of a JSON-lines file, without what was cut."""
-    return [row for line in last_lines(path, count) if (row := _parse(line.encode())) is not None]
+    return [row for line in last_lines(path, count) if (row := parse_row(line.encode())) is not None]
 
 
 def new_folder(parent: Path, name: str, remedy: str = "choose another --output_dir") -> Path:
@@ -144,7 +155,8 @@ def _json_line(row: Mapping[str, Any]) -> str:
     return to_json(row, fallback=str, inf_nan_mode="constants").decode() + "\n"
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of JSON lines; None for what is none, or was cut."""
     try:
         row = json.loads(line)
     except ValueError:  # also a character that was cut in half

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import RunConfig, explain
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -128,11 +128,9 @@ class GRPOTrainingConfig(BaseModel):
 
     def to_trl_config(self) -> GRPOConfig:
         """The same training as TRL's GRPOConfig, with this trainer's objective where TRL's defaults differ."""
-        try:
+        with needs_extra("to_trl_config", "trl"):
             import torch
             from trl import GRPOConfig
-        except ModuleNotFoundError as error:
-            raise PalestraError(f"to_trl_config needs {error.name}; pip install 'palestra[trl]'") from error
         if self.world_model_coeff > 0:
             log.warning("TRL has no ECHO: world_model_coeff=%g is left out", self.world_model_coeff)
         if self.load_in_4bit:
@@ -160,10 +158,8 @@ class GRPOTrainingConfig(BaseModel):
         """peft's LoraConfig; None when LoRA is off."""
         if self._lora_rank() == 0:
             return None
-        try:
+        with needs_extra("build_peft_config", "lora"):
             from peft import LoraConfig
-        except ModuleNotFoundError as error:
-            raise PalestraError("build_peft_config needs peft; pip install 'palestra[lora]'") from error
         return LoraConfig(**RunConfig.build(self._settings()).lora.peft_arguments())
 
     def _lora_rank(self) -> int:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
+from palestra.core.children import end_group
 from palestra.core.ranks import LAUNCHER
 from palestra.core.secrets import own_environment
 
@@ -32,8 +33,7 @@ def launch_ranks(command: Sequence[str], count: int) -> int:
     finally:
         for process in ranks:
             if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                end_group(process.pid)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -19,8 +19,7 @@ from palestra.dashboard.catalog import Catalog, CatalogRun
 from palestra.dashboard.jobs import Job, Jobs, command
 from palestra.dashboard.launcher import Launcher, Subject
 from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.run_routes import RunRoutes
-from palestra.dashboard.summaries import actions
+from palestra.dashboard.summaries import actions, summary
 from palestra.serve.body import read_model
 
 
@@ -69,9 +68,8 @@ class NoBody(_Body):
 class ActionRoutes:
     """Handlers that change something. Each runs in a thread: a stop waits, a form asks a process."""
 
-    def __init__(self, catalog: Catalog, runs: RunRoutes, jobs: Jobs, launcher: Launcher) -> None:
+    def __init__(self, catalog: Catalog, jobs: Jobs, launcher: Launcher) -> None:
         self._catalog = catalog
-        self._runs = runs
         self._jobs = jobs
         self._launcher = launcher
 
@@ -114,7 +112,7 @@ class ActionRoutes:
 
     def start(self, request: Request, body: SubjectBody) -> Response:
         run = self._launcher.start(body.subject, body.values, body.name)
-        return answer({"run": self._runs.summary(self._catalog.get(run.run_id))}, 201)
+        return answer({"run": summary(self._catalog.get(run.run_id))}, 201)
 
     def stop(self, request: Request, body: NoBody) -> Response:
         found = self._allowed(request, "stop")
@@ -174,7 +172,7 @@ class ActionRoutes:
         return found
 
     def _summary(self, found: CatalogRun) -> Response:
-        return answer({"run": self._runs.summary(self._catalog.get(found.id))})
+        return answer({"run": summary(self._catalog.get(found.id))})
 
 
 def _files(path: Path) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def dashboard_app(
     catalog: Catalog, token: str | None = None, *, launcher: Launcher | None = None, path: Path | None = None
 ) -> Access:
     """The application; `path` is what was opened instead of the index of runs. Without a launcher it only shows."""
-    runs, jobs, chats = RunRoutes(catalog), Jobs(), Chats(catalog)
-    changing = [] if launcher is None else ActionRoutes(catalog, runs, jobs, launcher).routes()
+    jobs, chats = Jobs(), Chats(catalog)
+    changing = [] if launcher is None else ActionRoutes(catalog, jobs, launcher).routes()
 
     def status(request: Request) -> Response:
         home = {"home": str(catalog.manager.home), "path": None if path is None else str(path)}
@@ -56,7 +56,7 @@ def dashboard_app(
         routes=[
             Route("/", page, methods=["GET"]),
             Route("/api/status", status, methods=["GET"]),
-            *runs.routes(),
+            *RunRoutes(catalog).routes(),
             *RolloutRoutes(catalog).routes(),
             *changing,
             *jobs.routes(),

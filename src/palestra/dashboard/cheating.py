@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import shown
-from palestra.dashboard.series import by_step, columns, read_rows
+from palestra.dashboard.series import by_step, columns
 from palestra.dashboard.summaries import measures
 from palestra.evals.suspicion import Alarm, AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
 
@@ -40,7 +40,7 @@ def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
 
 def measure_series(folder: RunFolder) -> dict[str, Any]:
     """The rewarded measures and the witnesses by step, and the alarms."""
-    made = columns(by_step(read_rows(folder.metrics_file)[0]))
+    made = columns(by_step(folder.metrics()))
     series, steps = made["series"], made["step"]
     nothing: list[float | None] = [None] * len(steps)
     of_measure = {row["name"]: row["rewarded"] for row in measures(folder)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.evaluations import held_out
-from palestra.dashboard.series import by_step, columns, read_rows
+from palestra.dashboard.series import by_step, columns
 from palestra.evals.paired import pair
 from palestra.runs.settings import differing_keys, settings_of
 
@@ -31,7 +31,7 @@ def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
 
 def _curves(folder: RunFolder) -> dict[str, Any]:
     """By step, by the tokens sampled so far, and by the seconds that had passed."""
-    rows = by_step(read_rows(folder.metrics_file)[0])
+    rows = by_step(folder.metrics())
     made = columns(rows)
     step_s = (row.get("sample_seconds", 0.0) + row.get("train_seconds", 0.0) for row in rows)
     seconds = [row.get("elapsed_seconds", total) for row, total in zip(rows, accumulate(step_s), strict=True)]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.files import read_jsonl
 from palestra.core.messages import from_dict
 
@@ -88,10 +88,8 @@ def trl_rows(file: Path, number: int) -> Iterator[Row]:
 
     The reward is their sum: with which weights it was trained is not in the file.
     """
-    try:
+    with needs_extra("reading TRL's completions", "data"):
         import pyarrow.parquet as parquet
-    except ImportError:
-        raise PalestraError("TRL's completions are Parquet files; pip install 'palestra[data]'") from None
     group, last = -1, None
     for record in parquet.read_table(file).to_pylist():
         prompt = as_text(record.get("prompt"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from palestra.core.files import read_from
 from palestra.core.secrets import redact
 
 _BLOCK = 1 << 20  # bytes of one read
@@ -19,14 +20,7 @@ def recent_lines(path: Path, count: int) -> tuple[list[str], int]:
 
 def new_lines(path: Path, position: int, *, ended: bool = False) -> tuple[list[str], int]:
     """The whole lines from a position on, and where the next begins; of a log that has ended, half a line, too."""
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, 2) < position:
-                position = 0  # the log was begun anew
-            file.seek(position)
-            block = file.read(_BLOCK)
-    except OSError:
-        return [], position
+    block, position = read_from(path, position, _BLOCK)
     length = len(block) if ended else block.rfind(b"\n") + 1
     text = block[:length].decode("utf-8", "replace").removesuffix("\n")
     return redact(text).split("\n") if length else [], position + length

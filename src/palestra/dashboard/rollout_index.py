@@ -264,17 +264,14 @@ def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any]
 
     A group's rollouts lie one after the other; newer files number the groups of a step.
     """
+    first = {"group_id": row["id"], "sibling": 0, "token_start": 0, "group_number": record.get("group")}
     if previous is None or previous["step"] != row["step"]:
-        return {"group_id": row["id"], "sibling": 0, "token_start": 0, "group_number": record.get("group")}
-    token_start = previous["token_start"] + previous["tokens"]
+        return first
+    place = first | {"token_start": previous["token_start"] + previous["tokens"]}
     numbers = (previous.get("group_number"), record.get("group"))
-    same = previous["problem_id"] == row["problem_id"] and (None in numbers or numbers[0] == numbers[1])
-    place = (
-        {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}
-        if same
-        else {"group_id": row["id"], "sibling": 0}
-    )
-    return {**place, "token_start": token_start, "group_number": record.get("group")}
+    if previous["problem_id"] != row["problem_id"] or not (None in numbers or numbers[0] == numbers[1]):
+        return place
+    return place | {"group_id": previous["group_id"], "sibling": previous["sibling"] + 1}
 
 
 class _Advantages:

@@ -20,7 +20,7 @@ from palestra.dashboard.comparison import compare
 from palestra.dashboard.evaluations import evaluations
 from palestra.dashboard.log_tail import new_lines, recent_lines
 from palestra.dashboard.series import by_step, charts, columns, read_rows
-from palestra.dashboard.summaries import Sparklines, details, findings, summary
+from palestra.dashboard.summaries import details, findings, summary
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0
@@ -35,7 +35,6 @@ class RunRoutes:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._sparklines = Sparklines()
 
     def routes(self) -> list[Route]:
         return [
@@ -50,15 +49,12 @@ class RunRoutes:
             Route("/api/compare", self.compare, methods=["GET"]),
         ]
 
-    def summary(self, found: CatalogRun) -> dict[str, Any]:
-        return summary(found, self._sparklines)
-
     def list(self, request: Request) -> Response:
         words = request.query_params.get("q", "").lower().split()
         state = request.query_params.get("state") or None
         start, limit = whole(request, "cursor", 0, 10**9), whole(request, "limit", _PAGE, 500) or _PAGE
         found = [run for run in self._catalog.all() if _matches(run, words) and state in (None, run.run.state)]
-        rows = [self.summary(run) for run in found[start : start + limit]]
+        rows = [summary(run) for run in found[start : start + limit]]
         following = start + limit
         return answer({"runs": rows, "next": str(following) if following < len(found) else None, "total": len(found)})
 
@@ -68,7 +64,7 @@ class RunRoutes:
     async def _list_events(self) -> AsyncIterator[Event]:
         def now() -> dict[str, Any]:
             found = self._catalog.all()
-            return {"runs": [self.summary(run) for run in found[:_PAGE]], "total": len(found)}
+            return {"runs": [summary(run) for run in found[:_PAGE]], "total": len(found)}
 
         last = None
         while True:
@@ -81,11 +77,11 @@ class RunRoutes:
     def one(self, request: Request) -> Response:
         found = self._found(request)
         alarms = measure_series(found.folder)["alarms"]
-        return answer({**self.summary(found), **details(found), "alarms": alarms})
+        return answer({**summary(found), **details(found), "alarms": alarms})
 
     def metrics(self, request: Request) -> Response:
         after = number(request, "after", -math.inf)
-        rows = [row for row in by_step(read_rows(self._found(request).folder.metrics_file)[0]) if row["step"] > after]
+        rows = [row for row in by_step(self._found(request).folder.metrics()) if row["step"] > after]
         made = columns(rows)
         return answer({**made, "charts": charts(list(made["series"]))})
 
@@ -97,7 +93,7 @@ class RunRoutes:
         position, advice, last = 0, None, None
         while True:
             found = await asyncio.to_thread(self._catalog.get, run_id)
-            current = await asyncio.to_thread(self.summary, found)
+            current = await asyncio.to_thread(summary, found)
             path = found.folder.metrics_file
             if path.is_file() and path.stat().st_size < position:
                 position = 0  # the run was resumed, and its records cut back
@@ -153,7 +149,7 @@ class RunRoutes:
         if len(set(ids)) < 2:
             raise PalestraError("one run cannot be compared; give two or more: ?runs=a,b")
         found = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
-        return answer({"runs": [self.summary(run) for run in found], **compare({run.id: run.folder for run in found})})
+        return answer({"runs": [summary(run) for run in found], **compare({run.id: run.folder for run in found})})
 
     def _found(self, request: Request) -> CatalogRun:
         return self._catalog.get(request.path_params["run"])

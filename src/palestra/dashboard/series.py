@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from palestra.core.files import parse_row, read_from
 from palestra.runs.reader import merge_last_step, sample
 
 Row = Mapping[str, Any]
@@ -58,24 +58,10 @@ _NOT_DRAWN = (
 
 def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of metrics.jsonl from a byte on, and where the next read starts; from 0 if it was cut back."""
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, 2) < start:
-                start = 0
-            file.seek(start)
-            data = file.read()
-    except OSError:
-        return [], 0
-    whole = data.rpartition(b"\n")[0]
-    rows = []
-    for line in whole.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
-            rows.append(row)
-    return rows, start + (len(whole) + 1 if whole else 0)
+    data, start = read_from(path, start)
+    whole = data[: data.rfind(b"\n") + 1]
+    rows = [row for row in map(parse_row, whole.splitlines()) if row and isinstance(row.get("step"), int | float)]
+    return rows, start + len(whole)
 
 
 def by_step(rows: Iterable[Row]) -> list[dict[str, Any]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from palestra.core.config import RunConfig
@@ -14,38 +13,27 @@ from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.core.yaml_config import flatten
 from palestra.dashboard.catalog import CatalogRun
-from palestra.dashboard.series import by_step, read_rows, sparkline
+from palestra.dashboard.series import by_step, sparkline
 from palestra.evals.findings import run_findings
 
 _MAX_CACHED = 512
 
 
-class Sparklines:
-    """The reward curves of the list; read again when a run's metrics have changed."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[Path, tuple[tuple[int, int], list[float]]] = OrderedDict()
-        self._lock = Lock()
-
-    def of(self, folder: RunFolder) -> list[float]:
-        try:
-            stat = folder.metrics_file.stat()
-        except OSError:
-            return []
-        stamp = (stat.st_size, stat.st_mtime_ns)
-        with self._lock:
-            known = self._found.get(folder.path)
-        if known is None or known[0] != stamp:
-            known = stamp, sparkline(by_step(read_rows(folder.metrics_file)[0]))
-        with self._lock:
-            self._found[folder.path] = known
-            self._found.move_to_end(folder.path)
-            while len(self._found) > _MAX_CACHED:
-                self._found.popitem(last=False)
-        return known[1]
+def _sparkline(folder: RunFolder) -> list[float]:
+    """The reward curve in the list of runs; read again when the metrics have changed."""
+    try:
+        stat = folder.metrics_file.stat()
+    except OSError:
+        return []
+    return _sparkline_at(folder, stat.st_size, stat.st_mtime_ns)
 
 
-def summary(found: CatalogRun, sparklines: Sparklines) -> dict[str, Any]:
+@lru_cache(_MAX_CACHED)
+def _sparkline_at(folder: RunFolder, size: int, changed: int) -> list[float]:
+    return sparkline(by_step(folder.metrics()))
+
+
+def summary(found: CatalogRun) -> dict[str, Any]:
     """A line of the list of runs."""
     run, progress = found.run, found.run.progress
     return {
@@ -67,7 +55,7 @@ def summary(found: CatalogRun, sparklines: Sparklines) -> dict[str, Any]:
         "reward_mean": progress.get("reward_mean"),
         "pass_rate": progress.get("percent_correct"),
         "eval_pass_rate": progress.get("eval_percent_correct"),
-        "sparkline": sparklines.of(found.folder),
+        "sparkline": _sparkline(found.folder),
         "folder": str(run.folder),
         "actions": actions(found),
     }
@@ -112,14 +100,14 @@ def findings(found: CatalogRun) -> list[dict[str, Any]]:
     recorded = (found.folder.report() or {}).get("findings")
     if isinstance(recorded, list) and not found.run.is_active:
         return recorded
-    rows = read_rows(found.folder.metrics_file)[0]
+    rows = found.folder.metrics()
     return [finding.to_dict() for finding in run_findings(rows, ended=not found.run.is_active)]
 
 
 def measures(folder: RunFolder) -> list[dict[str, Any]]:
     """The measures by their metrics, and how much each counts in the reward (1 where the run does not say)."""
     weights: Mapping[str, float] = record_of(folder).get("reward_weights") or {}
-    rows = read_rows(folder.metrics_file)[0]
+    rows = folder.metrics()
     kinds = ("score/", "pass_rate/")
     names = dict.fromkeys(name.partition("/")[2] for row in rows for name in row if name.startswith(kinds))
     return [

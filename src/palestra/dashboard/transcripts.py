@@ -87,19 +87,16 @@ def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
 
 def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | None) -> dict[str, Any]:
     """Where a rollout leaves the best one: the token, and the message and character that a reader sees."""
-    own, others = (_message_texts(each) for each in (record, best))
-    for number, text in enumerate(own):
+    found = {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
+    others = _message_texts(best)
+    for number, text in enumerate(_message_texts(record)):
         other = others[number] if number < len(others) else ""
         if text != other:
             place = first_difference([text, other]) or 0
-            shown_text = text[place : place + _AFTER_DIVERGENCE]
-            return {
-                "diverges_at": at,
-                "diverges_message": number,
-                "diverges_char": place if place < len(messages_of(record)[number]["text"]) else None,
-                "diverges_text": shown_text,
-            }
-    return {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
+            is_text = place < len(messages_of(record)[number]["text"])
+            where = {"diverges_message": number, "diverges_char": place if is_text else None}
+            return found | where | {"diverges_text": text[place : place + _AFTER_DIVERGENCE]}
+    return found
 
 
 def _message_texts(record: Mapping[str, Any]) -> list[str]:
@@ -152,12 +149,7 @@ def _score(score: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
 
 def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
     """A call; arguments that are larger than a message may be are given as text, cut."""
-    found = {
-        "id": call.get("id"),
-        "name": call.get("name"),
-        "arguments": call.get("arguments"),
-        "error": call.get("error"),
-    }
+    found = {key: call.get(key) for key in ("id", "name", "arguments", "error")}
     if max_chars is not None and len(text := str(found["arguments"])) > max_chars:
         found["arguments"] = text[:max_chars] + " …"
     return found

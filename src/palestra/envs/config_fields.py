@@ -25,11 +25,6 @@ class EnvDescription:
     run_settings: dict[str, Any]
 
 
-def config_fields(found: DiscoveredEnv, timeout_s: float = 30.0) -> list[dict[str, Any]]:
-    """The fields of `config_init()`: name, type, default (the environment's own), description and JSON schema."""
-    return describe_env(found, timeout_s=timeout_s).fields
-
-
 def describe_env(
     found: DiscoveredEnv,
     settings: Mapping[str, Any] | None = None,

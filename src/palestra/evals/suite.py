@@ -9,10 +9,11 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.messages import as_messages
 from palestra.core.types import HELD_OUT_PREFIX, Message, Problem
 from palestra.evals.measures import as_measures
@@ -72,8 +73,8 @@ class EvalSuite:
         cases = [
             Problem(
                 id=f"{name}-{index}",
-                input=_as_input(_apply(input_fn or _default_input, record, index, "input_fn"), index),
-                expect=_apply(expect_fn or _default_expect, record, index, "expect_fn"),
+                input=_as_input(_apply(input_fn or itemgetter("input"), record, index, "input_fn"), index),
+                expect=_apply(expect_fn or (lambda r: r.get("expect")), record, index, "expect_fn"),
                 row=record,
             )
             for index, record in enumerate(records)
@@ -104,10 +105,8 @@ class EvalSuite:
     @classmethod
     def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """A Parquet file, a row a case."""
-        try:
+        with needs_extra("reading Parquet", "data"):
             import pyarrow.parquet
-        except ImportError:
-            raise PalestraError("reading Parquet needs pyarrow: pip install 'palestra[data]'") from None
         if not Path(path).exists():
             raise PalestraError(f"there is no file {path}")
         records = pyarrow.parquet.read_table(path).to_pylist()
@@ -119,10 +118,8 @@ class EvalSuite:
     ) -> Self:
         """A Hugging Face dataset, or the name of one on the hub (then its `split`)."""
         if isinstance(path_or_dataset, (str, Path)):
-            try:
+            with needs_extra("loading a dataset by name", "data"):
                 from datasets import load_dataset
-            except ImportError:
-                raise PalestraError("loading a dataset by name needs datasets: pip install 'palestra[data]'") from None
             name = Path(path_or_dataset).name
             return cls.from_records(
                 load_dataset(str(path_or_dataset), split=split), input_fn, **{"name": name, **options}
@@ -169,14 +166,6 @@ def hold_out(suite: EvalSuite, held_out: EvalSuite | float | None) -> tuple[Eval
     if not isinstance(held_out, float):
         raise PalestraError(f"held_out is a {type(held_out).__name__}; expected an EvalSuite, a share, or 0 for none")
     return suite.split(held_out)
-
-
-def _default_input(record: Record) -> Any:
-    return record["input"]
-
-
-def _default_expect(record: Record) -> Any:
-    return record.get("expect")
 
 
 def _apply(fn: Callable[[Record], Any], record: Record, index: int, what: str) -> Any:

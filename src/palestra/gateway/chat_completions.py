@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from palestra.core.errors import PalestraError
 from palestra.gateway.dialect import Event
 from palestra.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
 from palestra.gateway.tool_choice import function_tools, grammar_of, json_schema, openai_choice
 from palestra.serve.completer import Completer
-from palestra.serve.openai_forms import ChatBody, ResponseFrame, call_dict, chat_logprobs, response
+from palestra.serve.openai_forms import ChatBody, ResponseFrame, response
 from palestra.serve.sampling_fields import known_fields
 
 
@@ -23,19 +22,15 @@ class ChatCompletionBody(ChatBody):
         return cls.model_validate(known_fields(cls, raw))
 
     def request(self, model: Completer) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        self.check_logprobs()
         tools = function_tools(self.tools or ())
         schema = json_schema(self.response_format, "response_format")
         choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
-        variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
         return ChatRequest(
             tuple(self.read_messages()),
             self,
             tools,
-            variables,
+            self.variables,
             reads_calls=choice.mode != "none",
             grammar=grammar_of(model, tools, choice, schema) or self.grammar,
             top_logprobs=self.top_logprobs or 0,
@@ -71,16 +66,8 @@ class ChatCompletionBody(ChatBody):
         return [Event(chunk([each])) for each in [*deltas, {**choice, "delta": {}}]]
 
     def _choice(self, index: int, answer: Answer, model: Completer) -> dict[str, Any]:
-        text, calls = answer.message.text, answer.message.tool_calls
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if answer.thinking:
-            message["reasoning_content"] = answer.thinking
-        if calls:
-            message["tool_calls"] = [call_dict(call) for call in calls]
-        reason = "length" if answer.is_cut_off else "tool_calls" if calls else "stop"
-        logprobs = chat_logprobs(answer.completion, model) if self.logprobs else None
-        choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
-        return choice | ({"token_ids": answer.completion.token_ids} if self.return_token_ids else {})
+        said = answer.message
+        return self.choice_of(index, answer.completion, model, said.text, said.tool_calls, answer.thinking)
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

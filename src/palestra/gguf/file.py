@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 
 COPY_AGAIN = "download or copy it again, or give the model's Hugging Face folder"
 _STRING, _ARRAY = 8, 9
@@ -113,10 +113,8 @@ class GgufFile:
 
 def require_gguf() -> None:
     """Raise where the optional gguf package is missing."""
-    try:
+    with needs_extra("a GGUF file", "gguf"):
         import gguf  # noqa: F401
-    except ImportError:
-        raise PalestraError("GGUF files need the gguf package; pip install 'palestra[gguf]'") from None
 
 
 def open_gguf(path: Path) -> GgufFile:

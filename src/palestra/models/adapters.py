@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 
 RECORD = "palestra.json"  # what a run saves beside its model
 _FINGERPRINT_ROWS = 16
@@ -52,10 +52,8 @@ def base_record(model: Any) -> dict[str, Any]:
 
 def merge(base: Any, folder: Path) -> Any:
     """The base model with the adapter's weights added in: an ordinary model, to run or to train further."""
-    try:
+    with needs_extra(f"the LoRA adapter in {folder}", "lora"):
         from peft import PeftModel
-    except ImportError:
-        raise PalestraError(f"{folder} is a LoRA adapter, which needs peft; pip install 'palestra[lora]'") from None
     if mismatch := next(_mismatches(base, folder), None):
         raise PalestraError(
             f"the adapter in {folder} was trained on another base than {base_of(folder)}: {mismatch}. Set "

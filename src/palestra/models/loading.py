@@ -25,6 +25,7 @@ from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 
 TINY = "palestra/tiny"
 _SMALL_MODEL_PARAMETERS = 20_000_000
+_UNSTATED_CONTEXT = 1 << 15
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
@@ -41,6 +42,16 @@ class LoadedModel:
     tokenizer: Any
     name: str
     path: str
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens the model can hold at once."""
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
 
 
 def canonical_name(name: str) -> str:

@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.core.show import show_call
+from palestra.core.types import ToolCall
+from palestra.core.yaml_config import flatten
 from palestra.report.charts import Bar, Marker, Point, bars, curve
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ def render(report: Mapping[str, Any]) -> str:
         bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),
         pass_curve=Markup(curve(_points(steps, "pass_rate"), percent=True, markers=markers, title="Pass rate by step")),
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
-        settings=_flatten(report["config"]),
+        settings=[(key, as_text(value)) for key, value in flatten(report["config"]).items()],
     )
     filters: dict[str, Callable[..., Any]] = {
         "percent": _percent,
@@ -110,15 +113,6 @@ def _marker(step: float, name: str, rate: float, low: float | None = None, high:
     return Marker(step, rate, rate if low is None else low, rate if high is None else high, label)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in config.items():
-        rows += (
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", as_text(value))]
-        )
-    return rows
-
-
 def as_text(value: Any) -> str:
     """Text as it is; all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -138,7 +132,4 @@ def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    if call.get("error"):
-        return f"{call['name'] or 'a tool'}, in a form that cannot be parsed"
-    arguments = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in call["arguments"].items())
-    return f"{call['name']}({arguments})"
+    return show_call(ToolCall("", call["name"], call["arguments"], call.get("error")))

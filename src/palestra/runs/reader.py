@@ -55,9 +55,7 @@ class Run:
     processes: Mapping[str, str]  # api, trainer, env -> "running", "exited (code)" or "not started"
     logs: Mapping[str, Path]  # the same parts, and supervisor
     ports: Mapping[str, int]  # api, trainer
-    progress: Mapping[
-        str, float
-    ]  # of step, total_steps, reward_mean, percent_correct, loss, seconds_left, …: those it has
+    progress: Mapping[str, float]  # step, total_steps, reward_mean, percent_correct, loss, seconds_left, …
 
     @property
     def is_active(self) -> bool:

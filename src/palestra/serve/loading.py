@@ -11,8 +11,6 @@ from palestra.policy.build import build_policy
 from palestra.policy.token_logprobs import token_logprobs
 from palestra.serve.completer import Completer
 
-_UNSTATED_CONTEXT = 1 << 15
-
 
 def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
     """Any accepted model name -> what the inference server answers from."""
@@ -26,11 +24,4 @@ def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int |
     if context_tokens is not None:
         return Completer(policy, loaded.tokenizer, loaded.name, context_tokens, None, len(loaded.tokenizer))
     score = partial(token_logprobs, loaded.model)
-    vocabulary = int(loaded.model.config.get_text_config().vocab_size)
-    return Completer(policy, loaded.tokenizer, loaded.name, context_of(loaded), score, vocabulary)
-
-
-def context_of(loaded: LoadedModel) -> int:
-    """How many tokens the model can hold at once."""
-    config = loaded.model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
+    return Completer(policy, loaded.tokenizer, loaded.name, loaded.context_tokens, score, loaded.vocabulary)

@@ -81,14 +81,21 @@ class ChatBody(SamplingFields):
             )
         return [] if self.tool_choice == "none" else [tool_schema(tool) for tool in self.tools or []]
 
-    def requests(self, model: Completer) -> list[SamplingRequest]:
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **effort}
+
+    def check_logprobs(self) -> None:
         if self.top_logprobs and not self.logprobs:
             raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+
+    def requests(self, model: Completer) -> list[SamplingRequest]:
+        self.check_logprobs()
         model.check_length(_text_length([self.messages, self.tools]))
-        tools, variables = self.tools_used, dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
-        prompt = model.chat.prompt(self.read_messages(), tools, variables)
+        tools = self.tools_used
+        prompt = model.chat.prompt(self.read_messages(), tools, self.variables)
         (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
         hold = model.chat.call_form.opens if tools else ()
         request = replace(request, hold=hold, top_logprobs=self.top_logprobs or 0)
@@ -105,8 +112,21 @@ class ChatBody(SamplingFields):
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
 
     def choice(self, index: int, completion: Completion, model: Completer) -> dict[str, Any]:
-        text, calls = read_reply(completion, model, bool(self.tools_used))
+        return self.choice_of(index, completion, model, *read_reply(completion, model, bool(self.tools_used)))
+
+    def choice_of(
+        self,
+        index: int,
+        completion: Completion,
+        model: Completer,
+        text: str,
+        calls: Sequence[ToolCall],
+        thinking: str = "",
+    ) -> dict[str, Any]:
+        """The choice of a completion that was read as this text and these calls."""
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thinking:
+            message["reasoning_content"] = thinking
         if calls:
             message["tool_calls"] = [call_dict(call) for call in calls]
         choice = {

@@ -18,7 +18,6 @@ from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model
 
 MAX_RANK = 512
-_UNSTATED_CONTEXT = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,8 @@ class BaseModel:
         self.name = loaded.name
         self.path = loaded.path
         self.tokenizer = loaded.tokenizer
+        self.vocabulary = loaded.vocabulary
+        self.context = loaded.context_tokens
         self._model = loaded.model.eval().requires_grad_(False)
         self.building = threading.Lock()  # peft and the random generator are not made for two at once
 
@@ -64,16 +65,6 @@ class BaseModel:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._model.dtype
         return dtype
-
-    @cached_property
-    def vocabulary(self) -> int:
-        return int(self._model.config.get_text_config().vocab_size)
-
-    @cached_property
-    def context(self) -> int:
-        """How many tokens the model can hold at once."""
-        config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:

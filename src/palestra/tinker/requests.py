@@ -113,26 +113,23 @@ class OptimStep(ModelRequest):
     adam: Adam = Field(validation_alias=AliasChoices("adam_params", "optimizer_params", "optim_params"))
 
 
-class SaveWeights(ModelRequest):
+class SavedWeights(ModelRequest):
     seq_id: SeqId
     path: str | None = None
     ttl_seconds: Ttl | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeights(SavedWeights):
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsForSampler(ModelRequest):
-    seq_id: SeqId
-    path: str | None = None
+class SaveWeightsForSampler(SavedWeights):
     sampling_session_seq_id: int | None = Field(None, ge=0)
-    ttl_seconds: Ttl | None = None
-    user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsExternal(ModelRequest):
-    seq_id: SeqId
+class SaveWeightsExternal(SavedWeights):
     path: str
-    ttl_seconds: Ttl | None = None
     age_encryption_recipients: list[str] | None = None
 
     @model_validator(mode="after")

@@ -220,29 +220,23 @@ class _Api:
 
     async def save_weights(self, request: HttpRequest) -> Response:
         body = await _read(request, bodies.SaveWeights)
-        found = self._service.save(
-            body.model_id, body.seq_id, "weights", body.path, overwrite=body.overwrite,
-            ttl_s=body.ttl_seconds, user_metadata=body.user_metadata,
-        )  # fmt: skip
-        return _promise(found, model_id=body.model_id)
+        return self._save(body, "weights", overwrite=body.overwrite)
 
     async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
         body = await _read(request, bodies.SaveWeightsForSampler)
-        if body.path is None:
-            found = self._service.pin(body.model_id, body.seq_id, body.sampling_session_seq_id)
-        else:
-            found = self._service.save(
-                body.model_id, body.seq_id, "sampler_weights", body.path, overwrite=True,
-                ttl_s=body.ttl_seconds, user_metadata=body.user_metadata,
-            )  # fmt: skip
+        if body.path is not None:
+            return self._save(body, "sampler_weights")
+        found = self._service.pin(body.model_id, body.seq_id, body.sampling_session_seq_id)
         return _promise(found, model_id=body.model_id)
 
     async def save_weights_external(self, request: HttpRequest) -> Response:
         """Weights as the files of Hugging Face, which every checkpoint here has."""
-        body = await _read(request, bodies.SaveWeightsExternal)
+        return self._save(await _read(request, bodies.SaveWeightsExternal), "external_weights")
+
+    def _save(self, body: bodies.SavedWeights, kind: str, *, overwrite: bool = True) -> Response:
         found = self._service.save(
-            body.model_id, body.seq_id, "external_weights", body.path, overwrite=True, ttl_s=body.ttl_seconds,
-            user_metadata=None,
+            body.model_id, body.seq_id, kind, body.path, overwrite=overwrite, ttl_s=body.ttl_seconds,
+            user_metadata=body.user_metadata,
         )  # fmt: skip
         return _promise(found, model_id=body.model_id)
 

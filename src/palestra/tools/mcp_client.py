@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.secrets import clean_environment
 from palestra.tools.tool import Tool, tools_by_name
 
@@ -228,10 +228,8 @@ def _text_of(result: Any) -> str:
 
 
 def _require_mcp() -> None:
-    try:
+    with needs_extra("an MCP server", "mcp"):
         import mcp  # noqa: F401
-    except ImportError:
-        raise PalestraError("MCP servers need the MCP client: pip install 'palestra[mcp]'") from None
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mlflow.entities import Metric, Param
@@ -13,6 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
+from palestra.core.yaml_config import flatten
 
 MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
 
@@ -32,7 +33,9 @@ class MLflowService:
         experiment = found.experiment_id if found else self._client.create_experiment(project, artifacts)
         self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
         write_text(folder.mlflow_id_file, self._run_id)
-        self._client.log_batch(self._run_id, params=[Param(k, v[:MAX_PARAMETER_CHARS]) for k, v in _flatten(settings)])
+        flat = flatten(dict(settings)).items()
+        params = [Param(_valid_name(key), str(value)[:MAX_PARAMETER_CHARS]) for key, value in flat]
+        self._client.log_batch(self._run_id, params=params)
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -40,14 +43,6 @@ class MLflowService:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield _valid_name(f"{prefix}{key}"), str(value)
 
 
 def _valid_name(name: str) -> str:

@@ -128,7 +128,7 @@ class TorchRanks:
 
     def agree(self, config: RunConfig) -> None:
         """PalestraError unless all ranks were started with the same settings."""
-        first, *others = self.gather({key: _value(config, key) for key in config.keys()})  # noqa: SIM118
+        first, *others = self.gather({key: config.value(key) for key in config.keys()})  # noqa: SIM118
         for rank, settings in enumerate(others, 1):
             for key, value in settings.items():
                 if value != first[key]:
@@ -230,8 +230,3 @@ class TorchRanks:
         while os.getppid() == pid:
             time.sleep(_POLL_S)
         self.request_stop()
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_from
 from palestra.serve.tally import Tally
 
 WAIT_LIMIT_S = 60.0
@@ -158,9 +158,4 @@ def shorten_log(path: Path) -> None:
 
 def _read_from(path: Path, start: int) -> str:
     """The text since byte `start`, of a long one the end; all of it where the file was shortened since."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start if start <= size else 0, size - _LOG_TAIL_BYTES))
-        return file.read(_LOG_TAIL_BYTES).decode("utf-8", "replace")
+    return read_from(path, start)[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")

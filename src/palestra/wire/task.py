@@ -15,7 +15,7 @@ from palestra.policy.base import KnowsContext, Policy
 from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Completer, SamplingRequest
 from palestra.serve.inference import inference_app
-from palestra.serve.loading import completer_of, context_of
+from palestra.serve.loading import completer_of
 from palestra.serve.tally import Tally
 from palestra.serve.web import Server, open_port, url_of
 from palestra.train.evaluation import Evaluator
@@ -87,7 +87,7 @@ class WireTask:
     def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:
         match policy:
             case LocalPolicy():
-                limits = ModelLimits(policy.engine.vocabulary, context_of(self.loaded))
+                limits = ModelLimits(policy.engine.vocabulary, self.loaded.context_tokens)
                 return limits, completer_of(self.loaded, policy)
             case KnowsContext():
                 limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)

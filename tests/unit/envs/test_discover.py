@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.envs.config_fields import config_fields
+from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import discover, in_file
 from palestra.envs.load import find_env, load_env
 
@@ -153,7 +153,7 @@ class Levels(Env):
 def test_config_fields_have_the_environments_own_values_and_never_our_secrets(write, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "sesame")
     (env,) = in_file(write("levels.py", FIELDS))
-    fields = {row["name"]: row for row in config_fields(env)}
+    fields = {row["name"]: row for row in describe_env(env).fields}
     assert {"name": "level", "type": "int", "default": 7, "description": ""}.items() <= fields["level"].items()
     assert fields["level"]["schema"]["type"] == "integer"
     assert fields["note"]["default"] == "nothing"
@@ -163,10 +163,10 @@ def test_config_fields_have_the_environments_own_values_and_never_our_secrets(wr
 def test_a_config_that_hangs_or_raises_is_told(write):
     (hanging,) = in_file(write("slow.py", FIELDS.replace("import os", "import os, time; time.sleep(60)")))
     with pytest.raises(PalestraError, match=r"took longer than 0\.5 s"):
-        config_fields(hanging, timeout_s=0.5)
+        describe_env(hanging, timeout_s=0.5)
     (raising,) = in_file(write("bad.py", FIELDS.replace("level=7", "level='high'")))
     with pytest.raises(PalestraError, match="cannot be read"):
-        config_fields(raising)
+        describe_env(raising)
 
 
 def test_an_environment_is_loaded_by_file_class_or_name(write):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import needs_extra
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
@@ -75,7 +75,5 @@ BY_NAME: dict[str, type[Env]] = {
 
 
 def _library(name: str, extra: str = "") -> Any:
-    try:
+    with needs_extra("this", extra or name):
         return importlib.import_module(name)
-    except ImportError as missing:
-        raise PalestraError(f"this needs {missing.name}; pip install 'palestra[{extra or name}]'") from None

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import click
 
+from palestra.core.errors import needs_extra
 from palestra.faces.cli.common import debug_option, json_option, print_sections
-from palestra.faces.cli.serve import address_options, missing_extra, run_server
+from palestra.faces.cli.serve import address_options, run_server, server_port
 from palestra.faces.cli.settings import show
 from palestra.faces.launcher import FormLauncher
 from palestra.faces.rl_tools import RlTools, tool_schemas
@@ -35,13 +36,13 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
 
     `palestra locks` shows the settings that an agent may not change.
     """
-    with missing_extra("mcp"):
+    with needs_extra("this", "mcp"):
         from palestra.faces.mcp_server import http_app, make_server, run_stdio
-    from palestra.serve.web import open_port
 
-    server = make_server(_clients())
+    manager, site = RunManager(), load_site()
+    server = make_server(Clients(lambda: RlTools(manager, site)))
     if over_http:
-        run_server(http_app(server, token), open_port(host, port, token), "the tools are served at", "/mcp")
+        run_server(http_app(server, token), server_port(host, port, token), "the tools are served at", "/mcp")
     else:
         if sys.stdin.isatty():
             click.echo("a client starts this and talks with it on stdin; Ctrl-C ends it, --http serves many", err=True)
@@ -58,22 +59,15 @@ def http(host: str, port: int, token: str | None) -> None:
     palestra http
     curl -X POST http://127.0.0.1:8003/tools/rl_list_environments
     """
-    with missing_extra("http"):
+    with needs_extra("this", "http"):
         from palestra.faces.http_api import http_app
     from palestra.dashboard.app import dashboard_app
     from palestra.dashboard.catalog import Catalog
-    from palestra.serve.web import open_port
 
     manager, site = RunManager(), load_site()
     clients = Clients(lambda: RlTools(manager, site))
     dashboard = dashboard_app(Catalog(manager), token, launcher=FormLauncher(manager, site))
-    run_server(http_app(clients, token, dashboard), open_port(host, port, token), "the tools are served at")
-
-
-def _clients() -> Clients:
-    """Sessions that share one run manager and the site's settings."""
-    manager, site = RunManager(), load_site()
-    return Clients(lambda: RlTools(manager, site))
+    run_server(http_app(clients, token, dashboard), server_port(host, port, token), "the tools are served at")
 
 
 @click.group("tools")

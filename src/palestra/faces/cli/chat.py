@@ -17,14 +17,14 @@ from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import visible
+from palestra.core.show import show_call, visible
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
 from palestra.faces.cli.agent_file import DEMO, AgentFile, load_agent_file
 from palestra.faces.cli.chat_events import described, serve_chat
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import find_run, model_of
-from palestra.faces.cli.summary import shorten, show_call
+from palestra.faces.cli.summary import shorten
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.train.progress import task
 

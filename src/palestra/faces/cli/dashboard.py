@@ -8,7 +8,7 @@ import click
 
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.common import debug_option
-from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
+from palestra.faces.cli.serve import address_options, run_server, server_port
 from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
@@ -29,11 +29,10 @@ def command(path: Path | None, host: str, port: int, token: str | None) -> None:
     palestra dashboard runs/my-agent-20260131-101500
     palestra dashboard trl_output/completions
     """
-    require_serve_extra()
+    socket = server_port(host, port, token)
     from palestra.dashboard.app import dashboard_app
     from palestra.dashboard.catalog import Catalog, run_folders
     from palestra.dashboard.foreign import open_foreign
-    from palestra.serve.web import open_port
 
     folders = None if path is None else list(run_folders(path))
     foreign = open_foreign(path) if path is not None and not folders else None
@@ -46,4 +45,4 @@ def command(path: Path | None, host: str, port: int, token: str | None) -> None:
     launcher = FormLauncher(manager, load_site())
     catalog = Catalog(manager, folders, [foreign] if foreign else [])
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
-    run_server(app, open_port(host, port, token), "the dashboard is at", f"/?token={token}" if token else "")
+    run_server(app, socket, "the dashboard is at", f"/?token={token}" if token else "")

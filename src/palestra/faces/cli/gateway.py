@@ -12,7 +12,7 @@ from rich.console import Console
 from palestra.evals.suite import EvalSuite
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import model_of
-from palestra.faces.cli.serve import require_serve_extra, run_server
+from palestra.faces.cli.serve import require_serve_extra, run_server, server_port
 
 _port = click.option("--port", default=8005, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
 
@@ -76,9 +76,7 @@ def record(out: Path, upstream: str | None, port: int) -> None:
     OPENAI_BASE_URL=http://127.0.0.1:8005/v1 ANTHROPIC_BASE_URL=http://127.0.0.1:8005 python my_agent.py
     palestra eval --cases traces.jsonl --measure score.py:score
     """
-    require_serve_extra()
+    socket = server_port("127.0.0.1", port, None)
     from palestra.harness.record import Recorder
-    from palestra.serve.web import open_port
 
-    socket = open_port("127.0.0.1", port, None)
     run_server(Recorder(out, upstream).app(), socket, f"traces go to {out}; set OPENAI_BASE_URL to", "/v1")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import needs_extra
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import model_of
 from palestra.train.progress import task
@@ -73,11 +71,8 @@ def command(
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
     """
-    require_serve_extra()
-    from palestra.serve.web import open_port
-
     model, _ = model_of(run_or_model)
-    socket = open_port(host, port, token)
+    socket = server_port(host, port, token)
     console = Console(stderr=True)
     load_libraries(console, model)
     from palestra.serve.inference import inference_app
@@ -110,15 +105,21 @@ def trajectory(
 
     Accepted groups are on disk before the answer is sent, and survive a restart.
     """
-    require_serve_extra()
-    from palestra.serve.web import open_port
+    socket = server_port(host, port, token)
     from palestra.wire.server import trajectory_app
 
-    socket = open_port(host, port, token)
     app = trajectory_app(
         folder, token=token, max_waiting=max_waiting, max_waiting_mib=max_waiting_mib, max_body_mib=max_body_mib
     )
     run_server(app, socket, "the trajectory API is at")
+
+
+def server_port(host: str, port: int, token: str | None) -> Any:
+    """The bound socket of a server: what is wrong with its address is told before anything is loaded."""
+    require_serve_extra()
+    from palestra.serve.web import open_port
+
+    return open_port(host, port, token)
 
 
 def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
@@ -142,15 +143,6 @@ def _show_requests() -> None:
 
 
 def require_serve_extra() -> None:
-    with missing_extra("serve"):
+    with needs_extra("this", "serve"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-
-
-@contextmanager
-def missing_extra(name: str) -> Iterator[None]:
-    """An import that fails says which extra to install."""
-    try:
-        yield
-    except ImportError as missing:
-        raise PalestraError(f"this needs {missing.name}; install it with: pip install 'palestra[{name}]'") from None

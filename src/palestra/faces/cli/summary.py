@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, visible
-from palestra.core.types import Message, Rollout, Score, ToolCall
+from palestra.core.show import show_call, show_path, show_seconds, visible
+from palestra.core.types import Message, Rollout, Score
 from palestra.evals.findings import Finding, evaluation_findings
 from palestra.evals.report import (
     Change,
@@ -179,17 +178,6 @@ def _print_message(console: Console, message: Message, indent: int) -> None:
 
 def _print_text(console: Console, text: Text, indent: int) -> None:
     console.print(Padding(text, (0, 0, 0, indent), expand=False))
-
-
-def show_call(call: ToolCall) -> str:
-    """
-    >>> show_call(ToolCall("1", "add", {"a": 1, "b": 2}))
-    'add(a=1, b=2)'
-    """
-    if call.error:
-        return f"{call.name or 'a tool'}, in a form that cannot be parsed"
-    arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
-    return f"{call.name}({arguments})"
 
 
 def shorten(text: str) -> str:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
-from palestra.faces.cli.serve import address_options, require_serve_extra, run_server
+from palestra.faces.cli.serve import address_options, run_server, server_port
 from palestra.train.progress import task
 
 SWITCH_S = 0.001  # threads that train and sample yield to the one that answers: at 5 ms, requests come in too slowly
@@ -53,10 +53,7 @@ def command(
     so that its tinker:// paths survive a restart. Other hosts than loopback need --token, an API key that begins
     with tml-.
     """
-    require_serve_extra()
-    from palestra.serve.web import open_port
-
-    socket = open_port(host, port, token)
+    socket = server_port(host, port, token)
     names = models or ("palestra/tiny",)
     console = Console(stderr=True)
     load_libraries(console, names[0])

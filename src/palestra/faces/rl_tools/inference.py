@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder, open_private, write_json
+from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
@@ -121,7 +120,7 @@ class _Attempt:
             state, error = self._process()
         except Exception as failure:  # this model's alone
             state, error = "failed", f"{type(failure).__name__}: {failure}"
-        records = _records(self._file("jsonl"))
+        records = list(read_jsonl(self._file("jsonl")))
         usage = self.relay.usage[self.index]
         self.steps.at(self.model.label, len(records), usage)
         return {
@@ -168,7 +167,7 @@ class _Attempt:
             try:
                 return child.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                done = len(_records(self._file("jsonl")))
+                done = sum(1 for _ in read_jsonl(self._file("jsonl")))
                 self.steps.at(self.model.label, done, self.relay.usage[self.index])
         return None
 
@@ -244,14 +243,6 @@ def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any
         "cost_usd": sum(costs) if costs else None,
         "seconds": round(seconds, 1),
     }
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that somebody may still be writing."""
-    if not path.exists():
-        return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
 
 
 def _last_line(path: Path) -> str:
