@@ -6,6 +6,7 @@ Otherwise the tensors are read by name, from memory or from a file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,3 +50,12 @@ class Weights:
         with safe_open(path, "pt") as file:
             version = int((file.metadata() or {}).get("version", 0))
         return cls(version, lambda: load_file(path))
+
+
+def saved_tensors(folder: Path) -> dict[str, Any]:
+    """The tensors of a folder's safetensors files; those of an adapter by their names in a module of peft."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {re.sub(r"\.lora_([AB])\.", r".lora_\1.default.", name): tensor for name, tensor in tensors.items()}

@@ -83,11 +83,6 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
     return int(max(0, min(most, number(request, name, default) or 0)))
 
 
-def flag(request: Request, name: str) -> bool | None:
-    text = request.query_params.get(name)
-    return None if text in (None, "") else text not in ("0", "false")
-
-
 def _finite(data: Any) -> Any:
     if isinstance(data, float):
         return data if math.isfinite(data) else None

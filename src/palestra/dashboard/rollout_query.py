@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from palestra.core.errors import PalestraError
+from palestra.dashboard.cheating import ids_of_shape
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import search_text, shown, snippet
 
@@ -25,9 +27,13 @@ _SORTS = {
 _WORD = re.compile(r'"([^"]+)"|(\S+)')
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutQuery:
+_MAX_PAGE = 200
+
+
+class RolloutQuery(BaseModel):
     """What is asked for; None: any."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     kind: str = "train"
     step: int | None = None
@@ -42,13 +48,13 @@ class RolloutQuery:
     reward_max: float | None = None
     measure: str | None = None
     measure_passed: bool | None = None
-    ids: list[int] | None = None
-    q: str = ""
+    shape: str | None = None
+    q: Annotated[str, AfterValidator(lambda text: text[:500])] = ""
     sort: str = "newest"
-    limit: int = 50
+    limit: Annotated[int, AfterValidator(lambda limit: max(1, min(limit, _MAX_PAGE)))] = 50
     cursor: str | None = None
 
-    def where(self) -> tuple[list[str], list[Any]]:
+    def where(self, ids: list[int] | None) -> tuple[list[str], list[Any]]:
         """Conditions of SQL and their values."""
         asked = [
             ("kind = ?", self.kind),
@@ -62,7 +68,7 @@ class RolloutQuery:
             ("(error IS NOT NULL) = ?", self.error),
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
-            ("id IN (SELECT value FROM json_each(?))", None if self.ids is None else json.dumps(self.ids)),
+            ("id IN (SELECT value FROM json_each(?))", None if ids is None else json.dumps(ids)),
             ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
         ]
         if self.measure is not None and self.measure_passed is not None:
@@ -90,7 +96,7 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     if query.sort not in _SORTS:
         raise PalestraError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
     column, direction = _SORTS[query.sort]
-    conditions, values = query.where()
+    conditions, values = query.where(None if query.shape is None else ids_of_shape(index, query.shape))
     with index.open() as db:
         try:
             count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]

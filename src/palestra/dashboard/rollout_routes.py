@@ -11,22 +11,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.dashboard import problems, token_view, transcripts
-from palestra.dashboard.answers import answer, flag, number, whole
+from palestra.dashboard.answers import answer, whole
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.cheating import ids_of_shape, suspicion
+from palestra.dashboard.cheating import suspicion
 from palestra.dashboard.export_page import group_page, rollout_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
+from palestra.serve.body import parse
 from palestra.serve.http_errors import refuse
 
 _WITHIN_S = 0.4  # of a request, for bringing the index up to date; a thread goes on with the rest
 _PAGE = 50
 _MAX_PAGE = 200
 _MAX_TEXT = 1_000_000
-_FILTERS = {
-    *("kind", "step", "step_from", "step_to", "problem", "stop", "tool", "passed", "error", "reward_min", "reward_max"),
-    *("measure", "measure_passed", "shape", "q", "sort", "limit", "cursor"),
-}
 
 
 class RolloutRoutes:
@@ -54,29 +51,10 @@ class RolloutRoutes:
 
     def rollouts(self, request: Request) -> Response:
         index, share = self.index(request)
-        asked = request.query_params
-        if unknown := sorted(set(asked) - _FILTERS):
-            raise refuse(400, f"unknown parameter {unknown[0][:40]!r}; known are {', '.join(sorted(_FILTERS))}")
-        shape = asked.get("shape") or None
-        step = {name: _int(request, name) for name in ("step", "step_from", "step_to")}
-        query = RolloutQuery(
-            kind=asked.get("kind") or "train",
-            problem=asked.get("problem") or None,
-            stop=asked.get("stop") or None,
-            tool=asked.get("tool") or None,
-            measure=asked.get("measure") or None,
-            ids=None if shape is None else ids_of_shape(index, shape),
-            q=asked.get("q", "")[:500],
-            sort=asked.get("sort") or "newest",
-            limit=whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE,
-            cursor=asked.get("cursor") or None,
-            passed=flag(request, "passed"),
-            error=flag(request, "error"),
-            measure_passed=flag(request, "measure_passed"),
-            reward_min=number(request, "reward_min"),
-            reward_max=number(request, "reward_max"),
-            **step,
-        )
+        asked, known = request.query_params, RolloutQuery.model_fields
+        if unknown := sorted(set(asked) - set(known)):
+            raise refuse(400, f"unknown parameter {unknown[0][:40]!r}; known are {', '.join(sorted(known))}")
+        query = parse(RolloutQuery.model_validate, {name: text for name, text in asked.items() if text}, 400)
         return answer({**find(index, query), "indexed": share})
 
     def facets(self, request: Request) -> Response:
@@ -152,13 +130,6 @@ class RolloutRoutes:
 
 def _id(request: Request) -> int:
     return transcripts.require_id(request.path_params["id"])
-
-
-def _int(request: Request, name: str) -> int | None:
-    value = number(request, name)
-    if value is not None and not value.is_integer():
-        raise refuse(400, f"{name} is a whole number")
-    return None if value is None else int(value)
 
 
 def _attachment(page: str, name: str) -> Response:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from palestra.core.errors import RolloutError
+from palestra.core.types import SamplingParams, Turn
 
 
 @dataclass(slots=True)
@@ -32,3 +35,25 @@ class TokenSessions:
         """The server decides over its memory."""
 
     def wake(self) -> None: ...
+
+
+class BoundedSessions(TokenSessions):
+    """Of a model that takes `_context` tokens: what is left to it instead of `sample` is `_sample`."""
+
+    version: int
+    _context: int
+
+    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
+        ids = session.token_ids
+        if not ids:
+            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
+        left = self._context - len(ids)
+        if left <= 0:
+            return Turn("model", (), (), self.version, "length")  # type: ignore[arg-type]
+        turn = await self._sample(ids, replace(params, max_new_tokens=min(params.max_new_tokens, left)))
+        ids += turn.token_ids.tolist()
+        return turn
+
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        """A turn that goes on from these tokens."""
+        raise NotImplementedError

@@ -15,14 +15,12 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.token_sessions import BoundedSessions
 from palestra.policy.vllm_adapters import AdapterFolders, rank_limit
 from palestra.policy.vllm_forms import (
     PROBE_TEXT,
     PROBE_TOKENS,
     check_agreement,
-    fields_within,
-    no_room,
     sampling_fields,
     turn_of,
 )
@@ -31,7 +29,7 @@ log = logging.getLogger("palestra")
 WORKER = "palestra.policy.vllm_worker.PalestraWorker"
 
 
-class VllmColocatePolicy(TokenSessions):
+class VllmColocatePolicy(BoundedSessions):
     """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory; with
     `lora_rank` its weights stay, and it is given adapters of that rank."""
 
@@ -81,29 +79,23 @@ class VllmColocatePolicy(TokenSessions):
         self._waiters: dict[str, asyncio.Future[Any]] = {}
         self._driver: asyncio.Task[None] | None = None
 
-    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
-        version, ids = self.version, session.token_ids
-        fields = fields_within(self._context, ids, params)
-        if fields is None:
-            return no_room(version)
-        request = f"palestra-{next(self._numbers)}"
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        version, request = self.version, f"palestra-{next(self._numbers)}"
         loop = asyncio.get_running_loop()
-        self._add(request, ids, fields)
+        self._add(request, ids, params)
         waiter = self._waiters[request] = loop.create_future()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())
         try:
-            turn = read_output(await waiter, version)
+            return read_output(await waiter, version)
         finally:
             if self._waiters.pop(request, None) is not None and not waiter.done():
                 self._engine.abort_request([request])
-        ids += turn.token_ids.tolist()
-        return turn
 
-    def _add(self, request: str, ids: Sequence[int], fields: dict[str, Any]) -> None:
+    def _add(self, request: str, ids: Sequence[int], params: SamplingParams) -> None:
         try:
             prompt = {"prompt_token_ids": list(ids)}
-            self._engine.add_request(request, prompt, vllm_params(fields), lora_request=self._adapter)
+            self._engine.add_request(request, prompt, vllm_params(params), lora_request=self._adapter)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses the request: {error}") from None
 
@@ -174,17 +166,17 @@ class VllmColocatePolicy(TokenSessions):
             return
         params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
         prompt = {"prompt_token_ids": self._probe_ids}
-        fields = vllm_params(sampling_fields(params))
-        [output] = self._llm.generate([prompt], fields, use_tqdm=False, lora_request=self._adapter)
+        [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
         turn = read_output(output, self.version)
         remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
         gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
         log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
 
 
-def vllm_params(fields: dict[str, Any]) -> Any:
+def vllm_params(params: SamplingParams) -> Any:
     from vllm import SamplingParams as VllmParams
 
+    fields = sampling_fields(params)
     return VllmParams(**fields if fields["stop"] else fields | {"detokenize": False})
 
 

@@ -37,18 +37,6 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def fields_within(context: int, ids: Sequence[int], params: SamplingParams) -> dict[str, Any] | None:
-    """The fields of a turn that goes on from these tokens; None where the context has no room for another."""
-    if not ids:
-        raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
-    left = context - len(ids)
-    return None if left <= 0 else sampling_fields(params) | {"max_tokens": min(params.max_new_tokens, left)}
-
-
-def no_room(version: int) -> Turn:
-    return Turn("model", (), (), version, "length")  # type: ignore[arg-type]
-
-
 def turn_of(token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: str | None) -> Turn:
     """`version` is that at the request: a turn that new weights have overtaken counts as older than its last tokens
     are, and its logprobs are what its tokens were sampled with in any case."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.http import ConcurrencyLimit, HttpError, Retries, ask_async
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.token_sessions import BoundedSessions
 from palestra.policy.vllm_forms import (
     PROBE_TEXT,
     PROBE_TOKENS,
     check_agreement,
-    fields_within,
-    no_room,
     sampling_fields,
     turn_of,
 )
@@ -27,7 +25,7 @@ log = logging.getLogger("palestra")
 _START_S = 10.0  # how long a server may be away before a run begins
 
 
-class VllmServerPolicy(TokenSessions):
+class VllmServerPolicy(BoundedSessions):
     """Samples by `/v1/completions`. Its prefix cache makes the turns of a conversation cheap.
 
     With `lora_rank` it is given adapters of that rank, else whole weights. `temperature` is the one of training: the
@@ -63,24 +61,19 @@ class VllmServerPolicy(TokenSessions):
         self._probe_ids = self._check_tokenizer()
         self._sync.check()
 
-    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
-        version, ids = self.version, session.token_ids
-        fields = fields_within(self._context, ids, params)
-        if fields is None:
-            return no_room(version)
-        request = self._server.request("/v1/completions", self._completion(ids, fields))
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        version = self.version
+        request = self._server.request("/v1/completions", self._completion(ids, params))
         retries = Retries(busy_s=self._timeout_s, unreachable_s=self._timeout_s)
         try:
             async with self._limit.slot():
-                turn = read_completion(await ask_async(request, retries), version)
+                return read_completion(await ask_async(request, retries), version)
         except HttpError as error:
             if error.is_retryable:  # no attempt can succeed without it: the run ends, rather than its rollouts
                 raise ConnectionError(f"vLLM was lost for {self._timeout_s:g} s (vllm.timeout_s): {error}") from None
             if error.status == 404:
                 raise ConnectionError(f"vLLM has lost the model, as by a restart: {error}. Resume the run") from None
             raise RolloutError(str(error)) from None
-        ids += turn.token_ids.tolist()
-        return turn
 
     def update(self, weights: Weights) -> None:
         """Give the server these weights, and see by the logprobs of a few tokens that it samples with them."""
@@ -142,14 +135,15 @@ class VllmServerPolicy(TokenSessions):
 
     def _check(self, weights: Weights) -> None:
         params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
-        body = self._completion(self._probe_ids, sampling_fields(params))
+        body = self._completion(self._probe_ids, params)
         turn = read_completion(self._server.ask("/v1/completions", body), self.version)
         remedy = f"Let it serve the model that is trained: {self._sync.start}"
         gap = check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
         log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
 
-    def _completion(self, ids: Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {**fields, "model": self.served_model, "prompt": ids, "return_token_ids": True}
+    def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        named = {"model": self.served_model, "prompt": ids, "return_token_ids": True}
+        return sampling_fields(params) | named
 
 
 def read_completion(answer: Any, version: int) -> Turn:

@@ -18,6 +18,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.files import folder_size, write_json
 from palestra.core.run_folder import MANIFEST, RunFolder
+from palestra.core.weights import saved_tensors
 from palestra.core.whole_folder import check_whole, write_whole
 from palestra.tinker.base_model import AdapterSpec
 from palestra.tinker.futures import NotFound
@@ -175,14 +176,8 @@ def _real(manifest: Path) -> bool:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The trained tensors by the names that they have in a module with one adapter."""
-    from safetensors.torch import load_file
-
     check_whole(checkpoint.folder)
-    files = sorted(checkpoint.folder.glob("*.safetensors"))
-    if not files:
+    tensors = saved_tensors(checkpoint.folder)
+    if not tensors:
         raise PalestraError(f"{checkpoint.path} has no weights")
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    if not checkpoint.spec.rank:
-        return tensors
-    sides = (".lora_A.", ".lora_B.")
-    return {name.replace(side, f"{side}default."): t for name, t in tensors.items() for side in sides if side in name}
+    return {name: t for name, t in tensors.items() if ".lora_" in name or not checkpoint.spec.rank}

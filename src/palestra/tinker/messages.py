@@ -35,6 +35,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     _INT32: np.dtype("<i4"),
     _BFLOAT16: np.dtype("<u2"),
 }
+_EMPTY = memoryview(b"")
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
 
 
@@ -191,19 +192,12 @@ def _read_chunk(data: memoryview) -> Array:
 
 
 def _read_entry(data: memoryview) -> tuple[str, int | float | memoryview]:
-    key, entry = "", None
-    for number, value in read_fields(data):
-        if number == 1:
-            key = as_text(value)
-        elif number == 2:
-            entry = value
-    if entry is None:
-        entry = memoryview(b"")
-    return key, entry
+    fields = dict(read_fields(data))
+    return as_text(fields.get(1, _EMPTY)), fields.get(2, _EMPTY)
 
 
 def _read_tensor(name: str, data: memoryview) -> Tensor:
-    dense, sparse, kind, shape = memoryview(b""), None, 0, []
+    dense, sparse, kind, shape = _EMPTY, None, 0, []
     for number, value in read_fields(data):
         match number:
             case 1:
@@ -216,8 +210,7 @@ def _read_tensor(name: str, data: memoryview) -> Tensor:
                 shape += read_varints(value)
     if kind not in _DTYPES:
         raise PalestraError(f"loss_fn_inputs[{name!r}] has data type {kind}, which is none that the SDK sends")
-    empty = memoryview(b"")
-    values = _array(dense if sparse is None else sparse.get(1, empty), _DTYPES[kind])
+    values = _array(dense if sparse is None else sparse.get(1, _EMPTY), _DTYPES[kind])
     if kind == _BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     size = tuple(shape) or (len(values),)
@@ -227,7 +220,7 @@ def _read_tensor(name: str, data: memoryview) -> Tensor:
         if int(np.prod(size, dtype=object)) != len(values):
             raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and the shape {shape}")
         return Tensor(values, size)
-    crow, col = (_array(sparse.get(part, empty), np.dtype("<i8")) for part in (2, 3))
+    crow, col = (_array(sparse.get(part, _EMPTY), np.dtype("<i8")) for part in (2, 3))
     cells = csr_cells(crow, col, size)
     if len(cells) != len(values):
         raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and {len(cells)} sparse indices")

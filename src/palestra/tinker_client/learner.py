@@ -20,7 +20,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.types import Array, Sample
-from palestra.core.weights import Weights
+from palestra.core.weights import Weights, saved_tensors
 from palestra.learner.base import Batch
 from palestra.tinker_client.losses import (
     StepTerms,
@@ -233,17 +233,8 @@ class TinkerLearner:
         return rows
 
     def _read_tensors(self) -> dict[str, Any]:
-        from safetensors.torch import load_file
-
         with tempfile.TemporaryDirectory() as folder:
-            files = sorted(self.model.download(Path(folder)).glob("*.safetensors"))
-            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        return {  # as peft names them in a module
-            name.replace(".lora_A.weight", ".lora_A.default.weight").replace(
-                ".lora_B.weight", ".lora_B.default.weight"
-            ): tensor
-            for name, tensor in tensors.items()
-        }
+            return saved_tensors(self.model.download(Path(folder)))
 
 
 def trained_rows(samples: Sequence[Sample], echo: bool) -> list[int]:

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from tinker import types
 
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.token_sessions import BoundedSessions
 from palestra.tinker_client.learner import TinkerWeights
 from palestra.tinker_client.model import Sampler, TinkerModel
 
 
-class TinkerPolicy(TokenSessions):
+class TinkerPolicy(BoundedSessions):
     """Samples one version of the model's weights until it is given the next: turns in progress stay at theirs."""
 
     def __init__(self, model: TinkerModel, context_tokens: int) -> None:
-        self.context_tokens = context_tokens
+        self.context_tokens = self._context = context_tokens
         self._model = model
         self._sampler: Sampler = model.sampler(0)
-
-    @property
-    def version(self) -> int:
-        return self._sampler.version
+        self.version = 0
 
     def update(self, weights: Weights) -> None:
         if not isinstance(weights, TinkerWeights) or weights.sampler is None:
             raise PalestraError(
                 "a Tinker server samples the weights that it has trained itself; train with --backend tinker, too"
             )
-        self._sampler = weights.sampler
+        self._sampler, self.version = weights.sampler, weights.sampler.version
 
-    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
-        if not session.token_ids:
-            raise RolloutError("a prompt without tokens cannot be continued; give it at least one")
-        left = self.context_tokens - len(session.token_ids)
-        if left <= 0:
-            return Turn("model", (), (), self.version, "length")  # type: ignore[arg-type]
-        params = replace(params, max_new_tokens=min(params.max_new_tokens, left))
-        prompt, options, sampler = types.ModelInput.from_ints(session.token_ids), sampling_params(params), self._sampler
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        prompt, options, sampler = types.ModelInput.from_ints(ids), sampling_params(params), self._sampler
         try:
             answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, options))
         except PalestraError as error:
             raise RolloutError(str(error)) from error
-        turn = read_turn(answer.sequences[0], sampler.version)
-        session.token_ids += turn.token_ids.tolist()
-        return turn
+        return read_turn(answer.sequences[0], sampler.version)
 
 
 def sampling_params(params: SamplingParams) -> types.SamplingParams:
