@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -189,6 +190,20 @@ def on_gpu(tiny: bool, repeats: int) -> None:
         measure_gpu(rows_name, "learner", micro, learner_step_for(small, dtype, device, samples, micro), repeats)
 
 
+def keep_all_but(columns: int) -> None:
+    """Layers do not keep products that have so many columns: less memory for more time."""
+    keep = forward._what_to_keep
+
+    def what_to_keep(context: object, operation: object, *args: Tensor, **kwargs: object) -> object:
+        is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        if is_product and args[-1].shape[1] == columns:
+            return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        return keep(context, operation, *args, **kwargs)
+
+    forward._what_to_keep = what_to_keep
+    torch._inductor.config.force_disable_caches = True  # the policy is no part of their keys
+
+
 Step = Callable[[], float]
 
 
@@ -338,8 +353,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
     parser.add_argument("--layers-at-once", type=int, help="layers that are compiled as one program; a divisor of all")
+    parser.add_argument("--recompute", type=int, help="compute products of so many columns again: 3072 for gate and up")
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
+    if arguments.recompute:
+        keep_all_but(arguments.recompute)
     if arguments.layers_at_once:
         forward._alike = lambda model: arguments.layers_at_once
     global ONLY, PROFILE

@@ -9,8 +9,8 @@ from palestra.plan.shape import ModelShape
 from palestra.plan.work import MICRO_BATCH, StepWork
 
 QUANTISED_BYTES = 0.516  # nf4 with double quantisation
-LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass,
-LOGITS_CHUNK = 2**30  # and those of one chunk that it computes again
+LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass; of more than that
+LOGITS_CHUNK = 2**30  # it has one chunk at a time, forward and backward
 LORA_OUTPUT_BYTES = 4  # adapters compute in float32
 MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
@@ -78,7 +78,7 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
 def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:
     """Bytes that the backward pass needs of one token."""
     size = work.weight_bytes
-    layer = float(shape.layer_outputs * size)
+    layer = layer_activations(shape, work)
     adapters = 0.0 if work.method == "full" else float(shape.linear_outputs * LORA_OUTPUT_BYTES)
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
@@ -86,6 +86,12 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     if not is_compiled(shape, device):
         return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR
     return shape.layers * layer + adapters  # compiled layers compute what adapters add again, one layer after the other
+
+
+def layer_activations(shape: ModelShape, work: StepWork) -> float:
+    """Bytes of a token that one compiled layer keeps: log-sum-exps, too, and what adapters have inside."""
+    inside = 0 if work.method == "full" else 7 * work.lora_rank * LORA_OUTPUT_BYTES
+    return float(shape.layer_outputs * work.weight_bytes + 4 * shape.heads + inside)
 
 
 def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
@@ -108,13 +114,12 @@ def is_compiled(shape: ModelShape, device: Device) -> bool:
 
 
 def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:
-    """Those that are kept and a chunk of the others, and the head's own gradient, which is added up in float32."""
+    """All of them or a chunk, and the head's own gradient, which is added up in float32."""
     packed = work.packed
     scored = min(packed.largest, packed.largest_rows * work.new_tokens)
     whole = float(scored * shape.vocabulary * work.weight_bytes)
-    saved = min(whole, LOGITS_KEPT if device.is_gpu else 0)
-    gradient = shape.head_weights * (4 + work.weight_bytes) if work.method == "full" else 0
-    return saved + min(whole - saved, LOGITS_CHUNK) + gradient
+    at_once = whole if device.is_gpu and whole <= LOGITS_KEPT else min(whole, LOGITS_CHUNK)
+    return at_once + (4 * shape.head_weights if work.method == "full" else 0)
 
 
 def _weights(shape: ModelShape, work: StepWork) -> float:

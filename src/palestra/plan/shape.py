@@ -59,14 +59,14 @@ class ModelShape:
 
     @property
     def layer_outputs(self) -> int:
-        """Numbers that the products and the attention of one layer give for a token, with the layer's input."""
+        """Numbers of a token that a layer keeps: its input, and what its products (but the last) and attention give."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 2 * queries + 2 * keys + 2 * self.feed_forward + 3 * self.hidden
+        return 2 * queries + 2 * keys + 2 * self.feed_forward + 2 * self.hidden
 
     @property
     def linear_outputs(self) -> int:
-        """The same of the linear layers alone."""
-        return self.layer_outputs - self.heads * self.head_dim - self.hidden
+        """Numbers that the linear layers of one layer give for a token."""
+        return self.layer_outputs - self.heads * self.head_dim
 
     @property
     def kv_numbers(self) -> int:

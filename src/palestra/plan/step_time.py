@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from palestra.plan.device import GPUS_OF_A_NODE, Device, Efficiency
-from palestra.plan.memory import LOGITS_KEPT, MODULE_PATH_FACTOR, Memory, is_compiled
+from palestra.plan.memory import MODULE_PATH_FACTOR, Memory, is_compiled
 from palestra.plan.shape import ModelShape
 from palestra.plan.work import MAX_RUNNING, StepWork
 
 LINK_SHARE = 0.7  # of a link's figure, in collectives
 FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
-MASTER_BYTES = 52  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
+MASTER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
 PLAIN_BYTES = 20  # the same without master weights
 SIBLINGS_RATE = 1.5  # of the bandwidth: a prompt that a sibling has just read comes from the GPU's cache
 NARROW_HEADS = 0.6  # of the bandwidth, where heads are narrower than 128
@@ -145,9 +145,8 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     forward = _products(shape, packed.tokens, scored)
     passes = 3.0 if full else 2.0  # frozen weights have no gradient
     passes += 1.0 if work.gradient_checkpointing else 0.0
-    again = max(0.0, scored - packed.micro_batches * LOGITS_KEPT / (shape.vocabulary * work.weight_bytes))
     forwards = (1.0 if work.reference else 0.0) + (1.0 if work.minibatches > 1 else 0.0)
-    products = forward * (passes * work.iterations + forwards) + 2 * shape.head_weights * again
+    products = forward * (passes * work.iterations + forwards)
     attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
     activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
     moved = activations * reached.elementwise_passes * (1.0 if full else 2.0) * work.iterations

@@ -174,7 +174,7 @@ def test_states_are_divided_among_gpus_and_rollouts_too() -> None:
 
 
 def test_the_change_that_fits_is_the_least_one_and_does_fit() -> None:
-    found = plan("qwen3-1.7b", DEVICES["rtx-4090"], problems=8, group_size=8, method="lora")
+    found = plan("qwen3-4b", DEVICES["rtx-4090"], problems=8, group_size=8, method="lora")
     assert not found.fits
     change = found.changes_that_fit()
     assert change is not None
