@@ -107,14 +107,14 @@ def shared_attention(
     row = tl.load(BLOCKS + block * R + i // G, mask=i < R * G, other=-1)
     real = row >= 0
     n = tl.load(LENS + row, mask=real, other=0)
+    first = tl.load(BLOCKS + block * R)
+    tiles = tl.load(SHARED + first, mask=first >= 0, other=0) // T  # asked for here, as every answer takes its time
     if tl.max(n, 0) > 0:
-        first = tl.load(BLOCKS + block * R)
         head = h * G + i % G
         inside = real[:, None] & in_d[None, :]
         position = tl.maximum(n - 1, 0)[:, None]
         q_row = (row * q_stride + head * D)[:, None]
         q = apply_rope(Q, q_row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ROPE)
-        tiles = tl.load(SHARED + first) // T
         span = tl.cdiv(tiles, SPLITS)
         low = split * span
         m = tl.full((M,), -float("inf"), tl.float32)

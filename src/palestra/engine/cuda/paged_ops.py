@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +16,7 @@ from palestra.engine.cuda import kernels, layer_kernels
 from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedPrefixes
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
-MAX_SPLITS, MAX_SHARED_SPLITS = 8, 16
+MAX_SPLITS, MAX_SHARED_SPLITS = 8, 64
 SHARED_KEYS_AT_ONCE = 64
 
 
@@ -94,6 +95,7 @@ class DecodePlan:
     tables: Tensor  # [B, pages of the longest context]
     lens: Tensor  # [B]
     shared: SharedPrefixes | None = None  # with a sliding window each row reads its own pages all the same
+    side: torch.cuda.Stream | None = None  # where shared prefixes are read, beside what each row reads by itself
 
     def attend(
         self,
@@ -118,39 +120,53 @@ class DecodePlan:
         keys, values = self.keys[layer], self.values[layer]
         rows, heads, dim = q.shape
         kv_heads, page = keys.shape[1], keys.shape[2]
-        splits = parts = splits_for(rows, kv_heads)
         shared = self.shared if window == 0 else None
+        splits = parts = splits_for(rows, kv_heads)
         if shared is not None:
             parts += shared_splits_for(rows, kv_heads)
-        keys_at_once, warps, stages = decode_shape(rows, kv_heads)
         out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
         part = torch.empty((rows, heads, parts, dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((rows, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
-        of_shape: dict[str, Any] = {
+        common: dict[str, Any] = {
             "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": _pad(dim), "PAGE": page, "PARTS": parts,
             "SOFTCAP": softcap > 0, "PRECISION": _precision(q.dtype), **rope.flags,
         }  # fmt: skip
-        shared_tokens = self.lens if shared is None else shared.tokens
+        if shared is not None:
+            queries = _pad(BLOCK_ROWS * heads // kv_heads)
+            with _beside(self.side):
+                kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
+                    q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
+                    q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon,
+                    **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page), SPLITS=parts - splits,
+                    num_warps=4 if queries <= 64 else 8, num_stages=3,
+                )  # fmt: skip
+        shared_tokens = self.lens if shared is None else shared.tokens  # nobody reads the first
+        keys_at_once, warps, stages = decode_shape(rows, kv_heads)
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
             q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale, softcap, window, rope.epsilon,
-            **of_shape, GP=_pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
+            **common, GP=_pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        if shared is not None:
-            queries = _pad(BLOCK_ROWS * heads // kv_heads)
-            kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
-                q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
-                q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon,
-                **of_shape, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page), SPLITS=parts - splits,
-                num_warps=4 if queries <= 64 else 8, num_stages=3,
-            )  # fmt: skip
+        if shared is not None and self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
         if parts > 1:
             kernels.combine_parts[(rows * heads,)](
                 part, part_ml, shared_tokens, self.lens, out, H=heads, D=dim, DP=_pad(dim), SPLITS=splits, PARTS=parts,
                 PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
             )  # fmt: skip
         return out
+
+
+@contextmanager
+def _beside(side: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launch onto another stream, behind all that was launched on this one; on this one if there is no other."""
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
 
 
 @dataclass(slots=True)

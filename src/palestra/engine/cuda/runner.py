@@ -76,6 +76,7 @@ class CudaRunner:
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
         self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
         self._graph_pool: Any = None
+        self._side = torch.cuda.Stream(self.device) if self._captures else None
         self._weights_at = self._weight_addresses()
         rows, width = bucket_for(max_running), -(-context // page_size)
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
@@ -243,7 +244,7 @@ class CudaRunner:
     def _decode_step(self, shape: DecodeShape) -> Tensor:
         state, rows = self._state, shape.rows
         shared = state.shared(rows) if shape.shares else None
-        plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared)
+        plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
         if self.fast_decoder is not None:
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from palestra.engine.session import Session
 
 BLOCK_ROWS = 8  # rows that read a prefix together
-MIN_SAVED_BYTES = 32 << 20  # of a layer's KV: to read them takes longer than to start one more kernel
+MIN_SAVED_BYTES = 96 << 20  # of a layer's KV: to read them, mostly from the L2 cache, takes longer than a kernel more
 
 
 class SharedPrefixes(NamedTuple):
