@@ -35,6 +35,7 @@ from palestra.wire.client import WireClient
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
+    from palestra.train.tasks import EnvironmentTask, Task
     from palestra.wire.feed import Feed
     from palestra.wire.task import Address
 
@@ -73,34 +74,35 @@ def train_wire(
     tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
     `wait_limit_s` (0: any time), the run stops with the reason.
     """
-    from palestra.train.run import Run
     from palestra.train.setup import load_for_run
-    from palestra.train.tasks import EnvironmentTask
     from palestra.wire.task import WireTask
 
-    config, scored_by = run.config, run.record.get("scored_by")
-    scorer = EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None
-    loaded = load_for_run(config)
-    task = WireTask(client, address, loaded, run, scorer, served, check, wait_limit_s)
-
-    def train() -> Outcome:
-        with asyncio.Runner() as runner:
-            return Run.build(config, task, run, runner=runner, watcher=watcher, loaded=loaded, resume=resume).train()
-
-    return outside_event_loop(train)
+    loaded = load_for_run(run.config)
+    task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
+    return _train(run, task, loaded=loaded, watcher=watcher, resume=resume)
 
 
 def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
     """Score and save what a run over the wire has learned, without its environments."""
-    from palestra.train.run import Run
-    from palestra.train.tasks import EnvironmentTask, FinishTask
+    from palestra.train.tasks import FinishTask
+
+    return _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resume)
+
+
+def _scorer(run: RunFolder) -> EnvironmentTask | None:
+    """The environment of ours that scores a run over the wire, if run.json names one."""
+    from palestra.train.tasks import EnvironmentTask
 
     scored_by = run.record.get("scored_by")
-    task = FinishTask(EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None)
+    return EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None
+
+
+def _train(run: RunFolder, task: Task, **parts: Any) -> Outcome:
+    from palestra.train.run import Run
 
     def train() -> Outcome:
         with asyncio.Runner() as runner:
-            return Run.build(run.config, task, run, runner=runner, watcher=watcher, resume=resume).train()
+            return Run.build(run.config, task, run, runner=runner, **parts).train()
 
     return outside_event_loop(train)
 

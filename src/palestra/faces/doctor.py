@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from palestra.core.machine import installed_version, memory_gib, port_error
 from palestra.faces.rl_tools.requirements import MINIMUM_PYTHON, check_rl_python_version
 from palestra.runs.manager import palestra_home
 
@@ -87,7 +87,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _room() -> Iterator[Check]:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    memory = memory_gib()
     remedy = f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
     yield _check("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
     for name, path in {"disk here": Path.cwd(), "disk of the runs' index": palestra_home()}.items():
@@ -111,13 +111,6 @@ def _extras() -> Iterator[Check]:
         yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _keys() -> Iterator[Check]:
     """By name alone: no value is ever looked at further than whether it is there."""
     for name, use in KEYS.items():
@@ -126,25 +119,14 @@ def _keys() -> Iterator[Check]:
 
 
 def _ports() -> Iterator[Check]:
-    if error := _bind_error(0):
+    if error := port_error(0):
         yield Check("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
         return
     yield Check("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
     for port, user in PORTS.items():
-        free = not _bind_error(port)
+        free = not port_error(port)
         found = f"free for {user}" if free else f"taken; {user} wants it"
         yield _check("ports", str(port), free, found, "choose another one with --port")
-
-
-def _bind_error(port: int) -> str | None:
-    """Why this port of the loopback address cannot be opened; 0 is any."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return str(error.strerror)
-    return None
 
 
 def _sandbox() -> Iterator[Check]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.core.machine import processors
 from palestra.core.run_folder import RunFolder
 from palestra.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models import adapters
@@ -136,10 +137,9 @@ def choose_threads(model: Any, threads: int | None = None) -> None:
 
 def idle_processors() -> int:
     """The processors that this process may use and others do not, by the load of the last minute; at least one."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     share = (os.cpu_count() or 1) - load
-    return max(1, min(allowed, torch.get_num_threads(), round(share)))
+    return max(1, min(processors(), torch.get_num_threads(), round(share)))
 
 
 def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:

@@ -17,13 +17,7 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import BoundedSessions
 from palestra.policy.vllm_adapters import AdapterFolders, rank_limit
-from palestra.policy.vllm_forms import (
-    PROBE_TEXT,
-    PROBE_TOKENS,
-    check_agreement,
-    sampling_fields,
-    turn_of,
-)
+from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
 
 log = logging.getLogger("palestra")
 WORKER = "palestra.policy.vllm_worker.PalestraWorker"

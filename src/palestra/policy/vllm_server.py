@@ -12,13 +12,7 @@ from palestra.core.http import ConcurrencyLimit, HttpError, Retries, ask_async
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.token_sessions import BoundedSessions
-from palestra.policy.vllm_forms import (
-    PROBE_TEXT,
-    PROBE_TOKENS,
-    check_agreement,
-    sampling_fields,
-    turn_of,
-)
+from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
 from palestra.policy.vllm_sync import LoraAdapters, VllmServer, WeightSync, WholeWeights
 
 log = logging.getLogger("palestra")

@@ -6,11 +6,11 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_json, write_text
+from palestra.core.machine import installed_version
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
 from palestra.evals.findings import Finding
@@ -85,10 +85,10 @@ def _change(change: Change) -> dict[str, Any]:
 def software(device: str = "") -> dict[str, str]:
     """The versions and the machine: what one needs to reproduce the run."""
     return {
-        "palestra": _version("palestra"),
+        "palestra": installed_version("palestra") or "not installed",
         "Python": platform.python_version(),
-        "torch": _version("torch"),
-        "transformers": _version("transformers"),
+        "torch": installed_version("torch") or "not installed",
+        "transformers": installed_version("transformers") or "not installed",
         "system": platform.platform(terse=True),
         "machine": platform.machine(),
         "device": device or f"CPU, {os.cpu_count()} cores",
@@ -107,10 +107,3 @@ def _transcript(rollout: Rollout) -> dict[str, Any]:
 
 def _tool_name(schema: Mapping[str, Any]) -> str:
     return str(schema.get("function", schema).get("name"))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

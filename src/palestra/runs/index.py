@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import socket
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.machine import port_error
 from palestra.runs.database import Database, insert
 from palestra.runs.limits import Demand, fits
 from palestra.runs.processes import Process
@@ -234,7 +234,7 @@ class Index:
         with self._database.change() as db:
             taken = {port for (port,) in db.execute("SELECT port FROM ports")}
             for port in random.sample(_PORTS, len(_PORTS)):
-                if port not in taken and _is_free(port):
+                if port not in taken and port_error(port) is None:
                     db.execute("DELETE FROM ports WHERE run_id = ? AND part = ?", (run_id, part))
                     db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
                     return port
@@ -289,13 +289,3 @@ def _assign_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str], co
 def _hold_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str]) -> None:
     db.execute(_GPU_SCHEMA)
     db.executemany("INSERT OR REPLACE INTO gpus VALUES (?, ?)", [(device, run_id) for device in devices])
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

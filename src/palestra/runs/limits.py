@@ -10,6 +10,7 @@ from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.machine import processors
 
 MAX_RUNS_VARIABLE = "PALESTRA_MAX_RUNS"
 GPUS_VARIABLE = "PALESTRA_GPUS"  # the GPUs that runs may be given, as CUDA_VISIBLE_DEVICES names them
@@ -74,8 +75,7 @@ def require_gpus(asked: int | None, available: int) -> None:
 def default_max_runs() -> int:
     """PALESTRA_MAX_RUNS, or the number of processors."""
     value = os.environ.get(MAX_RUNS_VARIABLE, "")
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(value) if value.isdecimal() and int(value) else processors
+    return int(value) if value.isdecimal() and int(value) else processors()
 
 
 def gpu_names() -> list[str]:

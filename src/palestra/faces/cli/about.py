@@ -49,7 +49,7 @@ def doctor(as_json: bool) -> None:
 @json_option
 def version(as_json: bool) -> None:
     """Print the versions that matter in a bug report."""
-    from palestra.faces.doctor import installed_version
+    from palestra.core.machine import installed_version
 
     versions = {
         "palestra": metadata.version("palestra"),

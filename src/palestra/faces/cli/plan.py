@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import PalestraError
+from palestra.core.machine import memory_gib, processors
 from palestra.faces.cli import settings
 from palestra.faces.cli.common import config_option, debug_option, json_option
 from palestra.plan.calibration import efficiency_of
@@ -144,8 +144,7 @@ def _device(name: str, parameters: dict[str, Any]) -> Device:
     }
     known = {key: value for key, value in figures.items() if value}
     if name.startswith("cpu"):
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return replace(cpu(threads, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB), **known)
+        return replace(cpu(processors(), memory_gib()), **known)
     if len(known) == len(figures):
         return Device(name, **known)
     return replace(find_device(name), **known)
