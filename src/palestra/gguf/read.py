@@ -115,10 +115,8 @@ def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
     for name, stored_name in names.items():
         weight = torch.tensor(file.tensor(stored_name))  # a copy: the mapped file is read-only
         if tuple(weight.shape) != shapes[name]:
-            raise PalestraError(
-                f"{file.path} is corrupt: the tensor {stored_name} has the shape {tuple(weight.shape)}, but its "
-                f"metadata require {shapes[name]}; {COPY_AGAIN}"
-            )
+            found = f"the tensor {stored_name} has the shape {tuple(weight.shape)}"
+            raise file.corrupt(f"{found}, but its metadata require {shapes[name]}")
         weights[name] = weight_from_gguf(architecture, model.config, name, weight).to(dtype).contiguous()
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()

@@ -146,7 +146,7 @@ def _exact_backend(file: GgufFile) -> Any | None:
     try:
         return None if tokenizer_json is None else Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # tokenizers raises nothing more specific
-        raise PalestraError(f"{file.path} is corrupt: its {_TOKENIZER_JSON} cannot be read ({error})") from error
+        raise file.corrupt(f"its {_TOKENIZER_JSON} cannot be read ({error})") from error
 
 
 def _backend(file: GgufFile, tokens: list[str]) -> Any:
@@ -188,7 +188,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
 
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
-        raise PalestraError(f"{file.path} is corrupt: it has {len(tokens)} tokens and {len(scores)} scores")
+        raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
     unknown = _special_tokens(file, tokens).get("unk_token", tokens[0])
     index = {token: token_id for token_id, token in enumerate(tokens)}
     merges = _merges(tokens, scores, index)
