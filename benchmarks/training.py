@@ -44,6 +44,7 @@ def main() -> None:
     sys.argv += [f"--{name}={value}" for name, value in options.items()] + [word for word in more if word != "--"]
     profile = cProfile.Profile()
     began = time.time()
+    note_first_step(began)
     if arguments.profile:
         profile.enable()
     try:
@@ -84,6 +85,27 @@ def report(folder: Path, began: float) -> None:
             }
         )
     )
+
+
+def note_first_step(began: float) -> None:
+    """Import what a training imports, and print when the first step begins and ends."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from palestra.train.loop import Training
+
+    imported = time.time()
+    step = Training.step
+
+    def first(training: Training) -> dict[str, float]:
+        at, number = time.time(), training.state.step
+        metrics = step(training)
+        if number > 0:
+            return metrics
+        times = {"imports": imported - began, "then_until_step_1": at - imported, "step_1": time.time() - at}
+        print(json.dumps({f"{name}_s": round(seconds, 2) for name, seconds in times.items()}), flush=True)
+        return metrics
+
+    Training.step = first  # type: ignore[method-assign]
 
 
 def watch_gpu(number: int) -> None:
