@@ -18,7 +18,7 @@ from palestra.engine.check import prompt_length, tolerated_difference
 from palestra.engine.cpu import fast_decoder, plan
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.cpu.kv_slots import Pages
-from palestra.engine.cpu.plan import DecodeRows, PrefillChunk, SharedPrefixes
+from palestra.engine.cpu.plan import SharedPrefixes, SlotRows
 from palestra.engine.engine import Engine
 from palestra.models.loading import load_model
 
@@ -77,20 +77,25 @@ def prompt_sees_the_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def appended_tokens_see_one_token_of_the_future(patch: pytest.MonkeyPatch) -> None:
-    right = PrefillChunk.bias
-    patch.setattr(PrefillChunk, "bias", lambda self, window: right(self, window).roll(1, dims=-1))
+    right = SlotRows.bias
+
+    def wrong(self: SlotRows, window: int | None, group: int) -> Tensor | None:
+        bias = right(self, window, group)
+        return bias if bias is None or self.count == 1 else bias.roll(1, dims=-1)
+
+    patch.setattr(SlotRows, "bias", wrong)
 
 
 def short_rows_see_the_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeRows, "bias", lambda self, window: None)
+    patch.setattr(SlotRows, "bias", lambda self, window, group: None)
 
 
 def prefixes_are_masked_by_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
     right = SharedPrefixes.bias
 
-    def wrong(self: SharedPrefixes, group: int) -> Tensor | None:
+    def wrong(self: SharedPrefixes, queries: int) -> Tensor | None:
         self.prefix_len = self.prefix_len - 1
-        return right(self, group)
+        return right(self, queries)
 
     patch.setattr(SharedPrefixes, "bias", wrong)
 

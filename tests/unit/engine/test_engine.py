@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
+from palestra.engine.cpu import plan
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
 from palestra.policy.local import LocalPolicy
@@ -47,6 +48,26 @@ def test_turn_after_a_tool_costs_only_its_new_tokens(model: Any) -> None:
     engine.append(session, [1, 2, 3])
     engine.sample([session], SamplingParams(1))
     assert counts == [4]  # the last sampled token and the three new ones
+
+
+def test_short_tool_results_of_a_step_are_attended_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model, kv_memory_gib=0.01)
+    group = engine.fork(engine.open(PROMPT), 6)
+    engine.sample(group, SamplingParams(4))
+    for i, session in enumerate(group):
+        engine.append(session, [1, 2, 3, 4, 5, 6, 7][: 5 + i % 3])
+    calls = []
+    attend = plan.attend_part
+    monkeypatch.setattr(plan, "attend_part", lambda *args: calls.append(args[0].shape[0]) or attend(*args))
+    engine.sample(group, SamplingParams(1))
+    layers = model.config.num_hidden_layers
+    assert calls == [6, 1] * layers  # all own tokens, then all over the prompt that they share
+
+
+def test_chunks_are_batched_by_length_and_never_padded_to_a_long_one() -> None:
+    counts, own_lens = [1, 1, 1, 8, 10, 12, 13, 60, 80, 90], [40] * 10
+    assert [counts[part] for part in plan.batches(counts, own_lens)] == [[1, 1, 1], [8, 10, 12], [13], [60], [80], [90]]
+    assert list(plan.batches([20] * 8, [16384] * 8)) == [slice(i, min(i + 3, 8)) for i in range(0, 8, 3)]
 
 
 def test_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,126 +11,197 @@ from torch import Tensor, nn
 from palestra.engine.attention import attend_part, masked_score, merge_parts
 from palestra.engine.cpu.kv_slots import KVSlots
 
+MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
+MAX_PADDING = 1.5  # times the tokens of the shortest
+MAX_SCORES = 1 << 20  # tokens times columns, so that masks stay small
+
+
+def batches(counts: Sequence[int], own_lens: Sequence[int]) -> Iterator[slice]:
+    """Which chunks, sorted by length, are attended in one go: all of one token, then short ones of about one length."""
+    start = longest = 0
+    for i, (count, own_len) in enumerate(zip(counts, own_lens, strict=True)):
+        longest = max(longest, own_len)
+        fits = count <= min(MAX_PADDED_TOKENS, MAX_PADDING * counts[start])
+        fits = fits and (i + 1 - start) * count * longest <= MAX_SCORES
+        if i > start and not (count == 1 or (fits and counts[start] > 1)):
+            yield slice(start, i)
+            start, longest = i, own_len
+    yield slice(start, len(counts))
+
 
 @dataclass(slots=True)
-class DecodeRows:
-    """Slots 0..n-1, one token each, attended in one go."""
+class SlotRows:
+    """Slots that are attended in one go: one new token each, or short chunks, padded to the longest of them."""
 
     slots: KVSlots
-    own_len: list[int]  # by slot, the new token included
-    width: int
+    rows: list[int]  # of the own buffer
+    counts: list[int]  # new tokens of each
+    own_len: list[int]  # with the new tokens
+    first: int  # of its tokens among the step's
     prefixes: SharedPrefixes | None
     biases: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
     prefix_biases: dict[int | None, Tensor | None] = field(default_factory=dict)
+    tokens: int = field(init=False)
+    count: int = field(init=False)
+    width: int = field(init=False)
+    picked: slice | Tensor = field(init=False)
+    to_places: Tensor | None = field(init=False)  # [n * count], the token of each place (padding repeats the last)
+    to_tokens: Tensor | None = field(init=False)  # [tokens], the place of each token
 
-    def bias(self, window: int | None) -> Tensor | None:
-        """[n, 1, 1, own width], which masks columns that a slot must not see; None when it may see all."""
+    def __post_init__(self) -> None:
+        self.tokens, self.count, self.width = sum(self.counts), max(self.counts), max(self.own_len)
+        self.picked = _picked(self.rows)
+        self.to_places = self.to_tokens = None
+        if self.tokens < len(self.counts) * self.count:
+            counts, step = torch.tensor(self.counts)[:, None], torch.arange(self.count)
+            starts = counts.cumsum(0) - counts
+            self.to_places = (starts + torch.minimum(step, counts - 1)).view(-1)
+            self.to_tokens = (step < counts).view(-1).nonzero()[:, 0]
+
+    def _last(self) -> Tensor:
+        """[n, count] the newest column of its slot that each place sees."""
+        end = torch.tensor(self.own_len)[:, None]
+        return torch.minimum(end - torch.tensor(self.counts)[:, None] + torch.arange(self.count), end - 1)
+
+    def bias(self, window: int | None, group: int) -> Tensor | None:
+        """[n, 1, G * count, own width], which masks columns that a token must not see; None when it may see all."""
         if window not in self.biases:
             self.biases[window] = None
-            if min(self.own_len) < self.width or (window is not None and self.width > window):
-                columns, last = torch.arange(self.width), torch.tensor(self.own_len)[:, None] - 1
+            cut = window is not None and self.width > window
+            if self.count > 1 or min(self.own_len) < self.width or cut:
+                columns, last = torch.arange(self.width), self._last()[..., None]
                 masked = columns > last
                 if window is not None:
                     masked |= columns <= last - window
-                self.biases[window] = score_bias(masked, self.slots)[:, None, None]
+                bias = score_bias(masked, self.slots)[:, None]
+                self.biases[window] = bias if self.count == 1 else bias.repeat(1, 1, group, 1)
         return self.biases[window]
 
     def prefix_bias(self, prefixes: SharedPrefixes, window: int | None, group: int) -> Tensor | None:
         if window is None:
-            return prefixes.bias(group)
+            return prefixes.bias(group * self.count)
         if window not in self.prefix_biases:
-            self.prefix_biases[window] = prefixes.window_bias(torch.tensor(self.own_len), window, group)
+            self.prefix_biases[window] = prefixes.window_bias(self._last(), window, group)
         return self.prefix_biases[window]
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """q [n, KV, G, D] -> [n, KV, G, D]."""
-        own, n = self.slots.own, q.shape[0]
-        keys, values = own.keys[layer, :n, :, : self.width], own.values[layer, :n, :, : self.width]
-        out, total = attend_part(q, keys, values, self.bias(window), scale, softcap)
-        if self.prefixes is None:
-            return out
-        bias = self.prefix_bias(self.prefixes, window, q.shape[2])
-        return merge_parts(out, total, *self.prefixes.attend(layer, q, bias, scale, softcap))
+        """q [N, KV, G, D] of the step's tokens -> [tokens, KV, G, D]."""
+        own, group = self.slots.own, q.shape[2]
+        q = self._by_slot(q[self.first : self.first + self.tokens])
+        keys, values = (_cut(store[layer], self.picked, self.width) for store in (own.keys, own.values))
+        out, total = attend_part(q, keys, values, self.bias(window, group), scale, softcap)
+        if self.prefixes is not None:
+            bias = self.prefix_bias(self.prefixes, window, group)
+            out = merge_parts(out, total, *self.prefixes.attend(layer, q, bias, scale, softcap))
+        return self._by_token(out, group)
+
+    def _by_slot(self, x: Tensor) -> Tensor:
+        """[tokens, KV, G, D] -> [n, KV, G * count, D]."""
+        if self.count == 1:
+            return x
+        if self.to_places is not None:
+            x = x.index_select(0, self.to_places)
+        return x.unflatten(0, (-1, self.count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def _by_token(self, x: Tensor, group: int) -> Tensor:
+        """The reverse."""
+        if self.count == 1:
+            return x
+        x = x.unflatten(2, (group, self.count)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return x if self.to_tokens is None else x.index_select(0, self.to_tokens)
 
 
 @dataclass(slots=True)
 class SharedPrefixes:
     """Which slots share which row of the prefix buffer, so that a row is read once for all of them.
 
-    `to_rows` [rows * members] picks the slot of each place (padding repeats slot 0);
+    `to_rows` [rows * members] picks the slot of each place (padding repeats the first one);
     `to_slots` [n] picks the place of each slot.
     """
 
     slots: KVSlots
-    rows: int
+    picked: slice | Tensor  # the rows
     members: int
     width: int
     to_rows: Tensor
     to_slots: Tensor
     prefix_len: Tensor  # [n], 0 for a slot without a prefix
-    biases: dict[int, Tensor | None] = field(default_factory=dict)  # by query heads a KV head
+    biases: dict[int, Tensor | None] = field(default_factory=dict)  # by queries a KV head
 
     @classmethod
-    def of(cls, slots: KVSlots, n: int) -> SharedPrefixes | None:
-        """The first n slots by prefix; None when no slot has one."""
+    def of(cls, slots: KVSlots, chosen: Sequence[int]) -> SharedPrefixes | None:
+        """These slots by prefix; None when no slot has one."""
         places: dict[int, list[int]] = {}
-        for slot in range(n):
-            if slots.prefix_row[slot] >= 0:
-                places.setdefault(slots.prefix_row[slot], []).append(slot)
+        rows = [slots.prefix_row[slot] for slot in chosen]
+        for i, row in enumerate(rows):
+            if row >= 0:
+                places.setdefault(row, []).append(i)
         if not places:
             return None
-        lengths = [slots.prefix_len[row] if row >= 0 else 0 for row in slots.prefix_row[:n]]
-        for slot in range(n):
-            if slots.prefix_row[slot] < 0:  # it needs a place too, where all is masked for it
-                min(places.values(), key=len).append(slot)
-        rows, members = max(places) + 1, max(map(len, places.values()))
-        to_rows, to_slots = [0] * (rows * members), [0] * n
-        for row, slots_here in places.items():
-            for i, slot in enumerate(slots_here):
-                to_rows[row * members + i] = slot
-                to_slots[slot] = row * members + i
-        return cls(
-            slots, rows, members, max(lengths), torch.tensor(to_rows), torch.tensor(to_slots), torch.tensor(lengths)
-        )
+        lengths = [slots.prefix_len[row] if row >= 0 else 0 for row in rows]
+        for i, row in enumerate(rows):
+            if row < 0:  # it needs a place too, where all is masked for it
+                min(places.values(), key=len).append(i)
+        used, members = sorted(places), max(map(len, places.values()))
+        span = range(used[0], used[-1] + 1)
+        if len(span) <= 2 * len(used):  # a few too many cost less than a copy
+            used = list(span)
+        to_rows, to_slots = [0] * (len(used) * members), [0] * len(rows)
+        for i, row in enumerate(used):
+            for place, slot in enumerate(places.get(row, ()), i * members):
+                to_rows[place] = slot
+                to_slots[slot] = place
+        indices = torch.tensor(to_rows), torch.tensor(to_slots), torch.tensor(lengths)
+        return cls(slots, _picked(used), members, max(lengths), *indices)
 
-    def bias(self, group: int) -> Tensor | None:
-        """[rows, 1, members * G, width], which masks columns past a slot's prefix; None when there are none."""
-        if group not in self.biases:
+    def bias(self, queries: int) -> Tensor | None:
+        """[rows, 1, members * queries, width], which masks columns past a slot's prefix; None when there are none."""
+        if queries not in self.biases:
             masked = torch.arange(self.width) >= self.prefix_len[:, None]
-            self.biases[group] = self._spread(masked, group) if masked.any() else None
-        return self.biases[group]
+            self.biases[queries] = self._spread(masked[:, None], queries) if masked.any() else None
+        return self.biases[queries]
 
-    def window_bias(self, own_len: Tensor, window: int, group: int) -> Tensor:
-        """The same where a slot sees only its newest `window` tokens."""
-        columns, length = torch.arange(self.width), self.prefix_len[:, None]
-        masked = (columns >= length) | (columns <= length + own_len[:, None] - 1 - window)
+    def window_bias(self, last: Tensor, window: int, group: int) -> Tensor:
+        """The same where a token sees only the newest `window`; `last` [n, count]: its own column behind the prefix."""
+        columns, length = torch.arange(self.width), self.prefix_len[:, None, None]
+        masked = (columns >= length) | (columns <= length + last[..., None] - window)
         return self._spread(masked, group)
 
-    def _spread(self, masked: Tensor, group: int) -> Tensor:
-        places = masked[self.to_rows].view(self.rows, 1, self.members, 1, self.width)
-        places = places.expand(-1, -1, -1, group, -1).reshape(self.rows, 1, self.members * group, self.width)
-        return score_bias(places, self.slots)
+    def _spread(self, masked: Tensor, repeats: int) -> Tensor:
+        """[n, count, width] -> [rows, 1, members * repeats * count, width]."""
+        places = score_bias(masked, self.slots).index_select(0, self.to_rows).repeat(1, repeats, 1)
+        return places.view(-1, 1, self.members * places.shape[1], self.width)
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """[n, KV, G, X] -> [rows, KV, members * G, X]."""
-        _, heads, group, width = x.shape
-        places = x.index_select(0, self.to_rows).view(self.rows, self.members, heads, group, width)
-        return places.transpose(1, 2).reshape(self.rows, heads, self.members * group, width)
+        """[n, KV, Q, X] -> [rows, KV, members * Q, X]."""
+        places = x.index_select(0, self.to_rows).unflatten(0, (-1, self.members))
+        return places.transpose(1, 2).flatten(2, 3)
 
-    def _by_slot(self, x: Tensor, group: int) -> Tensor:
-        """[rows, KV, members * G, ...] -> [n, KV, G, ...]."""
-        rows, heads, _, *rest = x.shape
-        places = x.view(rows, heads, self.members, group, *rest).transpose(1, 2)
-        return places.reshape(rows * self.members, heads, group, *rest).index_select(0, self.to_slots)
+    def _by_slot(self, x: Tensor, queries: int) -> Tensor:
+        """[rows, KV, members * Q, ...] -> [n, KV, Q, ...]."""
+        places = x.unflatten(2, (self.members, queries)).transpose(1, 2)
+        return places.flatten(0, 1).index_select(0, self.to_slots)
 
     def attend(
         self, layer: int, q: Tensor, bias: Tensor | None, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """q [n, KV, G, D] over the slots' prefixes: [n, KV, G, D] and its log-sum-exp [n, KV, G]."""
-        prefix, group = self.slots.prefix, q.shape[2]
-        keys, values = (store[layer, : self.rows, :, : self.width] for store in (prefix.keys, prefix.values))
+        """q [n, KV, Q, D] over the slots' prefixes: [n, KV, Q, D] and its log-sum-exp [n, KV, Q]."""
+        prefix, queries = self.slots.prefix, q.shape[2]
+        keys, values = (_cut(store[layer], self.picked, self.width) for store in (prefix.keys, prefix.values))
         out, total = attend_part(self._by_row(q), keys, values, bias, scale, softcap)
-        return self._by_slot(out, group), self._by_slot(total, group)
+        return self._by_slot(out, queries), self._by_slot(total, queries)
+
+
+def _picked(rows: list[int]) -> slice | Tensor:
+    """Rows of a buffer: in place where they follow each other."""
+    start = rows[0]
+    return slice(start, start + len(rows)) if rows == list(range(start, start + len(rows))) else torch.tensor(rows)
+
+
+def _cut(store: Tensor, picked: slice | Tensor, width: int) -> Tensor:
+    """The first columns of these rows of [rows, KV, length, D]."""
+    columns = store[:, :, :width]
+    return columns[picked] if isinstance(picked, slice) else columns.index_select(0, picked)
 
 
 @dataclass(slots=True)
@@ -155,9 +227,11 @@ class PrefillChunk:
         return self.biases[window]
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """q [count, KV, G, D] -> [count, KV, G, D]."""
+        """q [N, KV, G, D] of the step's tokens -> [count, KV, G, D]."""
         own, row, base = self.slots.own, self.slots.prefix_row[self.slot], self.slots.base[self.slot]
-        q = q.permute(2, 1, 0, 3)  # a KV head's queries as a batch, so that its keys are read in place
+        q = q[self.first : self.first + self.count].permute(
+            2, 1, 0, 3
+        )  # a KV head's queries as a batch, so that its keys are read in place
 
         def part(store: Tensor, row: int, length: int) -> Tensor:
             return store[layer, row, :, :length].expand(q.shape[0], -1, -1, -1)
@@ -185,8 +259,7 @@ class SlotPlan:
 
     slots: KVSlots
     targets: Tensor  # [N * KV], rows of the flattened own buffer
-    decode: DecodeRows | None
-    prefills: list[PrefillChunk]
+    parts: list[SlotRows | PrefillChunk]  # in the order of the step's tokens
 
     def attend(
         self,
@@ -204,11 +277,6 @@ class SlotPlan:
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)
             store[layer].view(-1, rows.shape[1]).index_copy_(0, self.targets, rows)
         q = q[0].transpose(0, 1).view(tokens, heads, -1, q.shape[-1])  # [N, KV, G, D]
-        parts = []
-        if self.decode is not None:
-            singles = q[: len(self.decode.own_len)]
-            parts.append(self.decode.attend(layer, singles, scale, window, softcap))
-        for chunk in self.prefills:
-            parts.append(chunk.attend(layer, q[chunk.first : chunk.first + chunk.count], scale, window, softcap))
+        parts = [part.attend(layer, q, scale, window, softcap) for part in self.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1, 2)[None]

@@ -13,7 +13,7 @@ from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.cpu.kv_slots import KVSlots, Pages
 from palestra.engine.cpu.memory import give_freed_memory_back, keep_freed_memory
-from palestra.engine.cpu.plan import DecodeRows, PrefillChunk, SharedPrefixes, SlotPlan
+from palestra.engine.cpu.plan import PrefillChunk, SharedPrefixes, SlotPlan, SlotRows, batches
 from palestra.engine.kv_shape import KVShape
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Session
@@ -109,7 +109,7 @@ class CpuRunner:
         return output.logits[0]
 
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Bring the sessions with one token to slots 0..n-1, so that attention reads them in place."""
+        """Sessions with one token first, in slots 0..n-1, where attention reads them in place; then the others by length."""
         singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
         n, last = len(singles), len(self.slots.sessions) - 1
         for slot in range(n):
@@ -118,31 +118,35 @@ class CpuRunner:
                     last -= 1
                 self.slots.swap(slot, last)
         ordered = [singles[session] for session in self.slots.sessions[:n]]
-        return ordered + [chunk for chunk in chunks if chunk.count > 1], n
+        others = sorted((chunk for chunk in chunks if chunk.count > 1), key=lambda chunk: chunk.count)
+        return ordered + others, n
 
     def _plan(self, chunks: Sequence[Chunk], decoding: int, positions: list[int]) -> SlotPlan:
         slots = self.slots
         own_lens = [chunk.job.session.kv_len - slots.base[chunk.job.session.slot] + chunk.count for chunk in chunks]
         slots.own.ensure(len(slots.sessions), max(own_lens))
-        rows = [chunk.job.session.slot for chunk in chunks for _ in range(chunk.count)]
-        columns = [position - slots.base[row] for row, position in zip(rows, positions, strict=True)]
+        token_rows = [chunk.job.session.slot for chunk in chunks for _ in range(chunk.count)]
+        columns = [position - slots.base[row] for row, position in zip(token_rows, positions, strict=True)]
         heads, length = len(self._heads), slots.own.length
-        row_starts = torch.tensor(rows) * (heads * length) + torch.tensor(columns)
+        row_starts = torch.tensor(token_rows) * (heads * length) + torch.tensor(columns)
         targets = (row_starts[:, None] + self._heads * length).view(-1)
-        decode = None
-        if decoding:
-            lens = own_lens[:decoding]
-            decode = DecodeRows(slots, lens, max(lens), self._shared_prefixes(decoding))
-        prefills, first = [], decoding
-        for chunk, own_len in zip(chunks[decoding:], own_lens[decoding:], strict=True):
-            prefills.append(PrefillChunk(slots, chunk.job.session.slot, first, chunk.count, own_len))
-            first += chunk.count
-        return SlotPlan(slots, targets, decode, prefills)
+        parts: list[SlotRows | PrefillChunk] = []
+        counts, rows, first = [chunk.count for chunk in chunks], [chunk.job.session.slot for chunk in chunks], 0
+        for part in batches(counts, own_lens):
+            if counts[part.start] > 1 and part.stop - part.start == 1:
+                at = part.start
+                parts.append(PrefillChunk(slots, rows[at], first, counts[at], own_lens[at]))
+            else:
+                decodes = counts[part.start] == 1
+                prefixes = self._shared_prefixes(decoding) if decodes else SharedPrefixes.of(slots, rows[part])
+                parts.append(SlotRows(slots, rows[part], counts[part], own_lens[part], first, prefixes))
+            first += sum(counts[part])
+        return SlotPlan(slots, targets, parts)
 
     def _shared_prefixes(self, n: int) -> SharedPrefixes | None:
         """Those of slots 0..n-1; computed again only when the batch has changed."""
         generation, count, prefixes = self._prefixes
         if (generation, count) != (self.slots.generation, n):
-            prefixes = SharedPrefixes.of(self.slots, n)
+            prefixes = SharedPrefixes.of(self.slots, range(n))
             self._prefixes = (self.slots.generation, n, prefixes)
         return prefixes
