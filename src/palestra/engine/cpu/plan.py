@@ -174,13 +174,15 @@ class SharedPrefixes:
 
     def _by_row(self, x: Tensor) -> Tensor:
         """[n, KV, Q, X] -> [rows, KV, members * Q, X]."""
-        places = x.index_select(0, self.to_rows).unflatten(0, (-1, self.members))
-        return places.transpose(1, 2).flatten(2, 3)
+        _, heads, queries, width = x.shape
+        places = x.index_select(0, self.to_rows).view(-1, self.members, heads, queries, width)
+        return places.transpose(1, 2).reshape(-1, heads, self.members * queries, width)
 
     def _by_slot(self, x: Tensor, queries: int) -> Tensor:
         """[rows, KV, members * Q, ...] -> [n, KV, Q, ...]."""
-        places = x.unflatten(2, (self.members, queries)).transpose(1, 2)
-        return places.flatten(0, 1).index_select(0, self.to_slots)
+        rows, heads, _, *rest = x.shape
+        places = x.view(rows, heads, self.members, queries, *rest).transpose(1, 2)
+        return places.reshape(-1, heads, queries, *rest).index_select(0, self.to_slots)
 
     def attend(
         self, layer: int, q: Tensor, bias: Tensor | None, scale: float, softcap: float | None

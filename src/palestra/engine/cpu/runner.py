@@ -109,7 +109,7 @@ class CpuRunner:
         return output.logits[0]
 
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Sessions with one token first, in slots 0..n-1, where attention reads them in place; then the others by length."""
+        """Sessions with one token first, in slots 0..n-1, where attention reads them; then the others by length."""
         singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
         n, last = len(singles), len(self.slots.sessions) - 1
         for slot in range(n):
