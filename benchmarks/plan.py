@@ -1,6 +1,8 @@
 """The cost model of `palestra plan` beside what a GPU measures: step time and peak memory of eight configurations.
 
-    python benchmarks/plan.py                 about 6 minutes on an H200; a JSON line for each row, then a table
+    python benchmarks/plan.py                 about 6 minutes on an H200; a JSON line for each row, then a table.
+                                              benchmarks/plan_fit.py makes constants of these lines
+    python benchmarks/plan.py --limit-s 480   no further model is begun after so many seconds
     python benchmarks/plan.py --only lora     the rows whose name ("0.6B lora", "1.7B full") has this in it
     python benchmarks/plan.py --tiny          the same script with tiny shapes on whatever is there, a minute on a CPU
 
@@ -37,8 +39,8 @@ CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("135M", 16): [(8, 8, 7680, 512)],
     ("0.6B", 0): [(16, 8, 256, 256), (4, 8, 7680, 512)],
     ("0.6B", 16): [(16, 8, 1536, 512)],
-    ("1.7B", 0): [(16, 8, 512, 512)],
     ("1.7B", 16): [(4, 8, 7680, 512)],
+    ("1.7B", 0): [(16, 8, 512, 512)],  # and the run with too large a micro-batch, at the end
 }
 TINY_CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("tiny", 0): [(2, 4, 48, 32), (2, 2, 160, 32)],
@@ -206,6 +208,7 @@ def measure(
         "planned_parts_s": {name: round(value, 4) for name, value in planned.time.parts.items()},
         "planned_parts_gib": {name: round(getattr(planned.memory, name) / GIB, 2) for name in
                               ("weights", "gradients", "optimizer", "master_weights", "activations", "logits", "kv")},
+        "kv_gib": round(config.model.kv_memory_gib or 0.0, 3), "micro_batch": planned.work.tokens_per_micro_batch,
         "tokens_computed": metrics[0].get("tokens_computed"), "device": device.name, "warm_up_s": round(warm_s, 1),
     }), flush=True)  # fmt: skip
     return run
@@ -255,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--child", nargs=2, metavar=("SHAPE", "RANK"))
     arguments = parser.parse_args()
@@ -263,9 +267,12 @@ def main() -> None:
         shape, rank = arguments.child[0], int(arguments.child[1])
         child(shape, rank, cases[shape, rank], arguments.repeats)
         return
-    rows = []
+    rows, began = [], time.perf_counter()
     for shape, rank in cases:
         if arguments.only not in f"{shape} {'lora' if rank else 'full'}":
+            continue
+        if time.perf_counter() - began > arguments.limit_s:
+            print(f"{shape} {rank} left out: {arguments.limit_s:.0f} s have passed", flush=True)
             continue
         command = [sys.executable, __file__, "--child", shape, str(rank), "--repeats", str(arguments.repeats)]
         process = subprocess.Popen([*command, *["--tiny"] * arguments.tiny], stdout=subprocess.PIPE, text=True)

@@ -12,6 +12,7 @@ QUANTISED_BYTES = 0.516  # nf4 with double quantisation
 LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass; of more than that
 LOGITS_CHUNK = 2**30  # it has one chunk at a time, forward and backward
 LORA_OUTPUT_BYTES = 4  # adapters compute in float32
+LORA_LAYERS = 1.0  # layers whose adapters' outputs are there at once in the backward pass, computed again
 MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.25 * GIB  # of the libraries' products, of graphs and of the sampler
@@ -85,7 +86,7 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
         return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR
     if not is_compiled(shape, device):
         return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR
-    return shape.layers * layer + adapters  # compiled layers compute what adapters add again, one layer after the other
+    return shape.layers * layer + LORA_LAYERS * adapters
 
 
 def layer_activations(shape: ModelShape, work: StepWork) -> float:
