@@ -5,8 +5,9 @@
     python benchmarks/plan_fit.py --made-up     rows made by other constants, to see that these are found again
 
 Least squares over the phases of all rows, each in shares of its step, and over decode and learner steps measured alone
-(DECODE and LEARNER below); constants that the rows do not show stay where they were. Prints ratios before and after, what to put into plan/device.py,
-plan/step_time.py and plan/memory.py, and the rows for tests/unit/plan and the documents.
+(DECODE and LEARNER below); constants that the rows do not show stay where they were. Prints ratios before and after,
+what to put into plan/device.py, plan/step_time.py and plan/memory.py, and the rows for tests/unit/plan and the
+documents.
 """
 
 from __future__ import annotations
