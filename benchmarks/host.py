@@ -1,7 +1,9 @@
-"""What the host does in a step: agent loop, templates, tools, scores and records, with a sampler that takes no
-time. On a GPU this is what keeps it waiting.
+"""What the host does in a training step: agent loop, templates, tools, scores, planning, packing and records, with the
+GPU's runner but no model behind it, and a learner that only packs. On a GPU this is what keeps it waiting.
 
-    python benchmarks/host.py [--steps 5] [--problems 64] [--group 8] [--profile]
+    python benchmarks/host.py [--steps 8] [--problems 64] [--group 8] [--profile cumtime]
+
+Takes half a minute on one core. To compare two versions, run both at once, on a core each, and swapped.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import hashlib
+import json
 import pstats
+import random
 import statistics
 import tempfile
 import time
@@ -18,106 +23,213 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from palestra.chat.template import ChatFormat
+from palestra.algo.batching import pack
+from palestra.algo.step_loss import StepLoss
+from palestra.core.config import RunConfig
 from palestra.core.phases import phases
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.engine import engine as engine_module
+from palestra.engine.cuda.prefill import PrefillBuffers, PrefillShape
+from palestra.engine.cuda.runner import CudaRunner, Graph
+from palestra.engine.sampler import SamplingRow
+from palestra.engine.session import Chunk, Job
 from palestra.envs.library.calculator import Calculator, CalculatorConfig
 from palestra.envs.running import RunningEnv
-from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, token_speakers
+from palestra.learner.base import Batch
+from palestra.models.loading import load_model
+from palestra.policy.local import LocalPolicy
 from palestra.tracking.jsonl import JsonlTracker
+from palestra.train.loop import Training
+from palestra.train.setup import interpreter_for_many_rollouts
+from palestra.train.tasks import EnvironmentTask, Parts
+from palestra.train.watcher import Watcher
 
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%d + %d"}}\n</tool_call><|im_end|>'
-ANSWER = "The result is %d.<|im_end|>"
-
-
-class Scripted:
-    """A policy whose turns are there at once: a call of the calculator, then an answer."""
-
-    version = 0
-
-    def __init__(self, tokenizer: Any) -> None:
-        def ids(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        self._calls = [ids(CALL % (a, b)) for a in range(1, 30) for b in range(1, 30)]
-        self._answers = [ids(ANSWER % a) for a in range(100)]
-
-    def open(self, prompt_ids: Sequence[int]) -> Any:
-        return Session(list(prompt_ids))
-
-    def fork(self, session: Any, n: int) -> list[Any]:
-        return [Session(list(session.token_ids)) for _ in range(n)]
-
-    def append(self, session: Any, token_ids: Sequence[int]) -> None:
-        session.token_ids += token_ids
-
-    def close(self, session: Any) -> None: ...
-
-    async def sample(self, session: Any, params: SamplingParams) -> Turn:
-        await asyncio.sleep(0)
-        turns = self._answers if session.turns else self._calls
-        session.turns += 1
-        ids = turns[params.seed % len(turns)]
-        session.token_ids += ids
-        return Turn(
-            "model", np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32), "stop"
-        )
+SETTINGS = {"rollout.max_new_tokens": 96, "rollout.max_tool_rounds": 2, "checkpoint.every": 0, "train.learning_rate": 1}
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call><|im_end|>'
+KEY = 24  # tokens at the end of a prompt that tell problems apart
+RIGHT = 0.07  # of the answers: about as many groups have signal as in the training of benchmarks/training.py
 
 
-class Session:
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.turns = 0
+class Scripts:
+    """What each rollout says, by its prompt and its seed: a call of the calculator, then an answer, some are long."""
+
+    def __init__(self, parts: Parts, environment: RunningEnv) -> None:
+        self._tokenizer = parts.tokenizer
+        self._problems = {}
+        for problem in environment.problems("train"):
+            episode = environment.open(problem)
+            prompt = parts.chat.prompt(episode.prompt, [tool.schema for tool in episode.tools])
+            call = self._ids(CALL % problem.row["expression"])
+            self._problems[tuple(prompt.token_ids[-KEY:].tolist())] = call, self._ids(f"{problem.expect}.<|im_end|>")
+        self._wrong = [self._ids(f"{number}.<|im_end|>") for number in range(100)]
+        self._long = self._ids("The calculator says that the result of all this is " * 8)
+        self._answers: dict[int, list[int]] = {}  # by the session's number
+
+    def turn(self, job: Job) -> list[int]:
+        assert job.params is not None
+        session = job.session
+        known = self._problems.get(tuple(session.token_ids[job.start - KEY : job.start]))
+        if known is not None:
+            call, self._answers[session.number] = known
+            return call
+        rng = random.Random(job.params.seed)
+        answer = self._answers[session.number] if rng.random() < RIGHT else rng.choice(self._wrong)
+        words = min(int(rng.expovariate(1 / 6)), len(self._long))
+        return (self._long[:words] + answer)[: job.params.max_new_tokens]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class ScriptedRunner(CudaRunner):
+    """The GPU's runner on the CPU, with a script in the place of the model."""
+
+    scripts: Scripts
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turns: dict[Job, list[int]] = {}
+        self._left = torch.zeros(0, dtype=torch.int32)
+
+    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> int:
+        steps = super()._load(chunks, rows, steps)
+        with phases("script"):
+            said = [self._said(chunk.job)[len(chunk.job.logprobs) :] for chunk in chunks]
+            self._left = torch.tensor([len(ids) for ids in said], dtype=torch.int32)
+            padded = [(ids + [-1] * steps)[:steps] for ids in said]
+            self._state.tokens[:steps, : len(chunks)] = torch.tensor(padded, dtype=torch.int32).T
+            self._state.logprobs.fill_(-0.5)
+        return steps
+
+    def _said(self, job: Job) -> list[int]:
+        if job not in self._turns:
+            self._turns[job] = self.scripts.turn(job)
+        return self._turns[job]
+
+    def _decode_step(self, bucket: int) -> Any:
+        with phases("script"):
+            self._left = (self._left - 1).clamp(min=0)
+            self._state.left[: len(self._left)] = self._left
+
+    def _copy_pages(self) -> None:
+        self._copies = {}
+
+    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None: ...
+
+    def _graph(self, shape: int | PrefillShape, forward: Any) -> Graph:
+        return Graph(forward, torch.zeros(0))
+
+    def weights_changed(self) -> None:
+        self._turns.clear()
+
+
+class Zeros:
+    """What a learner found that computed nothing."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._samples = batch.samples
+
+    def logprobs(self) -> list[np.ndarray]:
+        return [np.zeros(len(sample.token_ids), np.float32) for sample in self._samples]
+
+    entropies = logprobs
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss": 0.0}
+
+
+class PackingLearner:
+    """Packs what it is given, as the real one does before its first kernel."""
+
+    def forward_backward(self, batch: Batch, loss: StepLoss) -> Zeros:
+        with phases("packing"):
+            pack(batch.samples, max_tokens=16384, echo=loss.echo_coefficient > 0)
+        return Zeros(batch)
+
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+        return 1.0
+
+    def weights(self, version: int) -> Weights:
+        return Weights(version, dict)
+
+
+class Counter(Watcher):
+    """Counts the rollouts that were drawn: a step uses only those of the groups that it needs."""
+
+    drawn = 0
+
+    def rollout(self) -> None:
+        self.drawn += 1
+
+
+def build(options: argparse.Namespace, folder: Path, counter: Counter) -> Training:
+    config = RunConfig.build(
+        SETTINGS, {"train.problems_per_step": options.problems, "rollout.group_size": options.group}
+    )
+    loaded = load_model("palestra/tiny", device="cpu")
+    environment = RunningEnv(Calculator(CalculatorConfig(shots=2, operations=2)))
+    engine_module.build_runner = ScriptedRunner  # type: ignore[assignment]
+    policy = LocalPolicy(
+        loaded.model, loaded.tokenizer, self_check=False, page_size=64, max_running=1024, tokens_per_step=16384
+    )
+    runner = asyncio.Runner()
+    parts = Parts(config, policy, loaded.tokenizer, runner, counter)
+    policy.engine.runner.scripts = Scripts(parts, environment)  # type: ignore[attr-defined]
+    source = EnvironmentTask(environment).source(parts)
+    tracker = JsonlTracker(RunFolder(folder))
+    return Training(config, source, policy, PackingLearner(), tracker, None, runner=runner)  # type: ignore[arg-type]
+
+
+def measured(training: Training, counter: Counter) -> dict[str, float]:
+    """Milliseconds a rollout that one step drew: of CPU, and of wall time for the parts of the main thread."""
+    drawn, cpu, own = counter.drawn, time.process_time(), time.thread_time()
+    metrics = training.step()
+    training.tracker.flush()
+    cpu, own = time.process_time() - cpu, time.thread_time() - own
+    whole = ("sample_seconds", "train_seconds", "elapsed_seconds")
+    parts = {n.removesuffix("_seconds"): s for n, s in metrics.items() if n.endswith("_seconds") and n not in whole}
+    script = parts.pop("script")
+    learn = metrics["train_seconds"] - sum(parts.get(name, 0.0) for name in ("learner", "packing", "publishing"))
+    found = {"all": cpu - script, "main thread": own - script, "other threads": cpu - own, **parts, "loop": learn}
+    return {name: 1e3 * seconds / (counter.drawn - drawn) for name, seconds in found.items()}
+
+
+def checksum(folder: Path) -> str:
+    """Of all records but their times: the same before and after a change of how they come about."""
+    digest = hashlib.sha256()
+    for line in RunFolder(folder).rollouts_file.read_text().splitlines():
+        row = json.loads(line)
+        times = [row.pop("seconds"), row.pop("tool_seconds")]
+        times += [result.pop("seconds", None) for result in row["tool_results"]]
+        digest.update(json.dumps(row).encode())
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", choices=("cumtime", "tottime"), help="print the functions that took most of it")
     options = parser.parse_args()
-    from palestra.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer("palestra/tiny")
-    chat = ChatFormat(tokenizer)
-    environment = RunningEnv(Calculator(CalculatorConfig(shots=2, operations=2)))
-    sampling = SamplingParams(max_new_tokens=96, temperature=1.0, stop_token_ids=chat.stop_token_ids)
-    collector = Collector(
-        environment, AttemptLimits(sampling, max_tool_rounds=2), token_speakers(Scripted(tokenizer), chat)
-    )
-    problems = list(environment.problems("train"))
-    folder = RunFolder(Path(tempfile.mkdtemp()))
-    tracker = JsonlTracker(folder)
-    profile = cProfile.Profile()
-    rows = []
-
-    async def step(number: int) -> dict[str, float]:
-        drawn = problems[number * options.problems : (number + 1) * options.problems]
-        phases.take()
-        began = time.perf_counter()
-        groups = await collector.collect(drawn, options.group, [f"{number}/{i}" for i in range(len(drawn))])
-        took = time.perf_counter() - began
-        template = phases.take().get("template", 0.0)
-        began = time.perf_counter()
-        tracker.rollouts(number + 1, groups)
-        return {"agent_loop": took - template, "template": template, "records": time.perf_counter() - began}
-
-    async def run() -> None:
-        await step(0)
+    torch.set_num_threads(1)
+    folder, counter, profile = Path(tempfile.mkdtemp()), Counter(), cProfile.Profile()
+    training = build(options, folder, counter)
+    with interpreter_for_many_rollouts():
+        for _ in range(2):
+            measured(training, counter)
+        before = counter.drawn
         if options.profile:
             profile.enable()
-        for number in range(1, options.steps + 1):
-            rows.append(await step(number))
+        rows = [measured(training, counter) for _ in range(options.steps)]
         profile.disable()
-
-    asyncio.run(run())
-    print({name: f"{1e3 * statistics.median(row[name] for row in rows):.0f} ms" for name in rows[0]})
+    print(f"{(counter.drawn - before) / options.steps:.0f} rollouts a step; records {checksum(folder)}")
+    print({name: round(statistics.median(row.get(name, 0.0) for row in rows), 3) for name in rows[0]})
     if options.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        pstats.Stats(profile).sort_stats(options.profile).print_stats(60)
 
 
 if __name__ == "__main__":

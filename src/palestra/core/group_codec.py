@@ -34,8 +34,7 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
 
     With `exact` it can be trained on again: logprobs to the last bit, the version of each token, its advantages.
     """
-    advantages = None if rollout.advantages is None or not exact else rollout.advantages.tolist()
-    record = {
+    record: dict[str, Any] = {
         "problem_id": rollout.problem_id,
         "reward": rollout.reward,
         "passed": rollout.passed,
@@ -48,12 +47,14 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
         "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
-        **(
-            {"lineages": [_lineage_to_dict(lineage, exact) for lineage in rollout.lineages]} if rollout.lineages else {}
-        ),
-        **({"info": dict(rollout.info)} if rollout.info else {}),
     }
-    return record | ({} if advantages is None else {"advantages": advantages})
+    if rollout.lineages:
+        record["lineages"] = [_lineage_to_dict(lineage, exact) for lineage in rollout.lineages]
+    if rollout.info:
+        record["info"] = dict(rollout.info)
+    if exact and rollout.advantages is not None:
+        record["advantages"] = rollout.advantages.tolist()
+    return record
 
 
 def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
@@ -242,20 +243,19 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
 
 def _verdict(score: Score) -> dict[str, Any]:
     """`counts` only where it is False: readers of an earlier version know no such key."""
-    verdict = _fields(score)
-    if score.counts:
-        del verdict["counts"]
-    return verdict
+    verdict = {"value": score.value, "passed": score.passed, "reason": score.reason, "error": score.error}
+    return verdict if score.counts else verdict | {"counts": False}
 
 
 def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
-        values = turn.logprobs.astype(np.float64)
-        values = values if exact else np.round(values, 6)
-        known = [None if math.isnan(value) else value for value in values.tolist()]  # JSON has no NaN
-        record |= {"logprobs": known, "policy_version": int(turn.versions.min()) if len(turn.versions) else 0}
-        record |= {"versions": turn.versions.tolist(), "finish": turn.finish} if exact else {}
+        logprobs = (turn.logprobs if exact else turn.logprobs.astype(np.float64).round(6)).tolist()
+        if math.isnan(sum(logprobs)):  # JSON has no NaN
+            logprobs = [None if math.isnan(value) else value for value in logprobs]
+        record["logprobs"], record["policy_version"] = logprobs, min(turn.versions.tolist(), default=0)
+        if exact:
+            record |= {"versions": turn.versions.tolist(), "finish": turn.finish}
     return record
 
 
@@ -283,12 +283,17 @@ def _message_from_fields(fields: Mapping[str, Any]) -> Message:
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    return _fields(message) | {"tool_calls": [_fields(call) for call in message.tool_calls]}
-
-
-def _fields(record: Score | Message | ToolCall) -> dict[str, Any]:
-    """As `asdict`, without its copies: there are thousands of records in a step."""
-    return {name: getattr(record, name) for name in record.__slots__}
+    """As `asdict`, without its copies: there are thousands of records in a step. So are scores below."""
+    return {
+        "role": message.role,
+        "text": message.text,
+        "tool_calls": [
+            {"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error}
+            for call in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
 
 
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:

@@ -14,7 +14,7 @@ derived from tokens, never the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -82,9 +82,9 @@ class Turn:
         _set(self, "token_ids", _array(self.token_ids, np.int32))
         _set(self, "logprobs", _array(self.logprobs, np.float32))
         _set(self, "versions", _filled(self.versions, expected, np.int32))
-        for name in ("logprobs", "versions"):
-            if (found := len(getattr(self, name))) != expected:
-                raise ValueError(f"a {self.maker} turn of {count} tokens has {found} {name}; expected {expected}")
+        for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
+            if len(array) != expected:
+                raise ValueError(f"a {self.maker} turn of {count} tokens has {len(array)} {name}; expected {expected}")
 
     def __repr__(self) -> str:
         return f"Turn({self.maker!r}, {len(self.token_ids)} tokens, finish={self.finish!r})"
@@ -226,7 +226,13 @@ class Rollout:
     @property
     def all_turns(self) -> tuple[Turn, ...]:
         """The turns of all its conversations."""
-        return tuple(turn for conversation in self.conversations for turn in conversation.turns)
+        return self.turns + tuple(turn for lineage in self.lineages for turn in lineage.turns)
+
+
+def oldest_version(rollouts: Iterable[Rollout]) -> int | None:
+    """Of the policies that sampled them; None where none did."""
+    versions = [turn.versions for rollout in rollouts for turn in rollout.all_turns if len(turn.versions)]
+    return int(np.concatenate(versions).min()) if versions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +274,10 @@ class Sample:
             _set(self, name, _array(getattr(self, name), kind))
         _set(self, "advantages", _filled(self.advantages, count, np.float32))
         _set(self, "versions", _filled(self.versions, count, np.int32))
-        wrong = {f.name: len(x) for f in fields(self) if isinstance(x := getattr(self, f.name), np.ndarray)}
-        if set(wrong.values()) != {count}:
-            raise ValueError(f"the arrays of a sample of {count} tokens have other lengths: {wrong}")
+        arrays = (self.policy_mask, self.echo_mask, self.logprobs, self.advantages, self.versions)
+        if any(len(array) != count for array in arrays):
+            found = {f.name: len(x) for f in fields(self) if isinstance(x := getattr(self, f.name), np.ndarray)}
+            raise ValueError(f"the arrays of a sample of {count} tokens have other lengths: {found}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sample) and _equal(self, other)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Problem
+from palestra.core.types import Group, Problem, oldest_version
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.train.samples import group_advantages, has_signal
@@ -184,8 +184,8 @@ def overdrawn(missing: int, signal_rate: float, refills: int) -> int:
 
 def staleness(group: Group, version: int) -> int:
     """How many versions the oldest token of a group is behind."""
-    oldest = (int(t.versions.min()) for r in group.rollouts for t in r.all_turns if len(t.versions))
-    return version - min(oldest, default=version)
+    oldest = oldest_version(group.rollouts)
+    return 0 if oldest is None else version - oldest
 
 
 def draw(problems: Sequence[Problem], start: int, count: int, seed: int) -> list[Problem]:

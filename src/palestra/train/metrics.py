@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from palestra.core.types import Group, Rollout
+from palestra.core.types import Group, Rollout, oldest_version
 from palestra.evals.rollout_stats import rollout_stats
 from palestra.train.samples import has_signal
 
@@ -22,14 +22,14 @@ def rollout_metrics(
     if not good:
         return out
     flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
-    versions = [int(turn.versions.min()) for r, _ in good for turn in r.all_turns if len(turn.versions)]
+    oldest = oldest_version(r for r, _ in good)
     out |= {
         "groups": float(len(groups)),
         "advantage_mean": statistics.fmean(flat),
         "advantage_max": max(flat),
         "advantage_min": min(flat),
         "equal_reward_groups": statistics.fmean(not has_signal(group, row) for group, row in pairs),
-        "staleness_max": float(policy_version - min(versions, default=policy_version)),
+        "staleness_max": 0.0 if oldest is None else float(policy_version - oldest),
     }
     for name in dict.fromkeys(name for g in groups for name in g.metrics):
         out[name] = statistics.fmean(g.metrics[name] for g in groups if name in g.metrics)

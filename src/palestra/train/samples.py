@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import CUT_OFF, Group, Lineage, Rollout, Sample
+from palestra.core.types import CUT_OFF, Array, Group, Rollout, Sample, Turn
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -72,50 +72,75 @@ def trainable_samples(
     """
     pairs = zip(groups, advantages, strict=True)
     trained = [has_signal(group, row) or not train.filter_equal_groups for group, row in pairs]
-    samples = to_samples(groups, advantages, train.mask_truncated)
+    chosen = None if echo else [g for g, is_trained in enumerate(trained) if is_trained]
+    samples = to_samples(groups, advantages, train.mask_truncated, chosen)
     return [
         sample if trained[sample.group] else replace(sample, policy_mask=np.zeros_like(sample.policy_mask))
         for sample in samples
-        if trained[sample.group] or (echo and sample.echo_mask.any())
+        if trained[sample.group] or sample.echo_mask.any()
     ]
 
 
-def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], mask_truncated: bool) -> list[Sample]:
-    """One sample for each conversation of the rollouts that did not fail: most have one.
+@dataclass(frozen=True, slots=True)
+class TurnColumns:
+    """The tokens of turns laid end to end, all turns of a step at once: most are so short that a call of numpy for
+    each takes longer than its work."""
+
+    token_ids: Array  # [T] int32
+    by_model: Array  # [T] bool
+    by_environment: Array  # [T] bool
+    logprobs: Array  # [T] float32, 0 where the model did not make the token
+    versions: Array  # [T] int32, 0 where the model did not make the token
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> TurnColumns:
+        lengths = [len(turn.token_ids) for turn in turns]
+        by_model, by_environment = (
+            np.repeat(np.array([turn.maker == maker for turn in turns]), lengths) for maker in ("model", "environment")
+        )
+        logprobs, versions = np.zeros(len(by_model), np.float32), np.zeros(len(by_model), np.int32)
+        logprobs[by_model] = np.concatenate([turn.logprobs for turn in turns])  # empty unless the model made the turn
+        versions[by_model] = np.concatenate([turn.versions for turn in turns])
+        return cls(np.concatenate([turn.token_ids for turn in turns]), by_model, by_environment, logprobs, versions)
+
+
+def to_samples(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    mask_truncated: bool,
+    chosen: Iterable[int] | None = None,
+) -> list[Sample]:
+    """One sample for each conversation of the rollouts that did not fail, of all groups or the chosen ones.
 
     A truncated rollout stays as a row without trained tokens, so that it still counts where a
-    loss averages over rows.
+    loss averages over rows. Advantages that a rollout brings along win.
     """
-    return [
-        to_sample(conversation, advantage, group=g, masked=mask_truncated and conversation.stop in CUT_OFF)
-        for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
-        for rollout, advantage in zip(group.rollouts, row, strict=True)
+    rows = [
+        (g, conversation, advantage)
+        for g in (range(len(groups)) if chosen is None else chosen)
+        for rollout, advantage in zip(groups[g].rollouts, advantages[g], strict=True)
         if rollout.error is None
         for conversation in rollout.conversations
     ]
-
-
-def to_sample(rollout: Rollout | Lineage, advantage: float, *, group: int, masked: bool = False) -> Sample:
-    """The turns laid end to end, with who made each token. Advantages that a rollout brings along win."""
-    turns = rollout.turns
-    lengths = [len(turn.token_ids) for turn in turns]
-
-    def mask(maker: str) -> np.ndarray:
-        return np.repeat([turn.maker == maker and not masked for turn in turns], lengths)
-
-    def column(name: str, kind: type) -> np.ndarray:
-        pairs = zip(turns, lengths, strict=True)
-        rows = (getattr(turn, name) if turn.maker == "model" else np.zeros(n, kind) for turn, n in pairs)
-        return np.concatenate(list(rows))
-
-    own = rollout.advantages if isinstance(rollout, Rollout) else None
-    return Sample(
-        token_ids=np.concatenate([turn.token_ids for turn in turns]),
-        policy_mask=mask("model"),
-        echo_mask=mask("environment"),
-        logprobs=column("logprobs", np.float32),
-        advantages=advantage if own is None else own,  # type: ignore[arg-type]
-        group=group,
-        prompt_length=lengths[0],
-        versions=column("versions", np.int32),
-    )
+    if not rows:
+        return []
+    columns = TurnColumns.of([turn for _, conversation, _ in rows for turn in conversation.turns])
+    samples, start = [], 0
+    for g, conversation, advantage in rows:
+        part = slice(start, start + sum(len(turn.token_ids) for turn in conversation.turns))
+        masked = mask_truncated and conversation.stop in CUT_OFF
+        own = conversation.advantages if isinstance(conversation, Rollout) else None
+        samples.append(
+            Sample(
+                token_ids=columns.token_ids[part],
+                policy_mask=columns.by_model[part] & (not masked),
+                echo_mask=columns.by_environment[part] & (not masked),
+                logprobs=columns.logprobs[part],
+                advantages=advantage if own is None else own,  # type: ignore[arg-type]
+                group=g,
+                prompt_length=len(conversation.turns[0].token_ids),
+                versions=columns.versions[part],
+            )
+        )
+        start = part.stop
+    return samples

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from palestra.core.types import Array, Group, Lineage, Rollout, Sample
+from palestra.core.types import Array, Group, Rollout, Sample
 from palestra.learner.base import Batch, Outputs
+from palestra.train.samples import TurnColumns
 
 TOKEN_COLUMNS = np.dtype(
     [
@@ -51,39 +52,47 @@ class TokenRecord:
 
     def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], samples: Sequence[Sample]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
-        parts, left = [], list(reversed(samples))
-        for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
-            for rollout, advantage in zip(group.rollouts, row, strict=True):
-                for conversation in rollout.conversations:
-                    part = _rows(conversation, advantage)
-                    if left and rollout.error is None and _is_sample_of(left[-1], g, conversation):
-                        self._fill(part, left.pop())
-                    parts.append(part)
-        return np.concatenate(parts) if parts else np.zeros(0, TOKEN_COLUMNS)
+        rows = [
+            (g, rollout.error is None, conversation, advantage)
+            for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
+            for rollout, advantage in zip(group.rollouts, row, strict=True)
+            for conversation in rollout.conversations
+            if conversation.turns
+        ]
+        if not rows:
+            return np.zeros(0, TOKEN_COLUMNS)
+        columns = TurnColumns.of([turn for _, _, conversation, _ in rows for turn in conversation.turns])
+        lengths = [sum(len(turn.token_ids) for turn in conversation.turns) for _, _, conversation, _ in rows]
+        table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
+        for name in ("learner_logprob", "ratio", "entropy"):
+            table[name] = np.nan
+        worth = np.repeat(np.array([advantage for *_, advantage in rows], np.float32), lengths)
+        is_sample, left, start = [], list(reversed(samples)), 0
+        for (g, is_good, conversation, _), length in zip(rows, lengths, strict=True):
+            part = slice(start, start + length)
+            if isinstance(conversation, Rollout) and conversation.advantages is not None:
+                worth[part] = conversation.advantages
+            is_sample.append(bool(left) and is_good and _is_sample_of(left[-1], g, columns.token_ids[part]))
+            if is_sample[-1]:
+                left.pop()
+            start += length
+        table["logprob"] = np.where(columns.by_model, columns.logprobs, np.nan)
+        table["advantage"] = np.where(columns.by_model, worth, np.nan)
+        self._fill(table, np.repeat(np.array(is_sample), lengths), samples[: sum(is_sample)])
+        return table
 
-    def _fill(self, part: Array, sample: Sample) -> None:
-        part["policy_mask"] = sample.policy_mask
-        for name, values in self.columns.get(id(sample), {}).items():
-            part[name] = np.where(sample.policy_mask, values, np.nan)
+    def _fill(self, table: Array, places: Array, samples: Sequence[Sample]) -> None:
+        """What was learned of the samples, whose tokens stand at these places."""
+        if not samples:
+            return
+        policy_mask = np.concatenate([sample.policy_mask for sample in samples])
+        table["policy_mask"][places] = policy_mask
+        for name in ("learner_logprob", "ratio", "entropy"):
+            known = (self.columns.get(id(sample), {}).get(name) for sample in samples)
+            found = [np.full(len(s.token_ids), np.nan) if x is None else x for s, x in zip(samples, known, strict=True)]
+            table[name][places] = np.where(policy_mask, np.concatenate(found), np.nan)
 
 
-def _rows(conversation: Rollout | Lineage, advantage: float) -> Array:
-    """What is known of the tokens before anything is learned."""
-    turns = conversation.turns
-    rows = np.zeros(sum(len(turn.token_ids) for turn in turns), TOKEN_COLUMNS)
-    for name in ("logprob", "learner_logprob", "ratio", "entropy", "advantage"):
-        rows[name] = np.nan
-    start, own = 0, conversation.advantages if isinstance(conversation, Rollout) else None
-    for turn in turns:
-        end = start + len(turn.token_ids)
-        if turn.maker == "model":
-            rows["logprob"][start:end] = turn.logprobs
-            rows["advantage"][start:end] = advantage if own is None else own[start:end]
-        start = end
-    return rows
-
-
-def _is_sample_of(sample: Sample, group: int, conversation: Rollout | Lineage) -> bool:
+def _is_sample_of(sample: Sample, group: int, token_ids: Array) -> bool:
     """Samples come in the order of the conversations; those that train nothing are left out."""
-    tokens = np.concatenate([turn.token_ids for turn in conversation.turns])
-    return sample.group == group and np.array_equal(sample.token_ids, tokens)
+    return sample.group == group and np.array_equal(sample.token_ids, token_ids)

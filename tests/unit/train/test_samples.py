@@ -7,7 +7,7 @@ from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Lineage, Rollout, Score, Turn
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import group_advantages, has_signal, to_sample, to_samples, trainable_samples
+from palestra.train.samples import group_advantages, has_signal, to_samples, trainable_samples
 
 TURNS = (
     Turn("template", (1, 2, 3)),
@@ -25,7 +25,8 @@ def rollout(reward: float, **changes: object) -> Rollout:
 
 
 def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
-    sample = to_sample(rollout(1.0), 0.5, group=3)
+    groups = [Group("p", (rollout(1.0),))] * 4
+    (sample,) = to_samples(groups, [[0.5]] * 4, True, chosen=[3])
     assert sample.token_ids.tolist() == list(range(1, 11))
     assert sample.prompt_length == 3
     assert sample.group == 3
@@ -33,7 +34,7 @@ def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
 
 
 def test_only_model_made_tokens_are_trained_and_only_tool_bodies_observed() -> None:
-    sample = to_sample(rollout(1.0), 0.5, group=0)
+    (sample,) = to_samples([Group("p", (rollout(1.0),))], [[0.5]], True)
     assert [i for i, t in zip(sample.token_ids, sample.policy_mask, strict=True) if t] == [4, 5, 10]
     assert [i for i, t in zip(sample.token_ids, sample.echo_mask, strict=True) if t] == [7, 8]
     assert [lp for lp, t in zip(sample.logprobs, sample.policy_mask, strict=True) if t] == [-0.5, -0.25, -1.0]
