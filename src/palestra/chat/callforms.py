@@ -16,6 +16,7 @@ _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _CALL_FENCES = ("tool_code", "tool_call", "tool_calls")
 _ARGS = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_JSON_SPACE = " \t\n\r"
 _BEHIND_SPACE = re.compile(r"\S|\Z")
 _DECODER = json.JSONDecoder()
 _UNCLOSED = Unreadable(f"a tool call was opened with {OPEN} but not closed with {CLOSE}")
@@ -50,21 +51,23 @@ def _find_hermes(text: str) -> Found:
     parts, calls, position = list[str](), list[Any](), 0
     while (start := text.find(OPEN, position)) >= 0:
         parts.append(text[position:start])
-        body, position = _next_block(text, start + len(OPEN))
-        calls.append(_UNCLOSED if body is None else _json(body))
+        call, position = _next_block(text, start + len(OPEN))
+        calls.append(call)
     return "".join([*parts, text[position:]]), calls
 
 
-def _next_block(text: str, start: int) -> tuple[str | None, int]:
-    """The body of the block that begins at `start` (None when nothing closes it), and where the text goes on."""
+def _next_block(text: str, start: int) -> tuple[Any, int]:
+    """The value of the block that begins at `start`, or why it has none, and where the text goes on."""
+    begin: int = _BEHIND_SPACE.search(text, start).start()  # type: ignore[union-attr]
     try:  # tags inside of a JSON string are part of the argument
-        _, end = _DECODER.raw_decode(text, _BEHIND_SPACE.search(text, start).start())  # type: ignore[union-attr]
+        value, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError):
-        end = start
+        value, end = None, start
     close, reopened = text.find(CLOSE, end), text.find(OPEN, end)
     if close >= 0 and (reopened < 0 or close < reopened):
-        return text[start:close], close + len(CLOSE)
-    return None, reopened if reopened >= 0 else len(text)
+        is_read = end > begin and not (text[start:begin] + text[end:close]).strip(_JSON_SPACE)
+        return value if is_read else _json(text[start:close]), close + len(CLOSE)
+    return _UNCLOSED, reopened if reopened >= 0 else len(text)
 
 
 def _find_llama3(text: str) -> Found:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -35,12 +35,22 @@ class OutOfThreads(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call for a thread: its outcome, for the event loop, and whether it has ended, though perhaps nobody waits."""
+    """A call for a thread, and what came of it."""
 
     run: Callable[[], Any]
-    outcome: asyncio.Future[tuple[Any, BaseException | None]]
+    context: contextvars.Context
+    value: Any = None
+    error: BaseException | None = None
     started: bool = False
     ended: bool = False
+    delivered: bool = False  # the event loop has been told
+    waiter: asyncio.Future[None] | None = None  # of who waits for that; most need not wait
+    wanted: bool = True  # somebody still waits
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 class _Desk:
@@ -53,7 +63,7 @@ class _Desk:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.waiting: deque[_Call] = deque()
-        self.outcomes: deque[tuple[_Call, Any, BaseException | None]] = deque()
+        self.outcomes: deque[_Call] = deque()  # that have ended
         self.lock = threading.Lock()  # a worker that leaves and a call that comes exclude each other
         self.workers: set[_Worker] = set()
         self.drained = threading.Event()
@@ -78,9 +88,10 @@ class _Desk:
     def _deliver(self) -> None:
         self._waking = False  # before looking: an outcome that comes later wakes again
         while self.outcomes:
-            call, value, error = self.outcomes.popleft()
-            if not call.outcome.done():  # the waiter may have given up meanwhile
-                call.outcome.set_result((value, error))
+            call = self.outcomes.popleft()
+            call.delivered = True
+            if call.waiter is not None and not call.waiter.done():  # it may have given up meanwhile
+                call.waiter.set_result(None)
 
     def _watch(self) -> None:
         """Give waiting calls a worker, or twice as many as are busy with slow ones; deliver meanwhile."""
@@ -121,7 +132,9 @@ class _Desk:
             "ran past their time limit still hold one; give what they wait for a time limit of its own, or lower "
             "rollout.max_open_episodes"
         )
-        self.outcomes.extend((call, None, OutOfThreads(text)) for call in self.waiting)
+        for call in self.waiting:
+            call.error = OutOfThreads(text)
+        self.outcomes.extend(self.waiting)
         self.waiting.clear()
 
 
@@ -146,13 +159,12 @@ class _Worker:
     def _drain(self, desk: _Desk) -> None:
         woken = time.perf_counter()
         while (call := self._next(desk)) is not None:
-            value, error = None, None
             try:
-                value = call.run()
+                call.value = call.context.run(call.run)
             except BaseException as caught:
-                error = caught
+                call.error = caught
             call.ended = True
-            desk.outcomes.append((call, value, error))
+            desk.outcomes.append(call)
             if not desk.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
                 desk.wake()
                 woken = time.perf_counter()
@@ -162,7 +174,7 @@ class _Worker:
             self.since = time.perf_counter()
             while desk.waiting:
                 call = desk.waiting.popleft()
-                if not call.outcome.done():  # otherwise nobody waits for it any more
+                if call.wanted:
                     call.started = True
                     return call
             desk.workers.discard(self)
@@ -189,37 +201,60 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
 
     What `fn` raises is raised; running past the limit raises CallTimeout, and too many that do so OutOfThreads.
     """
-    call: _Call | None = None
-    if not inspect.iscoroutinefunction(fn):
-        call = _start(partial(fn, *args, **kwargs))
-        try:
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            call.outcome.cancel()
-            raise
-        if call.outcome.done() and not inspect.isawaitable(call.outcome.result()[0]):
-            return _returned(call.outcome.result())  # most have ended by now, and need no clock
+    if inspect.iscoroutinefunction(fn):
+        return await _within(timeout_s, fn(*args, **kwargs))
+    call = _start(partial(fn, *args, **kwargs))
+    if await _ended_at_once((call,)) and not inspect.isawaitable(call.value):
+        return call.result()
+    return await _within(timeout_s, _outcome(call), (call,))
+
+
+async def calls_with_limit(fns: Iterable[Callable[[], Any]], *, timeout_s: float) -> list[Any]:
+    """The same for several sync functions at once; the first failure is raised, and what has not begun will not."""
+    calls = [_start(fn) for fn in fns]
+    if await _ended_at_once(calls):
+        return [call.result() for call in calls]
+    return list(await _within(timeout_s, asyncio.gather(*map(_outcome, calls)), calls))
+
+
+async def _ended_at_once(calls: Sequence[_Call]) -> bool:
+    """Whether the next turn of the loop has their outcomes: most do, and need no clock."""
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        _give_up(calls)
+        raise
+    return all(call.delivered for call in calls)
+
+
+async def _outcome(call: _Call) -> Any:
+    if not call.delivered:
+        call.waiter = asyncio.get_running_loop().create_future()
+        await call.waiter
+    result = call.result()
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Call] = ()) -> Any:
+    """What comes of calls, or CallTimeout."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
-            if call is None:
-                return await fn(*args, **kwargs)
-            result = _returned(await call.outcome)
-            return await result if inspect.isawaitable(result) else result
+            return await outcome
     except TimeoutError:
         if not scope.expired():
             raise
-        hangs = call is not None and call.started and not call.ended
-        if call is not None and hangs:
+        hanging = [call for call in calls if call.started and not call.ended]
+        for call in hanging:
             _count_hung(call)
-        raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hangs else ' and was stopped'}") from None
+        raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hanging else ' and was stopped'}") from None
+    finally:
+        _give_up(calls)
 
 
-def _returned(outcome: tuple[Any, BaseException | None]) -> Any:
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value
+def _give_up(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.wanted = False
 
 
 def _count_hung(call: _Call) -> None:
@@ -233,7 +268,7 @@ def _count_hung(call: _Call) -> None:
 
 def _start(fn: Callable[[], Any]) -> _Call:
     loop = asyncio.get_running_loop()
-    call = _Call(partial(contextvars.copy_context().run, fn), loop.create_future())
+    call = _Call(fn, contextvars.copy_context())
     desk = _desks.get(loop)
     if desk is None:
         desk = _desks[loop] = _Desk(loop)

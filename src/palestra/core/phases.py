@@ -32,14 +32,6 @@ class Phases(threading.local):
         taken, self._seconds = self._seconds, {}
         return taken
 
-    def enter(self, name: str) -> None:
-        self._count()
-        self._open.append(name)
-
-    def leave(self) -> None:
-        self._count()
-        self._open.pop()
-
     def _count(self) -> None:
         now = time.perf_counter()
         if self._open:
@@ -55,12 +47,14 @@ class _Phase:
         self._phases, self._name = phases, name
 
     def __enter__(self) -> None:
-        self._phases.enter(self._name)
+        self._phases._count()
+        self._phases._open.append(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._phases.leave()
+        self._phases._count()
+        self._phases._open.pop()
 
 
 phases = Phases()

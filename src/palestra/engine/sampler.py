@@ -35,19 +35,20 @@ class SamplingRow(NamedTuple):
 
 def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
     """Refuse what cannot be sampled; the message says what to change."""
-    rules = (
-        (params.max_new_tokens >= 1, f"max_new_tokens={params.max_new_tokens} samples nothing; use 1 or more"),
-        (params.temperature >= 0, f"temperature={params.temperature} is negative; use 0 (greedy) or more"),
-        (0 < params.top_p <= 1, f"top_p={params.top_p} is outside (0, 1]; 1 keeps every token"),
-        (params.top_k >= 0, f"top_k={params.top_k} is negative; 0 keeps every token"),
-        (0 <= params.min_p <= 1, f"min_p={params.min_p} is outside [0, 1]; 0 keeps every token"),
-        (params.repetition_penalty > 0, f"repetition_penalty={params.repetition_penalty} must be above 0; 1 is off"),
-        (has_tokenizer or not params.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
-        (all(params.stop), "an empty stop string would end every turn at once; leave it out"),
+    p = params
+    rules = (  # formatted only if one is broken: this is asked for every turn
+        (p.max_new_tokens >= 1, "max_new_tokens={p.max_new_tokens} samples nothing; use 1 or more"),
+        (p.temperature >= 0, "temperature={p.temperature} is negative; use 0 (greedy) or more"),
+        (0 < p.top_p <= 1, "top_p={p.top_p} is outside (0, 1]; 1 keeps every token"),
+        (p.top_k >= 0, "top_k={p.top_k} is negative; 0 keeps every token"),
+        (0 <= p.min_p <= 1, "min_p={p.min_p} is outside [0, 1]; 0 keeps every token"),
+        (p.repetition_penalty > 0, "repetition_penalty={p.repetition_penalty} must be above 0; 1 is off"),
+        (has_tokenizer or not p.stop, "stop strings need a tokenizer; give the engine one, or use stop_token_ids"),
+        (all(p.stop), "an empty stop string would end every turn at once; leave it out"),
     )
     for holds, complaint in rules:
         if not holds:
-            raise PalestraError(complaint)
+            raise PalestraError(complaint.format(p=p))
 
 
 def uniforms(seeds: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray) -> np.ndarray:

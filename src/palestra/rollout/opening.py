@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
 
@@ -28,7 +28,7 @@ async def open_episodes(
     """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
     opening = _Opening(environment, problem)
     try:
-        await asyncio.gather(*(call_with_limit(opening.open, timeout_s=limit_s) for _ in range(count)))
+        await calls_with_limit([opening.open] * count, timeout_s=limit_s)
     except CallTimeout as error:
         opening.abandon()
         return NotOpened(f"opening an episode {error}")

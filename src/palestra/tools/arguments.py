@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from pydantic_core import ValidationError
+
 from palestra.core.errors import did_you_mean
 from palestra.tools.tool import Tool
 
@@ -54,8 +56,6 @@ def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
 
 
 def _convert(reader: Any, key: str, value: Any) -> Any:
-    from pydantic import ValidationError
-
     try:
         # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
         return reader.validate_json(json.dumps(value), strict=True)

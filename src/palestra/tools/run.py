@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import did_you_mean
 from palestra.core.messages import encodable
@@ -67,6 +69,4 @@ def shorten(text: str, max_chars: int) -> str:
 def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return encodable(value)
-    from pydantic_core import to_jsonable_python
-
     return encodable(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False))
