@@ -54,7 +54,7 @@ RIGHT = 0.07  # of the answers: about as many groups have signal as in the train
 
 
 class Scripts:
-    """What each rollout says, by its prompt and its seed: a call of the calculator, then an answer, some are long."""
+    """What each rollout says, by its prompt and its seed: the right call or another one, then an answer."""
 
     def __init__(self, parts: Parts, environment: RunningEnv) -> None:
         self._tokenizer = parts.tokenizer
@@ -70,12 +70,11 @@ class Scripts:
 
     def turn(self, job: Job) -> list[int]:
         assert job.params is not None
-        session = job.session
+        session, rng = job.session, random.Random(job.params.seed)
         known = self._problems.get(tuple(session.token_ids[job.start - KEY : job.start]))
         if known is not None:
             call, self._answers[session.number] = known
-            return call
-        rng = random.Random(job.params.seed)
+            return call if rng.random() < 0.5 else self._ids(CALL % f"{rng.randint(1, 99)} * {rng.randint(1, 9999)}")
         answer = self._answers[session.number] if rng.random() < RIGHT else rng.choice(self._wrong)
         words = min(int(rng.expovariate(1 / 6)), len(self._long))
         return (self._long[:words] + answer)[: job.params.max_new_tokens]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,20 @@ def cut_into_pieces(text: str, scaffold: Sequence[str], bodies: Sequence[str]) -
     return pieces
 
 
-def turns_of(labelled: Sequence[tuple[int, Maker]]) -> Iterator[Turn]:
-    start = 0
-    for end in range(1, len(labelled) + 1):
-        if end == len(labelled) or labelled[end][1] != labelled[start][1]:
-            yield Turn(labelled[start][1], np.array([token_id for token_id, _ in labelled[start:end]], np.int32))
-            start = end
+@dataclass(slots=True)
+class TokenRuns:
+    """Token ids by their makers: neighbours of one maker are one run."""
+
+    runs: list[tuple[Maker, list[int]]] = field(default_factory=list)
+
+    def add(self, maker: Maker, token_ids: Iterable[int]) -> None:
+        if self.runs and self.runs[-1][0] == maker:
+            self.runs[-1][1].extend(token_ids)
+        else:
+            self.runs.append((maker, list(token_ids)))
+
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(Turn(maker, np.array(ids, np.int32)) for maker, ids in self.runs if ids)
 
 
 def not_append_only(reason: str) -> PalestraError:

@@ -39,7 +39,17 @@ class SegmentTokenizer:
         return all(self.ids(probe) == self._whole(probe) for probe in probes)
 
     def ids(self, text: str) -> list[int]:
-        return self._whole(text) if self._cut is None else self._segmented(text)
+        return [token_id for segment in self.segments(text) for token_id in self.known(segment)]
+
+    def segments(self, text: str) -> list[str]:
+        """The text cut where its tokens can be, too."""
+        return [text] if self._cut is None else [segment for segment in self._cut.split(text) if segment]
+
+    def known(self, segment: str) -> list[int]:
+        """The tokens of one segment, remembered, unless every text is one."""
+        if self._cut is None:
+            return self._whole(segment)
+        return self._known[segment] if segment in self._known else self._remember(segment)
 
     def encode(self, text: str, split_special_tokens: bool = False) -> Any:
         """The tokens of a whole text, with the characters that each covers."""
@@ -53,14 +63,6 @@ class SegmentTokenizer:
 
     def _whole(self, text: str) -> list[int]:
         return list(self.encode(text).ids)
-
-    def _segmented(self, text: str) -> list[int]:
-        assert self._cut is not None
-        ids: list[int] = []
-        for segment in self._cut.split(text):
-            if segment:
-                ids += self._known[segment] if segment in self._known else self._remember(segment)
-        return ids
 
     def _remember(self, segment: str) -> list[int]:
         ids = self._whole(segment)

@@ -15,12 +15,12 @@ import numpy as np
 from palestra.chat.callforms import MISTRAL, CallForm, form_of
 from palestra.chat.pieces import (
     Piece,
+    TokenRuns,
     at_marks,
     cut_into_pieces,
     mark,
     not_append_only,
     split_at_marks,
-    turns_of,
     with_texts,
 )
 from palestra.chat.render import render
@@ -29,7 +29,7 @@ from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
-from palestra.core.types import Maker, Message, ToolCall, Turn
+from palestra.core.types import Message, ToolCall, Turn
 
 _END_OF_TURN = (
     "<|im_end|>",
@@ -44,6 +44,7 @@ _END_OF_TURN = (
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1024, 4096
 MAX_OPENINGS = 8
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
+_IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 Value = TypeVar("Value")
 
 
@@ -100,7 +101,7 @@ class ChatFormat:
             pieces = self._prompt_with_last(messages, tools)
         else:
             pieces = self._prompt_pieces(messages, tools, more)
-        return Turn("template", np.array([token_id for token_id, _ in self._encode(pieces)], np.int32))
+        return Turn("template", np.array([i for _, ids in self._encode(pieces).runs for i in ids], np.int32))
 
     def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
         """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
@@ -174,8 +175,10 @@ class ChatFormat:
             text = self._delta(replies, more)[1]
         pieces = cut_into_pieces(text, scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        labelled = self._encode([Piece(stop, False), *pieces] if stop else pieces)
-        return tuple(turns_of(labelled[1:] if stop and after_stop_token else labelled))
+        found = self._encode([Piece(stop, False), *pieces] if stop else pieces)
+        if stop and after_stop_token:
+            del found.runs[0][1][0]
+        return found.turns()
 
     def read(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
@@ -275,32 +278,39 @@ class ChatFormat:
     def _has_special(self, text: str) -> bool:
         return any(token in text for token in self._special)
 
-    def _encode(self, pieces: Sequence[Piece]) -> list[tuple[int, Maker]]:
+    def _encode(self, pieces: Sequence[Piece]) -> TokenRuns:
         """Token ids with their makers. The text is tokenised as a whole, save for bodies that contain
         the text of a special token: those are cut out, so that nobody can forge one."""
-        labelled: list[tuple[int, Maker]] = []
+        runs = TokenRuns()
         together: list[Piece] = []
         for piece in pieces:
             if piece.is_body and self._has_special(piece.text):
-                labelled += self._encode_together(together)
-                labelled += self._encode_together([piece], split_special_tokens=True)
+                self._encode_together(together, runs)
+                self._encode_segment(piece.text, _IN_BODY * len(piece.text), runs, split_special_tokens=True)
                 together = []
             else:
                 together.append(piece)
-        return labelled + self._encode_together(together)
+        self._encode_together(together, runs)
+        return runs
 
-    def _encode_together(self, pieces: Sequence[Piece], split_special_tokens: bool = False) -> list[tuple[int, Maker]]:
+    def _encode_together(self, pieces: Sequence[Piece], runs: TokenRuns) -> None:
         text = "".join(piece.text for piece in pieces)
-        if not any(piece.is_body for piece in pieces):
-            return [(token_id, "template") for token_id in self._segments.ids(text)]
+        places = b"".join((_IN_BODY if piece.is_body else _IN_SCAFFOLD) * len(piece.text) for piece in pieces)
+        start = 0
+        for segment in self._segments.segments(text):
+            of_segment = places[start : start + len(segment)]
+            if _IN_BODY in of_segment:
+                self._encode_segment(segment, of_segment, runs)
+            else:
+                runs.add("template", self._segments.known(segment))
+            start += len(segment)
+
+    def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
+        """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
         encoded = self._segments.encode(text, split_special_tokens)
-        in_body = [piece.is_body for piece in pieces for _ in piece.text]
-        labelled: list[tuple[int, Maker]] = []
         for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            # a token that also covers scaffold is not the environment's
-            inside = start < end and all(in_body[start:end])
-            labelled.append((token_id, "environment" if inside else "template"))
-        return labelled
+            inside = start < end and _IN_SCAFFOLD not in places[start:end]
+            runs.add("environment" if inside else "template", (token_id,))
 
 
 def _remembered(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
