@@ -96,15 +96,25 @@ def pack(
     share_prefix: bool = True,
     echo: bool = False,
     rows: Collection[int] | None = None,
+    evenly: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens each (a longer row gets one of its own).
 
     Rows without a scored token are left out, and those that are not among `rows`, if these are given. A group too big
-    for one micro-batch is split, with its prompt computed again in each part.
+    for one micro-batch is split, with its prompt computed again in each part. `evenly`: as many micro-batches, but of
+    nearly the same size, since the largest one needs the memory.
     """
     if not samples:
         return []
     every = _Rows(samples, echo)
+    families = list(_families(every, share_prefix, rows))
+    if evenly:
+        max_tokens = _even_limit([_tokens(every, *family) for family in families], max_tokens)
+    return _assemble(every, _divide(every, families, max_tokens))
+
+
+def _divide(every: _Rows, families: _Trees, max_tokens: int) -> list[_Trees]:
+    """The trees of each micro-batch."""
     batches: list[_Trees] = [[]]
     used = 0
 
@@ -113,8 +123,8 @@ def pack(
         batches.append([])
         used = 0
 
-    for prompt_length, family in _families(every, share_prefix, rows):
-        whole = prompt_length + sum(every.fed[row] - prompt_length for row in family)
+    for prompt_length, family in families:
+        whole = _tokens(every, prompt_length, family)
         if used + whole > max_tokens >= whole:
             close()
         tree: list[int] = []
@@ -128,7 +138,37 @@ def pack(
             tree.append(row)
             used += new
         batches[-1].append((prompt_length, tree))
-    return _assemble(every, [trees for trees in batches if trees])
+    return [trees for trees in batches if trees]
+
+
+def _tokens(every: _Rows, prompt_length: int, family: list[int]) -> int:
+    return prompt_length + sum(every.fed[row] - prompt_length for row in family)
+
+
+def _even_limit(sizes: Sequence[int], limit: int) -> int:
+    """A lower limit by which runs of these sizes, as they come, make as many micro-batches.
+
+    >>> _even_limit([3] * 7, 12), _even_limit([3] * 7, 100), _even_limit([13, 2, 2], 12)
+    (12, 21, 12)
+    >>> _even_limit([3] * 10, 27)
+    15
+    """
+
+    def batches(limit: int) -> int:
+        count, used = 1, 0
+        for size in sizes:
+            if used and used + size > limit:
+                count, used = count + 1, 0
+            used += size
+        return count
+
+    largest = max(sizes, default=0)
+    if largest > limit:  # one that is split fills them anyway
+        return limit
+    count = batches(limit)
+    share = -(-sum(sizes) // count)
+    tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
+    return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)
 
 
 def nothing_scored() -> MicroBatch:

@@ -50,7 +50,8 @@ def pack_batch(
     rows: Collection[int] | None = None,
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone."""
-    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo, rows=rows)
+    evenly = device.type == "cuda"  # where activations are what the memory is needed for
+    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo, rows=rows, evenly=evenly)
     lengths = to_device((_row_lengths(batches, len(samples), name) for name in ("policy_mask", "echo_mask")), device)
     return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
 

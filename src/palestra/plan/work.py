@@ -90,9 +90,10 @@ class StepWork:
             groups, rows = groups * rows, 1
         tree = prompt + rows * own
         if tree <= limit:
-            trees = min(groups, limit // tree)
-            most = min(groups, max(trees, int(limit / (SHORTEST * tree))))
-            return PackedRollouts(groups * tree, math.ceil(groups / trees), min(limit, most * tree), most * rows)
+            micro_batches = math.ceil(groups / (limit // tree))
+            fewest = math.ceil(groups / max(1, int(limit / (SHORTEST * tree))))
+            most = math.ceil(groups / fewest)  # trees of the largest: the learner divides them evenly
+            return PackedRollouts(groups * tree, micro_batches, min(limit, most * tree), most * rows)
         at_once = max(1, (limit - prompt) // own)  # siblings in a part of a group, each part with the prompt
         parts = math.ceil(rows / at_once)
         return PackedRollouts(groups * (parts * prompt + rows * own), groups * parts, prompt + at_once * own, at_once)

@@ -45,6 +45,19 @@ def test_no_micro_batch_exceeds_the_budget_unless_one_row_does() -> None:
         assert torch.bincount(found, minlength=12).tolist() == [3 + i for i in range(12)]
 
 
+def test_even_micro_batches_are_as_many_with_the_same_rows_and_the_largest_is_smaller() -> None:
+    samples = [row([1, 2, 3, g], [5] * (6 + (g + i) % 3), group=g) for g in range(10) for i in range(2)]
+    for budget in (20, 50, 100, 150, 1000):
+        greedy, even = (pack(samples, max_tokens=budget, evenly=evenly) for evenly in (False, True))
+        largest = [max(len(batch.token_ids) for batch in batches) for batches in (greedy, even)]
+        assert len(even) <= len(greedy)
+        assert largest[1] <= largest[0]
+        assert torch.equal(*(torch.cat([batch.row for batch in batches]) for batches in (greedy, even)))
+    assert largest[1] == largest[0]  # all in one
+    sizes = [len(batch.token_ids) for batch in pack(samples, max_tokens=150, evenly=True)]
+    assert max(sizes) - min(sizes) <= 20  # tokens of a group
+
+
 def test_a_group_that_fits_whole_is_not_split_over_two_micro_batches() -> None:
     samples = [row([1, 2, 3, 4], [5, 6, 7], group=g) for g in (0, 0, 1, 1)]
     assert [batch.trees for batch in pack(samples, max_tokens=12)] == [(Tree(0, 4, (2, 2)),)] * 2

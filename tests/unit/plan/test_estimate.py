@@ -73,6 +73,7 @@ def test_packing_counts_micro_batches_and_prompts_as_the_learner_does() -> None:
         (24, 2, 4, 10, 6),
         (500, 4, 2, 7, 3),
         (12, 2, 2, 9, 8),
+        (64, 7, 2, 10, 3),
     ):
         size = prompt + new
         own = [False] * prompt + [True] * new
@@ -81,7 +82,7 @@ def test_packing_counts_micro_batches_and_prompts_as_the_learner_does() -> None:
             for g in range(problems)
             for _ in range(rows)
         ]
-        batches = pack(samples, max_tokens=limit)
+        batches = pack(samples, max_tokens=limit, evenly=True)
         # the last token of a row is only predicted, so one token less is fed
         work = StepWork(problems, rows, prompt, new - 1, tokens_per_micro_batch=limit).packed
         assert work.micro_batches == len(batches)
