@@ -16,7 +16,7 @@ def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, A
     """The message as chat templates take it; OpenAI-style servers want the arguments as JSON text."""
     row: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        row["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
+        row["tool_calls"] = [call_to_dict(call, arguments_as_text) for call in message.tool_calls]
     if message.tool_call_id is not None:
         row["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -58,7 +58,7 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _call_to_dict(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
+def call_to_dict(call: ToolCall, arguments_as_text: bool = True) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

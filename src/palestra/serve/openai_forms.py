@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from palestra.chat.toolcalls import parse_assistant
 from palestra.core.errors import PalestraError
-from palestra.core.messages import from_dict
+from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message, ToolCall
 from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
 from palestra.serve.sampling_fields import Prompts, SamplingFields, TokenIds, short
@@ -128,7 +127,7 @@ class ChatBody(SamplingFields):
         if thinking:
             message["reasoning_content"] = thinking
         if calls:
-            message["tool_calls"] = [call_dict(call) for call in calls]
+            message["tool_calls"] = [call_to_dict(call) for call in calls]
         choice = {
             "index": index,
             "message": message,
@@ -224,11 +223,6 @@ def read_reply(completion: Completion, model: Completer, with_tools: bool) -> tu
     text, calls = parse_assistant(completion.text, model.chat.call_form)
     good = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in calls if call.error is None]
     return (text, good) if good else (completion.text, [])
-
-
-def call_dict(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def last_chat_deltas(

@@ -16,6 +16,7 @@ from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model
+from palestra.policy.pinned import sampling_copy
 
 MAX_RANK = 512
 
@@ -81,8 +82,7 @@ class BaseModel:
         with self.building:
             if spec is not None and not spec.rank:
                 return copy.deepcopy(self._model).requires_grad_(True)
-            shared = {id(weight): weight for weight in self._model.parameters()}
-            model: nn.Module = copy.deepcopy(self._model, shared)
+            model: nn.Module = sampling_copy(self._model)  # all of it is frozen, so that all is shared
             if spec is None:
                 return model
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
