@@ -9,7 +9,6 @@ import queue
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.dashboard.catalog import Catalog
+from palestra.runs.request import PALESTRA
 from palestra.serve.body import MIB, read_model
 from palestra.serve.http_errors import refuse
 
@@ -62,7 +62,7 @@ class Chat:
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         sampling = ["--temperature", str(body.temperature), "--max-new-tokens", str(body.max_new_tokens)]
         self._process = children.start(
-            [sys.executable, "-P", "-m", "palestra", "chat", "--events", *sampling, "--", word],
+            [*PALESTRA, "chat", "--events", *sampling, "--", word],
             env=own_environment(),
             stdin=subprocess.PIPE,
             stderr=self._complaints,

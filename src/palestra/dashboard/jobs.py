@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,6 +20,7 @@ from palestra.core import children
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
+from palestra.runs.request import PALESTRA
 from palestra.serve.http_errors import refuse
 
 _MAX_JOBS = 50  # that are remembered
@@ -124,8 +124,7 @@ def command(words: Sequence[str]) -> Work:
     """A command of ours as work: its last line on stdout is its result. Code of users runs there, not here."""
 
     def work(job: Job) -> Any:
-        program = [sys.executable, "-P", "-m", "palestra", *words]
-        child = children.start(program, env=own_environment())
+        child = children.start([*PALESTRA, *words], env=own_environment())
         try:
             while True:
                 try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wait_limit_option, wire_config
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.foreground import refuse_busy
-from palestra.runs.request import refuse_secrets
+from palestra.runs.request import PALESTRA, refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import task
 from palestra.wire import WIRE_DEFAULTS
@@ -42,7 +41,6 @@ from palestra.wire.atropos import (
 )
 
 _STOP_S = 10.0
-_PALESTRA = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()"]
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ def _cached_tokenizer(config: RunConfig, console: Console) -> Path:
 @contextlib.contextmanager
 def trajectory_process(run: RunFolder) -> Iterator[str]:
     """Run the trajectory API in a process of its own: it accepts groups also while the trainer computes."""
-    command = [*_PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
+    command = [*PALESTRA, "trajectory", "--port", "0", "--folder", str(run.wire)]
     # environments of others cannot be given a token
     environ = {name: value for name, value in os.environ.items() if name != "PALESTRA_TOKEN"}
     with open_private(run.log_file("api")) as log:
