@@ -157,7 +157,6 @@ def test_a_job_tells_its_progress_result_and_failure() -> None:
 
 
 def test_a_command_that_is_cancelled_ends(monkeypatch) -> None:
-    monkeypatch.setattr(jobs.sys, "executable", "/bin/sh")
     monkeypatch.setattr(jobs.children, "start", _sleeping(jobs.children.start))
     job = jobs.Jobs().start("sleep", "", jobs.command([]))
     job.cancelled.set()
