@@ -354,8 +354,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
     parser.add_argument("--layers-at-once", type=int, help="layers that are compiled as one program; a divisor of all")
     parser.add_argument("--recompute", type=int, help="compute products of so many columns again: 3072 for gate and up")
+    parser.add_argument(
+        "--inductor", action="append", default=[], metavar="KEY", help="set this of the compiler's options"
+    )
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
+    if arguments.inductor:
+        options = forward._compiler_options() | dict.fromkeys(arguments.inductor, True)
+        forward._compiler_options = lambda: options
     if arguments.recompute:
         keep_all_but(arguments.recompute)
     if arguments.layers_at_once:

@@ -196,6 +196,8 @@ def summary(found: RunEstimate, steps: int, price: float | None) -> dict[str, An
         "learning_s": round(found.time.learning_s, 4),
         "parts_s": {part: round(seconds, 4) for part, seconds in found.time.parts.items()},
         "rows_at_once": found.time.decode.rows,
+        "tokens_per_micro_batch": found.work.tokens_per_micro_batch,
+        "micro_batches": found.work.packed.micro_batches,
         "sampled_tokens_per_s": round(found.tokens_per_s),
         "bottleneck": name,
         "bottleneck_share": round(share, 3),
@@ -238,7 +240,8 @@ def _print(console: Console, name: str, found: RunEstimate, steps: int, price: f
     console.print(table)
     bottleneck, share = found.bottleneck
     line(
-        f"{found.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU; {steps:,} steps take "
+        f"{found.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
+        f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
         f"{duration_text(time.total_s * steps)}"
         + ("" if price is None else f" and cost {found.cost(price, steps):,.2f}")
     )
