@@ -113,8 +113,7 @@ def _backward(
     if bounds.has_shared:
         c, p = bounds.completions, bounds.prompts
         more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), *bounds.shared, scale)
-        for whole, part in zip((dq[c], dk[p], dv[p]), more, strict=True):
-            whole += part
+        torch._foreach_add_([dq[c], dk[p], dv[p]], more)
     return dq, dk, dv
 
 

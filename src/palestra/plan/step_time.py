@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from palestra.plan.device import GPUS_OF_A_NODE, Device, Efficiency
@@ -13,7 +14,9 @@ LINK_SHARE = 0.7  # of a link's figure, in collectives
 FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
 MASTER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
 PLAIN_BYTES = 20  # the same without master weights
-SIBLINGS_RATE = 1.5  # of the bandwidth: a prompt that a sibling has just read comes from the GPU's cache
+BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt once, and bytes of a layer from which on
+SHARED_RATE = 1.0  # of the bandwidth, where they do;
+SIBLINGS_RATE = 1.5  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
 NARROW_HEADS = 0.6  # of the bandwidth, where heads are narrower than 128
 LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
@@ -126,16 +129,19 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, found: Memory, re
         steps=waves * work.new_tokens,
         launch_s=shape.layers * launch,
         weights_s=max(read * size / bandwidth, computed),
-        kv_s=_tokens_read(work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)),
+        kv_s=_tokens_read(shape, work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)),
         host_s=rows * reached.host_token_s,
     )
 
 
-def _tokens_read(work: StepWork, rows: int) -> float:
-    """Tokens whose KV a decode step reads, those of a prompt that siblings share at their better rate."""
-    groups = rows / work.group_size
-    first = max(1.0, groups) * work.prompt_tokens + rows * work.completion / 2
-    return first + max(0.0, rows - max(1.0, groups)) * work.prompt_tokens / SIBLINGS_RATE
+def _tokens_read(shape: ModelShape, work: StepWork, rows: int) -> float:
+    """Tokens whose KV a decode step reads; those of a prompt that siblings share once, or at their better rate."""
+    groups, own = max(1.0, rows / work.group_size), rows * work.completion / 2
+    blocks = min(rows, groups * math.ceil(work.group_size / BLOCK_ROWS))
+    saved = (rows - blocks) * work.prompt_tokens
+    if saved * work.weight_bytes * shape.kv_numbers / shape.layers >= MIN_SAVED_BYTES:
+        return own + blocks * work.prompt_tokens / SHARED_RATE
+    return own + (groups + max(0.0, rows - groups) / SIBLINGS_RATE) * work.prompt_tokens
 
 
 def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> tuple[float, float]:

@@ -32,10 +32,13 @@ def as_measured(planned: RunEstimate, slower: float) -> MeasuredStep:
     return MeasuredStep(time.prefill_s * slower, decode_s, host_s, time.learner_s * slower + time.optimizer_s)
 
 
-@pytest.mark.parametrize("model", ["qwen3-0.6b", "tiny"])  # bound by memory and FLOPs, and by starting kernels
+# bound by memory and FLOPs, and by starting kernels
+@pytest.mark.parametrize(("model", "problems", "prompt"), [("qwen3-0.6b", 8, 3072), ("tiny", 32, 256)])
 @pytest.mark.parametrize("slower", [1.0, 1.4])
-def test_a_plan_with_the_measured_efficiencies_gives_the_measured_times(model: str, slower: float) -> None:
-    planned = plan(model, problems=32, group_size=8, prompt_tokens=256, new_tokens=128)
+def test_a_plan_with_the_measured_efficiencies_gives_the_measured_times(
+    model: str, problems: int, prompt: int, slower: float
+) -> None:
+    planned = plan(model, problems=problems, group_size=8, prompt_tokens=prompt, new_tokens=128)
     measured = as_measured(planned, slower)
     again = replace(planned, reached=calibrated(planned, measured, model)).with_work(planned.work).time
     assert again.prefill_s == pytest.approx(measured.prefill_s, rel=0.15)  # its attention has a share of its own
