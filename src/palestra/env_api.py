@@ -29,7 +29,7 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.process import process
 from palestra.train.evaluation import Evaluator
-from palestra.train.limits import eval_limits, train_limits
+from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
 from palestra.wire.client import WireClient
 
@@ -197,10 +197,5 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
-    limits = train_limits(config)
-    return Collector(
-        env,
-        limits if training else eval_limits(limits, config),
-        endpoint_speakers(OpenAIChat(openai)),
-        max_open_episodes=config.rollout.max_open_episodes,
-    )
+    limits, speakers = attempt_limits(config, training=training), endpoint_speakers(OpenAIChat(openai))
+    return Collector(env, limits, speakers, max_open_episodes=config.rollout.max_open_episodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
@@ -14,12 +14,12 @@ from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import ProgramCollector
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
-from palestra.rollout.rewards import RewardFunction, RewardFunctions
+from palestra.rollout.rewards import RewardFunction
 from palestra.serve.loading import completer_of
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource
-from palestra.train.limits import eval_limits, train_limits
-from palestra.train.tasks import Parts, evaluator_of, trainer_state
+from palestra.train.limits import attempt_limits
+from palestra.train.tasks import Parts, evaluator_of, rewards_of, source_of
 
 _OF_OUR_LOOP = ("rollout.max_tool_rounds", "rollout.tool_timeout_s", "rollout.max_tool_result_chars")
 
@@ -38,21 +38,12 @@ class ProgramTask:
     def problem_count(self) -> int:
         return len(self.environment.problems("train"))
 
-    def source(self, parts: Parts) -> ProgramSource:
+    def source(self, parts: Parts) -> ProblemSource:
         config = parts.config
         config.refuse(_OF_OUR_LOOP, "the agent runs its tools itself")
         config.refuse(["rollout.constrain_tool_calls", "rollout.max_open_episodes"], "the agent is a program")
         collector = self._collector(parts, training=True)
-        return ProgramSource(
-            collector,
-            self.environment.problems("train"),
-            self.environment.reward_weights,
-            config.rollout.group_size,
-            config.seed,
-            concurrent=collector.groups_at_once(config.rollout.group_size),
-            on_rollout=lambda rollout: parts.watcher.rollout(),
-            on_close=lambda: self.close(parts.runner),
-        )
+        return source_of(self.environment, collector, parts, on_close=lambda: self.close(parts.runner))
 
     def evaluator(self, parts: Parts) -> Evaluator:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
@@ -65,21 +56,15 @@ class ProgramTask:
 
     def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
         agent, gateway = parts.config.agent, self._gateway(parts)
-        limits = train_limits(parts.config)
-        chosen = limits if training else eval_limits(limits, parts.config)
         return ProgramCollector(
             self.environment,
             self.program,
             gateway,
-            chosen.sampling,
+            attempt_limits(parts.config, training=training).sampling,
             ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, self._sandbox(gateway)),
             agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
-            RewardFunctions(
-                self.reward_functions,
-                measures=self.environment.reward_weights,
-                state=lambda: trainer_state(parts, self.problem_count),
-            ),
+            rewards_of(self.environment, self.reward_functions, parts),
         )
 
     def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
@@ -93,7 +78,8 @@ class ProgramTask:
                     "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
                     "paged, use a model that it supports, and leave rollout.policy_url and backend out"
                 )
-            sampling, in_sandbox = train_limits(parts.config).sampling, parts.config.agent.sandbox
+            sampling = attempt_limits(parts.config, training=True).sampling
+            in_sandbox = parts.config.agent.sandbox
             model, program = completer_of(self.loaded, parts.policy), self.program
             if in_sandbox:
                 if not isinstance(program, CommandAgent):
@@ -103,13 +89,3 @@ class ProgramTask:
             if program.posts_reward:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway
-
-
-@dataclass(slots=True)
-class ProgramSource(ProblemSource):
-    """As any problems, attempted by a program; the gateway ends with it."""
-
-    on_close: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        self.on_close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,6 +83,7 @@ class ProblemSource:
     max_staleness: int | None = 0
     concurrent: int = 1024
     on_rollout: OnRollout = lambda rollout: None
+    on_close: Callable[[], None] = lambda: None
 
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         problems = draw(self.problems, self.drawn, count, self.seed)
@@ -102,7 +103,8 @@ class ProblemSource:
     def commit(self) -> None:
         """Nothing is kept: the seed makes it again."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.on_close()
 
 
 @dataclass(slots=True)

@@ -30,19 +30,15 @@ def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) ->
     )
 
 
-def train_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = ()) -> AttemptLimits:
-    """How attempts are sampled for training."""
-    options = config.rollout
+def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, training: bool) -> AttemptLimits:
+    """How attempts are sampled: for an evaluation at its own temperature, from the whole distribution."""
+    options, sampling = config.rollout, sampling_params(config.rollout, stop_token_ids)
+    if not training:
+        sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
     return AttemptLimits(
-        sampling_params(options, stop_token_ids),
+        sampling,
         max_tool_rounds=options.max_tool_rounds,
         tool_timeout_s=options.tool_timeout_s,
         max_tool_result_chars=options.max_tool_result_chars,
         constrain_tool_calls=options.constrain_tool_calls,
     )
-
-
-def eval_limits(limits: AttemptLimits, config: RunConfig) -> AttemptLimits:
-    """The same for evaluation: at its own temperature, from the whole distribution."""
-    sampling = replace(limits.sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    return replace(limits, sampling=sampling)

@@ -20,7 +20,7 @@ from palestra.rollout.collect import Collector
 from palestra.rollout.rewards import REWARD_TIMEOUT_S
 from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.group_source import ProblemSource
-from palestra.train.limits import train_limits
+from palestra.train.limits import attempt_limits
 from palestra.train.tasks import Parts
 
 Prompt = str | Sequence[Message | Mapping[str, Any]]
@@ -161,9 +161,8 @@ def prompt_collector(
         sessions = policy.fork(policy.open(ids), len(episodes))
         return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
 
-    return Collector(
-        environment, train_limits(config, stops), start, max_open_episodes=config.rollout.max_open_episodes
-    )
+    limits = attempt_limits(config, stops, training=True)
+    return Collector(environment, limits, start, max_open_episodes=config.rollout.max_open_episodes)
 
 
 @dataclass(frozen=True, slots=True)

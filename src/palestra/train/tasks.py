@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerSta
 from palestra.rollout.shared import SharedCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
-from palestra.train.limits import eval_limits, train_limits
+from palestra.train.limits import attempt_limits
 from palestra.train.loop import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
@@ -79,29 +79,15 @@ class EnvironmentTask:
         return len(self.environment.problems("train"))
 
     def source(self, parts: Parts) -> ProblemSource:
-        config = parts.config
-        config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
+        parts.config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
         _check_tools(self.environment, parts)
-        collector, size = self._collector(parts, training=True), config.rollout.group_size
-        return ProblemSource(
-            collector,
-            self.environment.problems("train"),
-            self.environment.reward_weights,
-            size,
-            config.seed,
-            concurrent=collector.groups_at_once(size),
-            on_rollout=lambda rollout: parts.watcher.rollout(),
-        )
+        return source_of(self.environment, self._collector(parts, training=True), parts)
 
     def evaluator(self, parts: Parts) -> Evaluator:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
-        rewards = RewardFunctions(
-            self.reward_functions,
-            measures=self.environment.reward_weights,
-            state=lambda: trainer_state(parts, self.problem_count),
-        )
+        rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
             parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
@@ -174,21 +160,41 @@ def evaluator_of(environment: Environment, collector: CollectsGroups, parts: Par
     return Evaluator(collector, problems, parts.config, "held_out" if held_out else "train")
 
 
-def trainer_state(parts: Parts, problem_count: int) -> TrainerState:
-    """For reward functions: every update of the policy counts as a step."""
-    done, config = parts.policy.version, parts.config
-    return TrainerState(done, total_steps(config, problem_count), done * config.train.problems_per_step / problem_count)
+def source_of(
+    environment: Environment, collector: CollectsGroups, parts: Parts, on_close: Callable[[], None] = lambda: None
+) -> ProblemSource:
+    """The problems of training, attempted by a collector."""
+    size = parts.config.rollout.group_size
+    return ProblemSource(
+        collector,
+        environment.problems("train"),
+        environment.reward_weights,
+        size,
+        parts.config.seed,
+        concurrent=collector.groups_at_once(size),
+        on_rollout=lambda rollout: parts.watcher.rollout(),
+        on_close=on_close,
+    )
+
+
+def rewards_of(environment: Environment, functions: Sequence[RewardFunction], parts: Parts) -> RewardFunctions:
+    """The reward functions beside an environment's measures; for them every update of the policy counts as a step."""
+
+    def state() -> TrainerState:
+        done, count = parts.policy.version, len(environment.problems("train"))
+        epoch = done * parts.config.train.problems_per_step / count
+        return TrainerState(done, total_steps(parts.config, count), epoch)
+
+    return RewardFunctions(functions, measures=environment.reward_weights, state=state)
 
 
 def agent_collector(
     environment: Environment, policy: Policy[Any], chat: ChatFormat, config: RunConfig, *, training: bool
 ) -> Collector:
     """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
-    limits = train_limits(config, chat.stop_token_ids)
-    chosen = limits if training else eval_limits(limits, config)
-    return Collector(
-        environment, chosen, token_speakers(policy, chat), max_open_episodes=config.rollout.max_open_episodes
-    )
+    limits = attempt_limits(config, chat.stop_token_ids, training=training)
+    open_at_once = config.rollout.max_open_episodes
+    return Collector(environment, limits, token_speakers(policy, chat), max_open_episodes=open_at_once)
 
 
 def _check_tools(environment: Environment, parts: Parts) -> None:

@@ -20,7 +20,7 @@ from palestra.rollout.rewards import RewardFunctions
 from palestra.serve.loading import load_completer
 from palestra.tools.run import run_calls
 from palestra.tools.tool import tools_by_name
-from palestra.train.limits import train_limits
+from palestra.train.limits import attempt_limits
 from palestra.train.tasks import agent_collector
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 120, "rollout.group_size": 2})
@@ -60,7 +60,7 @@ def collected(
     )
 
     async def run():
-        sampling = train_limits(CONFIG).sampling
+        sampling = attempt_limits(CONFIG, training=True).sampling
         gateway = Gateway(model, sampling, routes=program.routes())
         limits = ProgramLimits(timeout_s)
         collector = ProgramCollector(
