@@ -26,7 +26,7 @@ from palestra.serve.http_errors import refuse
 from palestra.serve.web import while_connected
 
 TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one
-_MAX_BODY = 4 * MIB
+MAX_BODY = 4 * MIB
 
 
 class RewardBody(BaseModel):
@@ -101,15 +101,7 @@ class OutsideAgent(ProgramAgent):
         if offer is None:
             return Response(status_code=204)
         offer.taken.set()
-        answer = {
-            "id": offer.id,
-            "case": dict(offer.case),
-            "base_url": offer.endpoint.base_url,
-            "anthropic_base_url": offer.endpoint.anthropic_url,
-            "api_key": offer.endpoint.api_key,
-            "timeout_s": offer.limits.timeout_s,
-        }
-        return JSONResponse(answer)
+        return case_answer(offer.case, offer.endpoint, timeout_s=offer.limits.timeout_s)
 
     async def _next(self) -> _Offer | None:
         """The offer that has waited longest; None when there is none within some seconds."""
@@ -124,10 +116,21 @@ class OutsideAgent(ProgramAgent):
 
     async def _reward(self, request: Request) -> Response:
         offer = self._taken.get(request.path_params["id"])
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if offer is None or not hmac.compare_digest(key.encode(), offer.endpoint.api_key.encode()):
-            raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer")
-        body = parse(RewardBody.model_validate_json, await read_body(request, _MAX_BODY), 400)
-        if not offer.posted.done():
+        body = await read_reward(request, None if offer is None else offer.endpoint.api_key)
+        if offer is not None and not offer.posted.done():
             offer.posted.set_result(body)
-        return JSONResponse({"id": offer.id})
+        return JSONResponse({"id": request.path_params["id"]})
+
+
+def case_answer(case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
+    """What an agent gets that takes a case."""
+    where = {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
+    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where, **more})
+
+
+async def read_reward(request: Request, api_key: str | None) -> RewardBody:
+    """What an agent posts, with the key of its attempt; None: no attempt of this id is open."""
+    key = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is None or not hmac.compare_digest(key.encode(), api_key.encode()):
+        raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer token")
+    return parse(RewardBody.model_validate_json, await read_body(request, MAX_BODY), 400)

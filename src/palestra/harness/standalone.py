@@ -6,7 +6,6 @@ POST /attempts/<id>/reward      {"reward": 0.5}: ends it; its rollout is a line 
 
 from __future__ import annotations
 
-import hmac
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from palestra.agents.programs import Endpoint
 from palestra.core.files import append_jsonl
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.messages import as_messages
@@ -25,12 +25,10 @@ from palestra.core.types import Problem, SamplingParams, Score
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import case_of, one_rollout
-from palestra.harness.outside import RewardBody
-from palestra.serve.body import MIB, parse, read_body
+from palestra.harness.outside import MAX_BODY, case_answer, read_reward
+from palestra.serve.body import parse, read_body
 from palestra.serve.completer import Completer
 from palestra.serve.http_errors import refuse
-
-_MAX_BODY = 4 * MIB
 
 
 class AttemptBody(BaseModel):
@@ -59,7 +57,7 @@ class StandaloneGateway:
         self._numbers = itertools.count()
 
     async def _open(self, request: Request) -> Response:
-        raw = await read_body(request, _MAX_BODY)
+        raw = await read_body(request, MAX_BODY)
         number = next(self._numbers)
         body = parse(AttemptBody.model_validate_json, raw or b"{}", 400)
         if body.input:
@@ -71,22 +69,12 @@ class StandaloneGateway:
             raise refuse(404, 'there is no case left to take; send one: {"input": …}')
         attempt = self.gateway.open(problem, seed_key=f"{number if body.seed is None else body.seed}")
         self._open_attempts[attempt.id] = attempt
-        answer = {
-            "id": attempt.id,
-            "case": case_of(problem),
-            "base_url": attempt.base_url,
-            "anthropic_base_url": attempt.anthropic_base_url,
-            "api_key": attempt.api_key,
-        }
-        return JSONResponse(answer)
+        return case_answer(case_of(problem), Endpoint(attempt.base_url, attempt.api_key, attempt.id))
 
     async def _reward(self, request: Request) -> Response:
         attempt = self._open_attempts.get(request.path_params["id"])
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if attempt is None or not hmac.compare_digest(key.encode(), attempt.api_key.encode()):
-            raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer token")
-        body = parse(RewardBody.model_validate_json, await read_body(request, _MAX_BODY), 400)
-        del self._open_attempts[attempt.id]
+        body = await read_reward(request, None if attempt is None else attempt.api_key)
+        attempt = self._open_attempts.pop(request.path_params["id"])
         rollout = one_rollout(attempt.problem, await attempt.finish(), attempt.transcript)
         if body.reward is not None:
             posted = Score(body.reward, body.reward >= 1.0, "posted by the agent")
