@@ -163,10 +163,10 @@ def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
     try:
         return validate(data)
     except ValidationError as error:
-        raise refuse(status, explain(error)) from None
+        raise refuse(status, _explain(error)) from None
 
 
-def explain(error: ValidationError) -> str:
+def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False, include_input=False)[:5]:
         where = ".".join(str(part)[:100] for part in item["loc"]) or "the body"

@@ -11,11 +11,11 @@ import json
 import sys
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from starlette.requests import Request
 
 from palestra.core.secrets import clean_environment
-from palestra.serve.body import MIB, explain, read_body
+from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.http_errors import refuse
 from palestra.wire.types import ScoredGroup
 
@@ -61,10 +61,7 @@ class PostReader:
 
 
 def _parse(body: bytes, is_list: bool) -> list[PostedGroup]:
-    try:
-        groups = _GROUPS.validate_json(body) if is_list else [ScoredGroup.model_validate_json(body)]
-    except ValidationError as error:
-        raise refuse(422, explain(error)) from None
+    groups = parse(_GROUPS.validate_json, body) if is_list else [parse(ScoredGroup.model_validate_json, body)]
     return [PostedGroup.of(group) for group in groups]
 
 
