@@ -1,20 +1,25 @@
 """Tree attention on a CPU: every run causal by itself, completions over their prompt, merged.
 
 The same mathematics as on a GPU (`flash_trees`): the backward pass gives each part the merged output and
-log-sum-exp, which makes its gradients exact. So there is no mask, no padding, and no copy of a prompt's
-keys for each sibling.
+log-sum-exp, which makes its gradients exact. So there is no mask, and no copy of a prompt's keys for each sibling.
+Runs of about one length are computed in one call, padded at their ends, where nobody sees the padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree
+from palestra.core.types import Array
+
+MAX_PADDING = 1.1  # times the length of the shortest run of a batch
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,10 +44,10 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # log-sum-exp
-        for place, rows in _runs(trees):
-            part = _attend(*(_batch(x[place], rows) for x in (q, k, v)), 0.0, True, scale=scale)
+        for runs in _batches(trees):
+            part = _attend(*(runs.pad(x) for x in (q, k, v)), 0.0, True, scale=scale)
             for whole, result in zip((out, total), part, strict=True):
-                whole[place] = result.transpose(1, 2).flatten(0, 1)
+                runs.unpad(result, whole)
         for prompt, own in _shared(trees):
             queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
             half, half_total = (x[0].transpose(0, 1) for x in _attend(queries, keys, values, 0.0, False, scale=scale))
@@ -57,10 +62,10 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, total = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for place, rows in _runs(ctx.trees):
-            parts = (_batch(x[place], rows) for x in (grad, q, k, v, out, total))
+        for runs in _batches(ctx.trees):
+            parts = runs.pad(grad, zeros=True), *(runs.pad(x) for x in (q, k, v, out, total))
             for whole, result in zip((dq, dk, dv), _attend_backward(*parts, 0.0, True, scale=ctx.scale), strict=True):
-                whole[place] = result.transpose(1, 2).flatten(0, 1)
+                runs.unpad(result, whole)
         for prompt, own in _shared(ctx.trees):
             queries, results = (_batch(x[own]) for x in (grad, q)), (_batch(x[own]) for x in (out, total))
             keys, values = _batch(k[prompt]), _batch(v[prompt])
@@ -70,18 +75,57 @@ class _TreeAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Prompts and completions of about one length, each causal by itself."""
+
+    rows: int
+    places: Tensor  # [rows * n] the token at each place; padding repeats a run's last
+    padding: Tensor | None  # which places hold none
+    real: Tensor | None  # which do
+    tokens: Tensor  # [tokens] what they hold
+
+    def pad(self, x: Tensor, zeros: bool = False) -> Tensor:
+        """[T, H, ...] -> [rows, H, n, ...]; `zeros`: in place of the padding."""
+        padded = x.index_select(0, self.places)
+        if zeros and self.padding is not None:
+            padded.index_fill_(0, self.padding, 0.0)
+        return _batch(padded, self.rows)
+
+    def unpad(self, x: Tensor, whole: Tensor) -> None:
+        """The reverse, into `whole`."""
+        flat = x.transpose(1, 2).flatten(0, 1)
+        whole.index_copy_(0, self.tokens, flat if self.real is None else flat.index_select(0, self.real))
+
+
+@lru_cache(maxsize=2)  # every layer asks for the same, forward and backward
+def _batches(trees: tuple[Tree, ...]) -> list[_Runs]:
+    """All runs, those of about one length together."""
+    lengths = np.array([n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths) if n])
+    starts = lengths.cumsum() - lengths
+    order = lengths.argsort(kind="stable")
+    found, first = [], 0
+    for i in range(1, len(order) + 1):
+        if i < len(order) and lengths[order[i]] <= MAX_PADDING * lengths[order[first]]:
+            continue
+        found.append(_padded(starts[order[first:i]], lengths[order[first:i]]))
+        first = i
+    return found
+
+
+def _padded(starts: Array, lengths: Array) -> _Runs:
+    step = np.arange(lengths.max())
+    is_real = (step < lengths[:, None]).reshape(-1)
+    places = torch.from_numpy((starts[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1))
+    if is_real.all():
+        return _Runs(len(starts), places, None, None, places)
+    real, padding = (torch.from_numpy(np.flatnonzero(which)) for which in (is_real, ~is_real))
+    return _Runs(len(starts), places, padding, real, places[real])
+
+
 def _batch(x: Tensor, rows: int = 1) -> Tensor:
     """[rows * n, H, ...] -> [rows, H, n, ...]."""
     return x.unflatten(0, (rows, -1)).transpose(1, 2)
-
-
-def _runs(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, int]]:
-    """Prompts and completions, each causal by itself; neighbours of one length together: (place, how many)."""
-    start = 0
-    for length, equals in groupby(n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths) if n):
-        rows = len(list(equals))
-        yield slice(start, start + rows * length), rows
-        start += rows * length
 
 
 def _shared(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, slice]]:
