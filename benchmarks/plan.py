@@ -29,7 +29,11 @@ from typing import Any
 from noise import Noise, NoiseConfig
 from random_models import TINY, build_model
 
-from palestra.plan.shape import ModelShape, find_shape
+from palestra.plan.calibration import efficiency_of
+from palestra.plan.device import GIB
+from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.of_config import work_of
+from palestra.plan.shape import ModelShape, find_shape, shape_of
 
 ROW = "row: "
 SHAPES = {"135M": "smollm2-135m", "0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
@@ -46,7 +50,7 @@ TINY_CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("tiny", 0): [(2, 4, 48, 32), (2, 2, 160, 32)],
     ("tiny", 16): [(2, 4, 48, 32)],
 }
-TOO_LARGE = 65536  # tokens of a micro-batch; with half of the free memory for the KV cache 16,384 fit
+TOO_LARGE = 65536  # tokens of a micro-batch; the KV cache leaves room for a quarter of them
 
 
 def shape_named(name: str) -> ModelShape:
@@ -151,30 +155,25 @@ def warm_up(run: Any) -> None:
     run.training.tracker.lengths.clear()
 
 
+def planned_for(model: Any, config: Any, prompt_tokens: int) -> RunEstimate:
+    from palestra.learner.micro_batch import device_of
+
+    device, shape = device_of(model.device), shape_of(model.config)
+    assert device is not None
+    assert shape is not None
+    work = work_of(config, shape, device, prompt_tokens=prompt_tokens)
+    return estimate(shape, device, work, efficiency_of(device))
+
+
 def measure(
     loaded: Any, learner: Any, shape: str, rank: int, case: tuple[int, int, int, int], runner: Any, repeats: int,
     began: float,
 ) -> Any:  # fmt: skip
     import torch
 
-    from palestra.learner.micro_batch import device_of
-    from palestra.plan.calibration import efficiency_of
-    from palestra.plan.device import GIB
-    from palestra.plan.estimate import RunEstimate, estimate
-    from palestra.plan.of_config import work_of
-    from palestra.plan.shape import shape_of
-
     problems, group, prompt, new = case
     cuda = torch.cuda.is_available()
-    device, found_shape = device_of(loaded.model.device), shape_of(loaded.model.config)
-    assert device is not None
-    assert found_shape is not None
-
-    def planned_for(config: Any, prompt_tokens: int) -> RunEstimate:
-        work = work_of(config, found_shape, device, prompt_tokens=prompt_tokens)
-        return estimate(found_shape, device, work, efficiency_of(device))
-
-    kv = planned_for(settings(rank, problems, group, new), prompt).memory.kv
+    kv = planned_for(loaded.model, settings(rank, problems, group, new), prompt).memory.kv
     config = settings(rank, problems, group, new, **{"model.kv_memory_gib": kv * 1.1 / GIB})  # lengths vary a little
     run = build_run(loaded, learner, config, prompt, runner, steps=repeats + 1)
     warm_up(run)
@@ -190,7 +189,7 @@ def measure(
     lengths = run.training.tracker.lengths
     prompt, sampled = (round(statistics.mean(column)) for column in zip(*lengths, strict=True))
     config.rollout.max_new_tokens = sampled
-    planned = planned_for(config, prompt)
+    planned = planned_for(loaded.model, config, prompt)
     measured = statistics.median(seconds)
     phases = {
         name.removesuffix("_seconds"): statistics.median(m[name] for m in metrics)
@@ -209,13 +208,14 @@ def measure(
         "planned_parts_gib": {name: round(getattr(planned.memory, name) / GIB, 2) for name in
                               ("weights", "gradients", "optimizer", "master_weights", "activations", "logits", "kv")},
         "kv_gib": round(config.model.kv_memory_gib or 0.0, 3), "micro_batch": planned.work.tokens_per_micro_batch,
-        "tokens_computed": metrics[0].get("tokens_computed"), "device": device.name, "warm_up_s": round(warm_s, 1),
+        "tokens_computed": metrics[0].get("tokens_computed"), "device": planned.device.name,
+        "warm_up_s": round(warm_s, 1),
     }), flush=True)  # fmt: skip
     return run
 
 
 def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens: int) -> None:
-    """A run of two steps with too large a micro-batch, and the KV cache at its default."""
+    """A run of two steps whose KV cache leaves room for a quarter of the micro-batch."""
     import torch
 
     warnings: list[str] = []
@@ -227,8 +227,12 @@ def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens:
     listener = Listener(logging.WARNING)
     logging.getLogger("palestra").addHandler(listener)
     problems, group, prompt, new = case
-    more = {"train.tokens_per_micro_batch": tokens}
-    config = settings(0, problems + problems // 2, group, new, **more)
+    problems += problems // 2
+    more: dict[str, Any] = {"train.tokens_per_micro_batch": tokens // 4}
+    if torch.cuda.is_available():
+        quarter = planned_for(loaded.model, settings(0, problems, group, new, **more), prompt)
+        more["model.kv_memory_gib"] = (quarter.room - quarter.memory.states - quarter.memory.working) / GIB
+    config = settings(0, problems, group, new, **more | {"train.tokens_per_micro_batch": tokens})
     run = build_run(loaded, None, config, prompt, runner, steps=2)
     if not torch.cuda.is_available():
         pretend_out_of_memory(run.training.learner, tokens // 4)
