@@ -33,7 +33,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.weights import Weights
 from palestra.engine import engine as engine_module
 from palestra.engine.cuda.prefill import PrefillBuffers, PrefillShape
-from palestra.engine.cuda.runner import CudaRunner, Graph
+from palestra.engine.cuda.runner import CudaRunner, DecodeShape, Graph
 from palestra.engine.sampler import SamplingRow
 from palestra.engine.session import Chunk, Job
 from palestra.envs.library.calculator import Calculator, CalculatorConfig
@@ -93,22 +93,22 @@ class ScriptedRunner(CudaRunner):
         self._turns: dict[Job, list[int]] = {}
         self._left = torch.zeros(0, dtype=torch.int32)
 
-    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> int:
-        steps = super()._load(chunks, rows, steps)
+    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> tuple[DecodeShape, int]:
+        shape, steps = super()._load(chunks, rows, steps)
         with phases("script"):
             said = [self._said(chunk.job)[len(chunk.job.logprobs) :] for chunk in chunks]
             self._left = torch.tensor([len(ids) for ids in said], dtype=torch.int32)
             padded = [(ids + [-1] * steps)[:steps] for ids in said]
             self._state.tokens[:steps, : len(chunks)] = torch.tensor(padded, dtype=torch.int32).T
             self._state.logprobs.fill_(-0.5)
-        return steps
+        return shape, steps
 
     def _said(self, job: Job) -> list[int]:
         if job not in self._turns:
             self._turns[job] = self.scripts.turn(job)
         return self._turns[job]
 
-    def _decode_step(self, bucket: int) -> Any:
+    def _decode_step(self, shape: DecodeShape) -> Any:
         with phases("script"):
             self._left = (self._left - 1).clamp(min=0)
             self._state.left[: len(self._left)] = self._left
@@ -118,7 +118,7 @@ class ScriptedRunner(CudaRunner):
 
     def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None: ...
 
-    def _graph(self, shape: int | PrefillShape, forward: Any) -> Graph:
+    def _graph(self, shape: DecodeShape | PrefillShape, forward: Any) -> Graph:
         return Graph(forward, torch.zeros(0))
 
     def weights_changed(self) -> None:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, groupby, product
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -308,9 +309,9 @@ class ChatFormat:
     def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
         """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
         encoded = self._segments.encode(text, split_special_tokens)
-        for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            inside = start < end and _IN_SCAFFOLD not in places[start:end]
-            runs.add("environment" if inside else "template", (token_id,))
+        inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
+        for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
+            runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
 
 
 def _remembered(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:

@@ -15,46 +15,59 @@ import time
 from types import TracebackType
 
 
-class Phases(threading.local):
+class Phases:
     """A stopwatch with nested phases, for each thread its own. Inside of a phase nothing may be awaited."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
-        self._since = time.perf_counter()
+        self._threads = _OfThread()
 
     def __call__(self, name: str) -> _Phase:
-        return _Phase(self, name)
+        return _Phase(self._threads.watch, name)
 
     def take(self) -> dict[str, float]:
         """The seconds of each phase since the last call."""
-        self._count()
-        taken, self._seconds = self._seconds, {}
+        watch = self._threads.watch
+        watch.count()
+        taken, watch.seconds = watch.seconds, {}
         return taken
 
-    def _count(self) -> None:
+
+class _Watch:
+    __slots__ = ("open", "seconds", "since")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.open: list[str] = []
+        self.since = time.perf_counter()
+
+    def count(self) -> None:
         now = time.perf_counter()
-        if self._open:
-            name = self._open[-1]
-            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+        if self.open:
+            name = self.open[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.since
+        self.since = now
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.watch = _Watch()
 
 
 class _Phase:
-    __slots__ = ("_name", "_phases")
+    __slots__ = ("_name", "_watch")
 
-    def __init__(self, phases: Phases, name: str) -> None:
-        self._phases, self._name = phases, name
+    def __init__(self, watch: _Watch, name: str) -> None:
+        self._watch, self._name = watch, name
 
     def __enter__(self) -> None:
-        self._phases._count()
-        self._phases._open.append(self._name)
+        self._watch.count()
+        self._watch.open.append(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._phases._count()
-        self._phases._open.pop()
+        self._watch.count()
+        self._watch.open.pop()
 
 
 phases = Phases()

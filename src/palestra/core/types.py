@@ -297,7 +297,7 @@ def _array(values: Any, kind: Any) -> Array:
 
 def _filled(values: Any, count: int, kind: Any) -> Array:
     if isinstance(values, int | float):
-        return np.full(count, values, dtype=kind)
+        return np.full(count, values, kind)
     array = np.asarray(values, dtype=kind)
     return np.full(count, array) if array.ndim == 0 else array.view()
 

@@ -35,7 +35,8 @@ class TokenSpeaker:
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         turn = await self._policy.sample(self._session, sampling)
-        self._record(turn)
+        self._tokens = check_record(self._session, self._tokens, turn)
+        self.turns.append(turn)
         self.sampled_tokens += len(turn.token_ids)
         with phases("template"):
             return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
@@ -43,9 +44,10 @@ class TokenSpeaker:
     def hear(self, messages: Sequence[Message]) -> None:
         with phases("template"):
             turns = self._chat.continuation(messages)
-        self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
-        for turn in turns:
-            self._record(turn)
+        new = [token_id for turn in turns for token_id in turn.token_ids.tolist()]
+        self._policy.append(self._session, new)
+        self._tokens = check_tokens(self._session, self._tokens, new)
+        self.turns += turns
 
     def close(self) -> None:
         self._policy.close(self._session)
@@ -55,17 +57,17 @@ class TokenSpeaker:
         """The part of the current message that has been sampled."""
         return self._chat.read(self._session.token_ids[self._tokens :]).text
 
-    def _record(self, turn: Turn) -> None:
-        self._tokens = check_record(self._session, self._tokens, turn)
-        self.turns.append(turn)
-
 
 def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:
     """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
     if not math.isfinite(sum(turn.logprobs.tolist())):  # as a list: numpy takes longer for the usual few dozen
         raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
-    end, held = start + len(turn.token_ids), session.token_ids
-    if len(held) < end or list(held[start:end]) != turn.token_ids.tolist():
+    return check_tokens(session, start, turn.token_ids.tolist())
+
+
+def check_tokens(session: HoldsTokens, start: int, token_ids: list[int]) -> int:
+    end, held = start + len(token_ids), session.token_ids
+    if len(held) < end or list(held[start:end]) != token_ids:
         raise RuntimeError(
             f"the session holds {len(held)} tokens, which differ from the record between {start} and {end}: "
             "tokens must be trained exactly as sampled"

@@ -29,7 +29,7 @@ from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit
 from palestra.train.ranks import join
 
-MADE_UNTIL_COLLECTION = 50_000  # objects
+MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves about as many until the next
 SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 
 
