@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import perf_counter
 from types import TracebackType
 
 
@@ -38,10 +38,10 @@ class _Watch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.open: list[str] = []
-        self.since = time.perf_counter()
+        self.since = perf_counter()
 
     def count(self) -> None:
-        now = time.perf_counter()
+        now = perf_counter()
         if self.open:
             name = self.open[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self.since

@@ -138,7 +138,9 @@ class RewardFunctions:
 
     def _rewarded(self, rollout: Rollout, weights: Mapping[str, float]) -> Rollout:
         error = rollout.error or self._why_unknown(rollout.scores, weights)
-        scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in rollout.scores.items()}
+        scores = rollout.scores
+        if not all(weights.get(name, 1.0) for name in scores):
+            scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in scores.items()}
         return replace(rollout, reward=weighted_reward(rollout, weights), scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
