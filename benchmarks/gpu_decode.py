@@ -1,6 +1,6 @@
 """The engine on a GPU beside transformers' own sampling, at the shape of Qwen3-0.6B.
 
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes lora generate agent]
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
 
 Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up.
 """
@@ -196,23 +196,33 @@ def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
 
 def prefixes(model: Any) -> None:
     """Decode steps of groups of 8 whose prompts are read once for all siblings, and by each; the engine's choice."""
-    import palestra.engine.cuda.runner as runner_module
-
-    new, usual = 64, runner_module.MIN_SAVED_BYTES
-    ways = {"apart": float("inf"), "together": 0, "chosen": usual}
-    engine = Engine(model, kv_memory_gib=40, max_running=256, tokens_per_step=32768)
+    engine, new = Engine(model, kv_memory_gib=40, max_running=256, tokens_per_step=32768), 64
     for rows, length in [(8, 1024), (8, 15360), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024)]:
         group = [s for p in prompts(rows // 8, length) for s in engine.fork(engine.open(p), 8)]
         engine.sample(group, SamplingParams(1))
         row: dict[str, Any] = {}
-        for way, runner_module.MIN_SAVED_BYTES in ways.items():  # type: ignore[misc]
+        for engine.runner.path in ("apart", "together", None):
             engine.sample(group, SamplingParams(2))  # captures its graph
             elapsed = seconds(lambda group=group: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
-            row[way] = round(rows * new / elapsed)
+            row[engine.runner.path or "chosen"] = round(rows * new / elapsed)
         for session in group:
             engine.close(session)
         report(what="decode of siblings, tokens/s", rows=rows, prompt=length, **row)
-    runner_module.MIN_SAVED_BYTES = usual
+
+
+def drafts(model: Any) -> None:
+    """Decode steps of random weights, whose drafts are never right, with drafts and without: what they cost."""
+    engine, new = Engine(model, kv_memory_gib=20, max_running=64, tokens_per_step=32768), 64
+    for rows in (2, 8, 16, 32, 64):
+        sessions = [engine.open(p * 2) for p in prompts(rows, (CONTEXT - new // 2) // 2)]
+        row: dict[str, Any] = {}
+        for engine.runner.path in ("apart", "drafts", None):
+            engine.sample(sessions, SamplingParams(2))
+            elapsed = seconds(lambda group=sessions: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
+            row[engine.runner.path or "chosen"] = round(1000 * elapsed / new, 3)
+        for session in sessions:
+            engine.close(session)
+        report(what="a decode step with drafts, ms", rows=rows, **row, ratio=row["drafts"] / row["apart"])
 
 
 def lora(model: Any) -> None:
@@ -286,7 +296,7 @@ def agent(model: Any) -> None:
 
 
 def main() -> None:
-    parts = sys.argv[1:] or ["kernels", "parity", "decode", "prefixes", "lora", "generate", "agent"]
+    parts = sys.argv[1:] or ["kernels", "parity", "decode", "prefixes", "drafts", "lora", "generate", "agent"]
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
         start = time.perf_counter()

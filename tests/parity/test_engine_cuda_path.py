@@ -96,13 +96,13 @@ def turns(nap=False):
         engine.close(session)
     assert engine.pool.free == engine.pool.pages
     if isinstance(engine.runner, CudaRunner) and not nap:
-        assert {shape.shares for shape in engine.runner._graphs if hasattr(shape, "shares")} >= {options["shares"]}
+        assert options["path"] in {getattr(shape, "path", None) for shape in engine.runner._graphs}
     return out
 
 expected = turns()
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = options["programs"]
-CudaRunner.always_shares = options["shares"]
+CudaRunner.path = options["path"]
 model.to(device)
 for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
@@ -202,6 +202,44 @@ print("SAME")
 """
 
 
+DRAFTS = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+import palestra.engine.engine as engine_module
+from palestra.core.types import SamplingParams
+from palestra.engine.cuda import paged_ops
+from palestra.engine.cuda.runner import CudaRunner
+
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+config = AutoConfig.for_model("qwen3", vocab_size=24, num_hidden_layers=1, head_dim=16, **sizes)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+def turns():
+    engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=2, self_check=False)
+    engine.runner.path = "drafts"
+    noted = []  # tokens and steps of each burst
+    if isinstance(engine.runner, CudaRunner):
+        engine.runner._speculation.note = lambda *counts: noted.append(counts)
+    rows = [engine.open([14, 17, 9, 14, 17, 9]), engine.open([9, 14, 23, 14, 14, 14, 23, 14, 23, 14, 14, 14, 23])]
+    out = engine.sample(rows, [SamplingParams(5, 0.05, seed=1), SamplingParams(8, 0.0, stop_token_ids=(6,))])
+    return out, [row.kv_len for row in rows], noted
+
+expected, lengths, _ = turns()
+engine_module.build_runner = CudaRunner
+paged_ops.DECODE_PROGRAMS = 8  # two splits
+CudaRunner.look_every = 4
+drafted, same_lengths, noted = turns()
+for a, b in zip(expected, drafted, strict=True):
+    assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
+    assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
+assert lengths == same_lengths
+tokens, steps = map(sum, zip(*noted, strict=True))
+assert tokens == sum(len(turn.token_ids) for turn in drafted) > steps, noted
+print("SAME")
+"""
+
 SLOW = pytest.mark.slow("make test-slow runs every family")
 
 
@@ -227,11 +265,17 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "programs": programs,
         "grammar": family == "gemma2",
         "nap": family == "mistral",
-        "shares": family != "mistral",
+        "path": {"gemma2": "together", "mistral": "drafts"}.get(family, "apart"),
         "branches": family == "qwen3",
         "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }
     status, output = run_kernels(SCRIPT, json.dumps(options))
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
+
+
+def test_drafts_change_nothing_but_the_number_of_steps(run_kernels: RunKernels) -> None:
+    status, output = run_kernels(DRAFTS)
     assert status == 0, output[-3000:]
     assert output.endswith("SAME\n")
 

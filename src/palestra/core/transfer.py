@@ -32,3 +32,12 @@ def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
         together.numpy()[start : start + x.nbytes] = x.numpy().reshape(-1).view(np.uint8)
     moved = together.to(device, non_blocking=True)
     return [moved[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in zip(found, ends, strict=False)]
+
+
+def put(*pairs: tuple[Tensor, np.ndarray]) -> None:
+    """Each array into the first rows and columns of its tensor, all in one transfer."""
+    import torch
+
+    arrays = to_device((torch.from_numpy(array) for _, array in pairs), pairs[0][0].device)
+    for (target, _), source in zip(pairs, arrays, strict=True):
+        target[: source.shape[0], : source.shape[1]].copy_(source)

@@ -2,8 +2,8 @@
 
 Two forks of a random prompt sample a turn, get tokens appended, and sample again. The lengths are chosen so that
 everything is passed where an engine can go wrong: prefill and decode cross page boundaries, a partial page is
-copied for a fork, the prompt is longer than the sliding window, KV leaves the batch and comes back, and in the second
-turn the forks read their common pages together, for which they would be too short.
+copied for a fork, the prompt is longer than the sliding window, and KV leaves the batch and comes back. Each turn takes
+another of the runner's ways to compute a decode step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 NEW_TOKENS = 8  # of each turn
 APPENDED_TOKENS = (3, 5)  # to each fork
-MAX_GROWTH = 2 * NEW_TOKENS + max(APPENDED_TOKENS)  # of a fork
+MAX_TURNS = 3
+MAX_GROWTH = MAX_TURNS * NEW_TOKENS + (MAX_TURNS - 1) * max(APPENDED_TOKENS)  # of a fork
 MAX_WINDOW_FLOPS, MAX_WINDOW_FLOPS_CUDA = 2e11, 1e15  # a second or two; a window that costs more is left out
 HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR, FOUR_BIT_FACTOR = 2.0, 16.0, 4.0, 2.0  # see `tolerated_difference`
 
@@ -61,23 +62,24 @@ def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: 
 
     forks = engine.fork(engine.open(random_ids(prompt_length(model, page_size, capacity))), 2)
     differences, spreads = [], []
-    usual = engine.runner.always_shares
+    runner = engine.runner
+    usual, paths = runner.path, [*runner.paths, *runner.paths][: max(2, len(runner.paths))]
+    sampled: list[list[tuple[int, float]]] = [[], []]  # of each fork: places, and the logprobs of the tokens there
     try:
-        turns = [engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=s) for s in (1, 2)])]
-        for fork, count in zip(forks, APPENDED_TOKENS, strict=True):
-            engine.append(fork, random_ids(count))
-        engine.runner.always_shares = True
-        turns.append(engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=s) for s in (3, 4)]))
-        for fork, count, first, second in zip(forks, APPENDED_TOKENS, *turns, strict=True):
-            end = len(fork.token_ids)
-            middle = end - len(second.token_ids) - count
-            places = [*range(middle - len(first.token_ids), middle), *range(end - len(second.token_ids), end)]
+        for number, runner.path in enumerate(paths):
+            for fork, count in zip(forks, APPENDED_TOKENS, strict=True):
+                engine.append(fork, random_ids(count) if number else [])
+            starts = [len(fork.token_ids) for fork in forks]
+            turns = engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=2 * number + s) for s in (1, 2)])
+            for noted, start, turn in zip(sampled, starts, turns, strict=True):
+                noted += enumerate(turn.logprobs.tolist(), start)
+        for fork, noted in zip(forks, sampled, strict=True):
+            places, logprobs = zip(*noted, strict=True)
             expected, logits = reference_logprobs(model, fork.token_ids, places)
-            sampled = torch.tensor([*first.logprobs.tolist(), *second.logprobs.tolist()])
-            differences.append((sampled - expected).abs())
+            differences.append((torch.tensor(logprobs) - expected).abs())
             spreads.append(logits.std(-1))
     finally:
-        engine.runner.always_shares = usual
+        runner.path = usual
         for fork in forks:
             engine.close(fork)
     difference, spread = torch.cat(differences).mean().item(), torch.cat(spreads).mean().item()

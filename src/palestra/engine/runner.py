@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ class Runner(KVMemory, Protocol):
 
     decode_steps: int
     overlaps: bool  # a step that has begun goes on while the host does something else
-    always_shares: bool  # rows read the KV that they have in common once, however little it is
+    paths: Sequence[str]  # ways to compute a decode step; the self-check goes through all
+    path: Any  # the one to take wherever it can be; None: whichever is quicker
 
     def weights_changed(self) -> None: ...
 

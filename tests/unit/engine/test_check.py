@@ -219,7 +219,7 @@ def test_rounding_of_a_trained_model_is_tolerated_and_not_much_more(caplog: pyte
         (40, 16, 10_000, 93),  # behind twice the window, three tokens before the end of a page
         (4096, 16, 10_000, 4365),
         (1 << 20, 16, 1 << 30, 29),  # too long to be checked
-        (None, 16, 40, 19),  # all turns fit into the memory
+        (None, 16, 53, 19),  # all turns fit into the memory
         (None, 16, 3, 1),
     ],
 )

@@ -23,7 +23,8 @@ class CpuRunner:
     """Owns the KV of one model on the CPU and runs its steps."""
 
     overlaps = False
-    always_shares = True
+    paths: Sequence[str] = ("slots",)
+    path: str | None = None
     decode_steps = 1  # tokens a session may sample before the scheduler looks again
 
     def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:

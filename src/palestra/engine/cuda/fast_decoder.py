@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.engine.cuda import layer_kernels
+from palestra.engine.cuda.drafts import DraftPlan
 from palestra.engine.cuda.fuse import fuse
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm
+from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, rope_and_store
 from palestra.engine.lora import FusedAdapter, base_linear, base_model
 from palestra.engine.supported import norm_epsilon, sliding_window
 
@@ -105,12 +106,20 @@ class CudaFastDecoder:
 
         return self._head(_norm(self.model.model.norm, self._hidden(ids, attend)))
 
+    def verify(self, plan: DraftPlan) -> Tensor:
+        """Logits [tokens, vocabulary] behind each row's last token and its drafts."""
+
+        def attend(layer: _Layer, qkv: Tensor) -> Tensor:
+            return plan.over_pages(layer.index, qkv, layer.scale, layer.window or 0, layer.rope)
+
+        return self._head(_norm(self.model.model.norm, self._hidden(plan.ids, attend)))
+
     def prefill(self, plan: PrefillPlan) -> None:
         """Store the KV of several tokens of several rows."""
 
         def attend(layer: _Layer, qkv: Tensor) -> Tensor | None:
             keys, values = plan.keys[layer.index], plan.values[layer.index]
-            q = plan.rope_and_store(qkv, keys, values, layer.rope)
+            q = rope_and_store(qkv, keys, values, plan.pages, plan.positions, layer.rope)
             if layer is self._layers[-1]:  # its KV is stored: nobody reads what comes behind it
                 return None
             return plan.over_pages(q, keys, values, layer.scale, layer.window, None)

@@ -1,4 +1,4 @@
-"""Triton kernels of the CUDA path: attention over pages, and sampling without a host sync.
+"""Triton kernels of the CUDA path: attention over pages.
 
 Layout of the page store: [pages, KV heads, page, dim], one layer at a time. All offsets into it are 64 bit.
 """
@@ -139,6 +139,64 @@ def shared_attention(
 
 
 @triton.jit
+def draft_attention(
+    Q, K, V, TABLES, LENS, PAGES, OUT, PART, PART_ML,
+    table_width, scale, softcap, window,
+    KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
+
+    Their queries are ready and their KV is stored, but for those without a page, which nobody reads. Each sees the keys
+    up to its own. A row of length 0 is dead.
+    """
+    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(LENS + b)
+    i, d, t, o = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T), tl.arange(0, 16)
+    in_d = d < D
+    drafted = tl.load(PAGES + b * N + o, mask=o < N, other=-1) >= 0
+    length = tl.where(n > 0, n - 1 + tl.sum(drafted.to(tl.int32), 0), 0)
+    token = i // G
+    rows = ((i < N * G) & (token < length - n + 1))[:, None] & in_d[None, :]
+    head = (b * N + token) * (KV * G) + h * G + i % G
+    q = tl.load(Q + head[:, None] * D + d[None, :], mask=rows, other=0.0)
+    position = n - 1 + token
+    first = tl.maximum(n - window, 0) // T if WINDOW else 0
+    end = tl.cdiv(length, T)
+    span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
+    low = first + split * span
+    m = tl.full((M,), -1e30, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, DP), tl.float32)
+    for tile in range(low, tl.minimum(low + span, end)):
+        page = tl.load(TABLES + b * table_width + tile * T // PAGE).to(tl.int64)
+        at = ((page * KV + h) * PAGE + tile * T % PAGE + t[:, None]) * D + d[None, :]
+        key = tile * T + t
+        k = tl.load(K + at, mask=(key < length)[:, None] & in_d[None, :], other=0.0)
+        v = tl.load(V + at, mask=(key < length)[:, None] & in_d[None, :], other=0.0)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        s = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
+        m_next = tl.maximum(m, tl.max(s, 1))
+        w = tl.exp(s - m_next[:, None])
+        shrink = tl.exp(m - m_next)
+        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(w, 1)
+        m = m_next
+    written = (i < N * G)[:, None] & in_d[None, :]
+    if SPLITS == 1:
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(OUT + head[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), mask=written)
+    else:
+        place = head * SPLITS + split
+        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=written)
+        tl.store(PART_ML + place * 2, m, mask=i < N * G)
+        tl.store(PART_ML + place * 2 + 1, total, mask=i < N * G)
+
+
+@triton.jit
 def combine_parts(
     PART, PART_ML, SHARED, LENS, OUT,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, PP: tl.constexpr,
@@ -159,7 +217,8 @@ def combine_parts(
     share = tl.exp(m - tl.max(m, 0))
     inside = there[:, None] & (d[None, :] < D)
     parts = tl.load(PART + (head * PARTS + s[:, None]) * D + d[None, :], mask=inside, other=0.0)
-    out = tl.sum(parts * share[:, None], 0) / tl.sum(total * share, 0)
+    whole = tl.sum(total * share, 0)
+    out = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     tl.store(OUT + head * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
 
 
@@ -209,65 +268,3 @@ def prefill_attention(
         m = m_next
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(OUT + at_q, out.to(OUT.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr):
-    """Maximum and sum of exponentials of each block of logits; grid (rows, blocks)."""
-    b, i = tl.program_id(0), tl.program_id(1)
-    at = i * BLOCK + tl.arange(0, BLOCK)
-    temperature = tl.load(TEMPERATURE + b)
-    x = tl.load(LOGITS + b.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-    x = x / temperature
-    top = tl.max(x, 0)
-    tl.store(STATS + (b * blocks + i) * 2, top)
-    tl.store(STATS + (b * blocks + i) * 2 + 1, tl.sum(tl.exp(x - top), 0))
-
-
-@triton.jit(do_not_specialize=["stops"])
-def choose_and_advance(
-    LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, STARTS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
-    vocabulary, blocks, rows, stops,
-    BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr,
-):  # fmt: skip
-    """Pick each row's token by inverse CDF, note it, and make the row ready for its next step; grid (rows,).
-
-    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes nothing. Its step is how far it
-    has come from STARTS, so that the same captured kernel serves every step.
-    """
-    b = tl.program_id(0)
-    left = tl.load(LEFT + b)
-    alive = left > 0
-    position = tl.load(POSITIONS + b)
-    step = position - tl.load(STARTS + b)
-    temperature = tl.load(TEMPERATURE + b)
-    greedy = tl.load(GREEDY + b) != 0
-    i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
-    real = i < blocks
-    tops = tl.load(STATS + (b * blocks + i) * 2, mask=real, other=-float("inf"))
-    sums = tl.load(STATS + (b * blocks + i) * 2 + 1, mask=real, other=0.0)
-    top = tl.max(tops, 0)
-    mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
-    total = tl.sum(mass, 0)
-    target = tl.load(DRAWS + step * rows + b, mask=alive, other=0.0) * total
-    reached = tl.cumsum(mass, 0)
-    block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
-    block = tl.where(greedy, tl.argmax(tops, 0), block)  # one block holds the token
-    before = tl.sum(tl.where(i < block, mass, 0.0), 0)
-    base = LOGITS + b.to(tl.int64) * vocabulary
-    at = block * BLOCK + t
-    x = tl.load(base + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) / temperature
-    inner = tl.cumsum(tl.exp(x - top), 0)
-    drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
-    token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
-    chosen = tl.load(base + token).to(tl.float32) / temperature
-    tl.store(TOKENS + step * rows + b, token, mask=alive)
-    tl.store(LOGPROBS + step * rows + b, chosen - top - tl.log(total), mask=alive)
-    s = tl.arange(0, NS)
-    stopped = tl.sum((tl.load(STOPS + s * rows + b, mask=s < stops, other=-1) == token).to(tl.int32), 0) > 0
-    left = tl.where(stopped, 0, tl.maximum(left - 1, 0))
-    tl.store(LEFT + b, left)
-    tl.store(LENS + b, tl.where(left > 0, position + 2, 0))
-    if left > 0:
-        tl.store(IDS + b, token)
-        tl.store(POSITIONS + b, position + 1)

@@ -56,11 +56,11 @@ def _packed(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _pad(n: int) -> int:
+def pad(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -84,6 +84,20 @@ class RopeAndNorm:
 
 
 APPLIED_ALREADY = RopeAndNorm()
+
+
+def rope_and_store(
+    qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm
+) -> Tensor:
+    """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
+    tokens, heads, dim = qkv.shape
+    kv_heads = keys.shape[1]
+    q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
+        qkv, q, keys, values, pages, positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
+        H=q.shape[1], KV=kv_heads, D=dim, DP=pad(dim), PAGE=keys.shape[2], **rope.flags, num_warps=1,
+    )  # fmt: skip
+    return q
 
 
 @dataclass(slots=True)
@@ -128,11 +142,11 @@ class DecodePlan:
         part = torch.empty((rows, heads, parts, dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((rows, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
         common: dict[str, Any] = {
-            "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": _pad(dim), "PAGE": page, "PARTS": parts,
-            "SOFTCAP": softcap > 0, "PRECISION": _precision(q.dtype), **rope.flags,
+            "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": pad(dim), "PAGE": page, "PARTS": parts,
+            "SOFTCAP": softcap > 0, "PRECISION": precision(q.dtype), **rope.flags,
         }  # fmt: skip
         if shared is not None:
-            queries = _pad(BLOCK_ROWS * heads // kv_heads)
+            queries = pad(BLOCK_ROWS * heads // kv_heads)
             with _beside(self.side):
                 kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
                     q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
@@ -145,14 +159,14 @@ class DecodePlan:
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
             q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale, softcap, window, rope.epsilon,
-            **common, GP=_pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
+            **common, GP=pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if shared is not None and self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         if parts > 1:
             kernels.combine_parts[(rows * heads,)](
-                part, part_ml, shared_tokens, self.lens, out, H=heads, D=dim, DP=_pad(dim), SPLITS=splits, PARTS=parts,
+                part, part_ml, shared_tokens, self.lens, out, H=heads, D=dim, DP=pad(dim), SPLITS=splits, PARTS=parts,
                 PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
             )  # fmt: skip
         return out
@@ -204,17 +218,6 @@ class PrefillPlan:
             store[pages[:, None], heads, offsets[:, None]] = new[0].transpose(0, 1)
         return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap)[None]
 
-    def rope_and_store(self, qkv: Tensor, keys: Tensor, values: Tensor, rope: RopeAndNorm) -> Tensor:
-        """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
-        tokens, heads, dim = qkv.shape
-        kv_heads = keys.shape[1]
-        q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-        layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
-            qkv, q, keys, values, self.pages, self.positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
-            H=q.shape[1], KV=kv_heads, D=dim, DP=_pad(dim), PAGE=keys.shape[2], **rope.flags, num_warps=1,
-        )  # fmt: skip
-        return q
-
     def over_pages(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
@@ -224,7 +227,7 @@ class PrefillPlan:
         kernels.prefill_attention[(self.block_row.shape[0], n_heads)](
             q, keys, values, self.tables, self.block_row, self.block_start, self.row_first, self.row_count,
             self.row_len, out, self.tables.stride(0), scale, softcap or 0.0, window or 0,
-            H=n_heads, KV=keys.shape[1], D=dim, DP=_pad(dim), PAGE=keys.shape[2], M=self.block,
-            SOFTCAP=bool(softcap), WINDOW=bool(window), PRECISION=_precision(q.dtype), num_warps=4, num_stages=2,
+            H=n_heads, KV=keys.shape[1], D=dim, DP=pad(dim), PAGE=keys.shape[2], M=self.block,
+            SOFTCAP=bool(softcap), WINDOW=bool(window), PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
         )  # fmt: skip
         return out

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from palestra.core.errors import UnsupportedModel
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
@@ -34,11 +35,14 @@ from palestra.engine.supported import can_capture, is_llama_like
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
+DecodePath = Literal["apart", "together", "drafts"]  # together: rows read their common prefixes once
+
+
 class DecodeShape(NamedTuple):
-    """The rows of a decode step, and whether some of them read their common prefixes together."""
+    """The rows of a decode step, and how they are computed."""
 
     rows: int
-    shares: bool
+    path: DecodePath
 
 
 @dataclass(slots=True)
@@ -55,7 +59,7 @@ class CudaRunner:
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     look_every = 8  # steps after which the host looks whether a row has ended
-    always_shares = False
+    path: DecodePath | None = None  # the one that is quicker
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -81,6 +85,9 @@ class CudaRunner:
         rows, width = bucket_for(max_running), -(-context // page_size)
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
         self._fills = PrefillBuffers.empty(rows, width, self.device)
+        self._speculation = Speculation()
+        drafts = ["drafts"] if self.fast_decoder is not None else []
+        self.paths: Sequence[str] = ["apart", "together", *drafts]
 
     def enter(self, session: Session) -> None:
         """Pages are read in place."""
@@ -135,6 +142,7 @@ class CudaRunner:
 
     def disable_fast_path(self) -> bool:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
+        self.paths = ["apart", "together"]
         self._forget_graphs()
         return fast_decoder is not None
 
@@ -187,7 +195,7 @@ class CudaRunner:
 
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
-        shape, _ = self._load(chunks, rows, 1)
+        shape, _ = self._load(chunks, rows, 1, may_draft=False)
         logits = self._decode(shape)[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
@@ -202,7 +210,10 @@ class CudaRunner:
         def enqueue() -> int:
             done = len(looks) * self.look_every
             end = min(done + self.look_every, steps)
-            state.draw(done, end)
+            if shape.path != "drafts":
+                state.draw(done, end)
+            elif done == 0:
+                state.draw(0, steps)
             for _ in range(done, end):
                 self._decode(shape)
             looks.append(state.look(len(looks)))
@@ -213,26 +224,44 @@ class CudaRunner:
             while done < steps and not looks[-2]():
                 done = enqueue()
             emissions = []
-            for chunk, (ids, logprobs) in zip(chunks, state.emitted(done), strict=True):
+            emitted = state.emitted(steps if shape.path == "drafts" else done)
+            for chunk, (ids, logprobs) in zip(chunks, emitted, strict=True):
                 chunk.job.session.kv_len += len(ids)
                 emissions.append(Emission(chunk.job, ids, logprobs))
+            if shape.path == "drafts":
+                self._speculation.note(
+                    sum(len(ids) for ids, _ in emitted), int(state.drafts.steps[: len(chunks)].sum())
+                )
             return emissions
 
         if enqueue() < steps:
             enqueue()
         return collect
 
-    def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> tuple[DecodeShape, int]:
+    def _load(
+        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int, may_draft: bool = True
+    ) -> tuple[DecodeShape, int]:
         """The step's shape, and how many of them, up to `steps`, are worth running."""
         state, stops = self._state, max(len(row.params.stop_token_ids) for row in rows)
         if stops > state.max_stops:
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
-        kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
-        min_tokens = 0 if self.always_shares else MIN_SAVED_BYTES / kv_bytes
-        shared = SharedArrays.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
-        steps = self._state.load(chunks, rows, shared, self.page_size, self.context, steps)
-        return DecodeShape(bucket_for(len(chunks)), shared is not None), steps
+        shape, shared = self._choose_path([chunk.job.session for chunk in chunks], may_draft)
+        drafts = shape.path == "drafts"
+        return shape, self._state.load(chunks, rows, shared, drafts, self.page_size, self.context, steps)
+
+    def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
+        bucket = bucket_for(len(sessions))
+        if self.path in (None, "together"):
+            kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
+            min_tokens = 0 if self.path == "together" else MIN_SAVED_BYTES / kv_bytes
+            shared = SharedArrays.of(sessions, self.page_size, min_tokens)
+            if shared is not None:
+                return DecodeShape(bucket, "together"), shared
+        can_draft = may_draft and self.fast_decoder is not None and bucket <= self._state.drafts.rows
+        if can_draft and (self.path == "drafts" or (self.path is None and self._speculation.is_worth_it())):
+            return DecodeShape(bucket, "drafts"), None
+        return DecodeShape(bucket, "apart"), None
 
     def _decode(self, shape: DecodeShape) -> Tensor:
         """One decode step over the state's first rows; its logits [rows, V]."""
@@ -242,14 +271,26 @@ class CudaRunner:
         return graph.logits
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
+        if shape.path == "drafts":
+            return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
-        shared = state.shared(rows) if shape.shares else None
+        shared = state.shared(rows) if shape.path == "together" else None
         plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
         if self.fast_decoder is not None:
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
         else:
             logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows])
         state.choose(logits)
+        return logits
+
+    def _draft_step(self, rows: int) -> Tensor:
+        state, drafts, tokens = self._state, self._state.drafts, rows * STEP_TOKENS
+        assert self.fast_decoder is not None
+        drafts.draft(rows, state.tables, state.positions, state.lens, state.left, self.page_size)
+        of_tokens = (drafts.ids[:tokens], drafts.positions[:tokens], drafts.pages[:tokens])
+        plan = DraftPlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], *of_tokens)
+        logits = self.fast_decoder.verify(plan)
+        state.choose(logits, drafts=True)
         return logits
 
     def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:

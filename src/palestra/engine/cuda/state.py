@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import to_device
-from palestra.engine.cuda import kernels
+from palestra.core.transfer import put
+from palestra.engine.cuda import sampling_kernels
+from palestra.engine.cuda.drafts import STEP_TOKENS, DraftBuffers
 from palestra.engine.cuda.paged_ops import padded_tables
 from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedArrays, SharedPrefixes
 from palestra.engine.sampler import SamplingRow, uniforms
@@ -38,6 +39,7 @@ class DecodeState:
         self._chosen = torch.zeros((2, steps, rows), dtype=torch.int32, device=device)
         self.tokens, self.logprobs = self._chosen[0], self._chosen[1].view(torch.float32)
         self._stats = torch.empty(0, device=device)
+        self.drafts = DraftBuffers(rows, steps, device)
         self._left_on_host = torch.zeros((2, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._seeds, self._drawn_from = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
@@ -46,13 +48,19 @@ class DecodeState:
         return SharedPrefixes(self._shared.tokens[:rows], self._shared.blocks[: rows // 2])
 
     def load(
-        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], shared: SharedArrays | None, page_size: int,
-        context: int, steps: int = 1,
+        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], shared: SharedArrays | None, drafts: bool,
+        page_size: int, context: int, steps: int = 1,
     ) -> int:  # fmt: skip
-        """Bring the rows onto the device; how many steps, up to `steps`, are worth running."""
+        """Bring the rows onto the device; how many steps, up to `steps`, are worth running.
+
+        With drafts a row may be done in fewer: it has no more than `steps` tokens.
+        """
         jobs, params = [chunk.job for chunk in chunks], [row.params for row in rows]
         sessions = [job.session for job in jobs]
         left = [_tokens_left(job, page_size, context) for job in jobs]
+        if drafts:
+            left = [min(tokens, steps) for tokens in left]
+            self.drafts.load(sessions)
         at = np.array([session.kv_len for session in sessions], np.int32)
         words = np.full((len(self._of_rows), len(jobs)), -1, np.int32)
         words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
@@ -63,10 +71,10 @@ class DecodeState:
             words[8 : 8 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
         self._of_rows.zero_()
         self.tokens.fill_(-1)
-        _put((self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions])))
+        put((self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions])))
         if shared is not None:
             self._shared.blocks.fill_(-1)
-            _put((self._shared.blocks, shared.blocks))
+            put((self._shared.blocks, shared.blocks))
         self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
         self._drawn_from = np.array([row.position for row in rows])
         return min(steps, max(left))
@@ -74,7 +82,7 @@ class DecodeState:
     def draw(self, first: int, end: int) -> None:
         """The random numbers of some steps."""
         numbers = uniforms(self._seeds, self._drawn_from + np.arange(first, end)[:, None])
-        _put((self.draws[first:end], numbers))
+        put((self.draws[first:end], numbers))
 
     def look(self, number: int) -> Callable[[], bool]:
         """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
@@ -98,28 +106,25 @@ class DecodeState:
         both = zip(chosen[0].tolist(), chosen[1].view(np.float32).tolist(), counts, strict=True)
         return [(ids[:n], logprobs[:n]) for ids, logprobs, n in both]
 
-    def choose(self, logits: Tensor) -> None:
-        """Choose each row's token from logits [rows, V] and advance the rows."""
-        bucket, vocabulary = logits.shape
+    def choose(self, logits: Tensor, drafts: bool = False) -> None:
+        """Choose each row's token from logits [rows, V] and advance the rows; with drafts [rows * STEP_TOKENS, V]."""
+        tokens, vocabulary = logits.shape
+        a_row = STEP_TOKENS if drafts else 1
         blocks = -(-vocabulary // VOCABULARY_BLOCK)
-        if self._stats.numel() < self.rows * blocks * 2:
-            self._stats = torch.empty(self.rows * blocks * 2, device=logits.device)
-        kernels.block_stats[(bucket, blocks)](
-            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
+        most = max(self.rows, self.drafts.rows * STEP_TOKENS)
+        if self._stats.numel() < most * blocks * 2:
+            self._stats = torch.empty(most * blocks * 2, device=logits.device)
+        sampling_kernels.block_stats[(tokens, blocks)](
+            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, K=a_row, num_warps=4
         )
-        stops = self.max_stops
-        kernels.choose_and_advance[(bucket,)](
+        stops, history = self.max_stops, self.drafts.history
+        sampling_kernels.choose_and_advance[(tokens // a_row,)](
             logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.starts,
-            self.positions, self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows, stops,
-            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), num_warps=4,
+            self.positions, self.lens, self.left, self.tokens, self.logprobs, self.drafts.drafts, history,
+            self.drafts.firsts, self.drafts.steps, vocabulary, blocks, self.rows, stops, history.stride(0),
+            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), K=a_row,
+            num_warps=4,
         )  # fmt: skip
-
-
-def _put(*pairs: tuple[Tensor, np.ndarray]) -> None:
-    """Each array into the first rows and columns of its tensor."""
-    arrays = to_device((torch.from_numpy(array) for _, array in pairs), pairs[0][0].device)
-    for (target, _), source in zip(pairs, arrays, strict=True):
-        target[: source.shape[0], : source.shape[1]].copy_(source)
 
 
 def _tokens_left(job: Job, page_size: int, context: int) -> int:

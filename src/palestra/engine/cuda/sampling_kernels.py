@@ -1,0 +1,136 @@
+"""Triton kernels of the CUDA path: tokens drafted, chosen and noted without a host sync."""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Maximum and sum of exponentials of each block of logits; grid (rows * K, blocks)."""
+    b, i = tl.program_id(0), tl.program_id(1)
+    at = i * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(TEMPERATURE + b // K)
+    x = tl.load(LOGITS + b.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    x = x / temperature
+    top = tl.max(x, 0)
+    tl.store(STATS + (b * blocks + i) * 2, top)
+    tl.store(STATS + (b * blocks + i) * 2 + 1, tl.sum(tl.exp(x - top), 0))
+
+
+@triton.jit
+def _choose(
+    LOGITS, STATS, at_row, temperature, greedy, draw, vocabulary, blocks, BLOCK: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
+    """A token by inverse CDF from one row of logits, and its logprob."""
+    i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
+    real = i < blocks
+    tops = tl.load(STATS + (at_row * blocks + i) * 2, mask=real, other=-float("inf"))
+    sums = tl.load(STATS + (at_row * blocks + i) * 2 + 1, mask=real, other=0.0)
+    top = tl.max(tops, 0)
+    mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
+    total = tl.sum(mass, 0)
+    target = draw * total
+    reached = tl.cumsum(mass, 0)
+    block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
+    block = tl.where(greedy, tl.argmax(tops, 0), block)  # one block holds the token
+    before = tl.sum(tl.where(i < block, mass, 0.0), 0)
+    base = LOGITS + at_row.to(tl.int64) * vocabulary
+    at = block * BLOCK + t
+    x = tl.load(base + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) / temperature
+    inner = tl.cumsum(tl.exp(x - top), 0)
+    drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
+    token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
+    chosen = tl.load(base + token).to(tl.float32) / temperature
+    return token, chosen - top - tl.log(total)
+
+
+@triton.jit(do_not_specialize=["stops"])
+def choose_and_advance(
+    LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, STARTS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
+    DRAFTS, HISTORY, FIRSTS, STEPS, vocabulary, blocks, rows, stops, history_width,
+    BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Pick each row's token, note it, and make the row ready for its next step; grid (rows,).
+
+    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes nothing. Its step is how far it
+    has come from STARTS, so that the same captured kernel serves every step. With K > 1 the logits behind the row's
+    DRAFTS are there, too: as long as the token that is chosen is the one that was drafted, the next is chosen at once.
+    """
+    b = tl.program_id(0)
+    left = tl.load(LEFT + b)
+    position = tl.load(POSITIONS + b)
+    start = tl.load(STARTS + b)
+    temperature = tl.load(TEMPERATURE + b)
+    greedy = tl.load(GREEDY + b) != 0
+    s = tl.arange(0, NS)
+    stop_ids = tl.load(STOPS + s * rows + b, mask=s < stops, other=-1)
+    token = tl.load(IDS + b)
+    going = left > 0
+    if K > 1:
+        tl.store(STEPS + b, tl.load(STEPS + b) + going.to(tl.int32))
+    for i in tl.static_range(K):
+        if going:
+            step = position - start
+            draw = tl.load(DRAWS + step * rows + b)
+            token, logprob = _choose(
+                LOGITS, STATS, b * K + i, temperature, greedy, draw, vocabulary, blocks, BLOCK, NB
+            )  # fmt: skip
+            tl.store(TOKENS + step * rows + b, token)
+            tl.store(LOGPROBS + step * rows + b, logprob)
+            stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
+            left = tl.where(stopped, 0, left - 1)
+            if left > 0:
+                position += 1
+                if K > 1:
+                    tl.store(HISTORY + b * history_width + position - tl.load(FIRSTS + b), token)
+            if i + 1 < K:
+                going = (left > 0) & (token == tl.load(DRAFTS + b * K + i + 1))
+    tl.store(LEFT + b, tl.maximum(left, 0))
+    tl.store(LENS + b, tl.where(left > 0, position + 1, 0))
+    if left > 0:
+        tl.store(IDS + b, token)
+        tl.store(POSITIONS + b, position)
+
+
+@triton.jit
+def draft(
+    HISTORY, FIRSTS, TABLES, POSITIONS, LENS, LEFT, IDS, DRAFTS, TOKEN_POSITIONS, PAGES,
+    history_width, table_width,
+    K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What may come next: the tokens that followed where a row's last two tokens stood together before; grid (rows,).
+
+    IDS, TOKEN_POSITIONS and PAGES [rows, K] are the step's tokens: the row's last one and its drafts. A token that is
+    not there has the page -1, and the draft -1.
+    """
+    b = tl.program_id(0)
+    left = tl.load(LEFT + b)
+    position = tl.load(POSITIONS + b)
+    first = tl.load(FIRSTS + b)
+    here = HISTORY + b * history_width
+    last = position - first  # where the row's last token stands in its history
+    token = tl.load(here + last)
+    previous = tl.load(here + last - 1, mask=last > 0, other=-1)
+    t = tl.arange(0, BLOCK)
+    found = -1
+    for low in range(0, last, BLOCK):
+        at = low + t
+        inside = (at < last) & (at > 0)
+        same = inside & (tl.load(here + at, mask=inside, other=-1) == token)
+        same = same & (tl.load(here + at - 1, mask=inside, other=-1) == previous)
+        found = tl.maximum(found, tl.max(tl.where(same, at, -1), 0))
+    alive = tl.load(LENS + b) > 0
+    there = alive & (left > 0)
+    for i in tl.static_range(K):
+        if i > 0:
+            there = there & (i < left) & (found >= 0) & (found + i <= last)
+            token = tl.load(here + found + i, mask=there, other=0)
+        place = position + i
+        page = tl.load(TABLES + b * table_width + place // PAGE, mask=there, other=-1)
+        tl.store(IDS + b * K + i, token)
+        tl.store(DRAFTS + b * K + i, tl.where(there, token, -1))
+        tl.store(TOKEN_POSITIONS + b * K + i, place)
+        tl.store(PAGES + b * K + i, page)
