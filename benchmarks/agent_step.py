@@ -41,7 +41,7 @@ from typing import Any
 from random_models import end_turns_after
 from rollout import ANSWER, NEVER, TURN_TOKENS, make_tokenizer, make_trl_call, words
 
-SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 4}  # and how many steps each takes
+SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 3}  # and how many steps each takes
 GROUP, ROUNDS, MAX_NEW_TOKENS = 8, 3, 512
 SYSTEM = "Look it up."
 WARM_UP = 2  # steps that do not count

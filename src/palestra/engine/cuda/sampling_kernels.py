@@ -71,7 +71,7 @@ def choose_and_advance(
     going = left > 0
     if K > 1:
         tl.store(STEPS + b, tl.load(STEPS + b) + going.to(tl.int32))
-    for i in tl.static_range(K):
+    for i in range(K):  # not unrolled, as its body is long
         if going:
             step = position - start
             draw = tl.load(DRAWS + step * rows + b)
@@ -86,8 +86,8 @@ def choose_and_advance(
                 position += 1
                 if K > 1:
                     tl.store(HISTORY + b * history_width + position - tl.load(FIRSTS + b), token)
-            if i + 1 < K:
-                going = (left > 0) & (token == tl.load(DRAFTS + b * K + i + 1))
+            drafted = tl.load(DRAFTS + b * K + i + 1, mask=i + 1 < K, other=-1)
+            going = (left > 0) & (token == drafted)
     tl.store(LEFT + b, tl.maximum(left, 0))
     tl.store(LENS + b, tl.where(left > 0, position + 1, 0))
     if left > 0:
