@@ -128,7 +128,7 @@ def draft(
         if i > 0:
             there = there & (i < left) & (found >= 0) & (found + i <= last)
             token = tl.load(here + found + i, mask=there, other=0)
-        place = position + i
+        place = tl.where(there, position + i, position)  # never behind the context's end, where there is no RoPE
         page = tl.load(TABLES + b * table_width + place // PAGE, mask=there, other=-1)
         tl.store(IDS + b * K + i, token)
         tl.store(DRAFTS + b * K + i, tl.where(there, token, -1))
