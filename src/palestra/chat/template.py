@@ -171,10 +171,11 @@ class ChatFormat:
         bodies = [reply.text for reply in replies]
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
-            text = "".join(chain.from_iterable(zip(scaffold, [*bodies, ""], strict=True)))
+            between = zip(bodies, scaffold[1:], strict=True)
+            written = chain.from_iterable((Piece(body, True), Piece(behind, False)) for body, behind in between)
+            pieces = [Piece(scaffold[0], False), *written]
         else:
-            text = self._delta(replies, more)[1]
-        pieces = cut_into_pieces(text, scaffold, bodies)
+            pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
         found = self._encode([Piece(stop, False), *pieces] if stop else pieces)
         if stop and after_stop_token:

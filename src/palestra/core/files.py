@@ -50,13 +50,13 @@ def open_private(path: Path) -> IO[bytes]:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab") as file:
         file.writelines(_json_line(row) for row in rows)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace a JSON-lines file atomically, one row at a time."""
-    _write_lines(path, (_json_line(row).encode() for row in rows))
+    _write_lines(path, (_json_line(row) for row in rows))
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -150,9 +150,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "palestra"
 
 
-def _json_line(row: Mapping[str, Any]) -> str:
+def _json_line(row: Mapping[str, Any]) -> bytes:
     """As json.dumps writes it, without spaces, in a fifth of the time: a step has hundreds of long rows."""
-    return to_json(row, fallback=str, inf_nan_mode="constants").decode() + "\n"
+    return to_json(row, fallback=str, inf_nan_mode="constants") + b"\n"
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

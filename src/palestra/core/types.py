@@ -26,6 +26,7 @@ Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
 HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
+_NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Turn:
         count = len(self.token_ids)
         expected = count if self.maker == "model" else 0
         _set(self, "token_ids", _array(self.token_ids, np.int32))
-        _set(self, "logprobs", _array(self.logprobs, np.float32))
+        _set(self, "logprobs", _array(self.logprobs, np.float32) if len(self.logprobs) else _NO_LOGPROBS)
         _set(self, "versions", _filled(self.versions, expected, np.int32))
         for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
             if len(array) != expected:
@@ -297,7 +298,7 @@ def _array(values: Any, kind: Any) -> Array:
 
 def _filled(values: Any, count: int, kind: Any) -> Array:
     if isinstance(values, int | float):
-        return np.full(count, values, kind)
+        return np.full(count, values, kind) if count else np.empty(0, kind)
     array = np.asarray(values, dtype=kind)
     return np.full(count, array) if array.ndim == 0 else array.view()
 
