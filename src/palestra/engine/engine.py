@@ -356,7 +356,7 @@ class Engine:
                 self._release(source)
 
     def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:
-        ids = [int(token) for token in token_ids]
+        ids = list(map(int, token_ids))
         if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
             wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
             raise PalestraError(
