@@ -6,7 +6,7 @@ import time
 import pytest
 
 from palestra.core import calls
-from palestra.core.calls import CallTimeout, OutOfThreads, call_with_limit, hung_calls
+from palestra.core.calls import CallTimeout, OutOfThreads, call_with_limit, calls_with_limit, hung_calls
 
 
 @pytest.fixture
@@ -84,6 +84,24 @@ def test_the_loop_goes_on_while_a_call_is_slow(release):
     quick, seconds = asyncio.run(main())
     assert quick == "quick"
     assert seconds < 2
+
+
+def test_the_first_failure_of_several_calls_is_raised_though_another_hangs(release):
+    def fails():
+        raise ValueError("no such table")
+
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match="no such table"):
+        asyncio.run(calls_with_limit([lambda: release.wait(5), fails], timeout_s=5.0))
+    assert time.perf_counter() - began < 3
+
+
+def test_several_calls_give_their_results_in_order_and_each_that_hangs_is_counted(release):
+    assert asyncio.run(calls_with_limit([lambda i=i: i for i in range(5)], timeout_s=5.0)) == [0, 1, 2, 3, 4]
+    assert until(lambda: hung_calls() == 0)
+    with pytest.raises(CallTimeout, match=r"longer than 0\.2 s"):
+        asyncio.run(calls_with_limit([lambda: release.wait(5)] * 2, timeout_s=0.2))
+    assert hung_calls() == 2
 
 
 def until(condition):
