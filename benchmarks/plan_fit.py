@@ -30,17 +30,17 @@ from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.shape import find_shape
 from palestra.plan.work import StepWork
 
-FIXED = ("bandwidth_share", "host_step_s", "origin")  # of an efficiency; the others are fitted
+# of an efficiency; the others are fitted. A prefill's share decides about decode steps of many rows, too
+FIXED = ("bandwidth_share", "prefill_flop_share", "host_step_s", "origin")
 MODULES = {
     **dict.fromkeys(("SHARED_RATE", "SIBLINGS_RATE", "NARROW_HEADS", "LORA_LAUNCHES"), step_time),
     **dict.fromkeys(("WORKSPACE", "LORA_LAYERS"), memory),
 }
 STIFFNESS = 0.03  # of a constant's logarithm beside errors in shares of a step
-SHARES = ("prefill_flop_share", "learner_flop_share", "attention_flop_share", "NARROW_HEADS")  # at most 1
-# what phases a part of the plan is
+SHARES = ("learner_flop_share", "attention_flop_share", "NARROW_HEADS")  # at most 1
+# what phases a part of the plan is; decode steps are behind prefills on the GPU, so the host waits for both in one
 PHASES = {
-    "prefill": ("prefill",),
-    "decode": ("decode", "planning"),
+    "decode": ("prefill", "decode", "planning"),
     "agent loop": ("template", "agent_loop"),
     "learner": ("learner",),
 }
@@ -118,6 +118,7 @@ def used(constants: Constants) -> Iterator[None]:
 
 def parts_of(found: RunEstimate) -> dict[str, float]:
     parts = dict(found.time.parts)
+    parts["decode"] += parts.pop("prefill")
     parts["learner"] += parts.pop("optimizer")
     parts["rest"] += parts.pop("communication")
     return parts

@@ -15,9 +15,9 @@ FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
 MASTER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
 PLAIN_BYTES = 20  # the same without master weights
 BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt once, and bytes of a layer from which on
-SHARED_RATE = 1.0  # of the bandwidth, where they do;
-SIBLINGS_RATE = 1.5  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
-NARROW_HEADS = 0.6  # of the bandwidth, where heads are narrower than 128
+SHARED_RATE = 0.71  # of the bandwidth, where they do;
+SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
+NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
 LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 

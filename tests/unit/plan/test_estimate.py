@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,31 +112,25 @@ def test_decode_is_within_15_percent_of_what_an_h200_measured(rows: int, per_s: 
 # benchmarks/plan.py on an H200: model, LoRA's rank, problems, group, tokens of prompt, sampled, and of a micro-batch,
 # GiB of the cache; seconds and GiB
 MEASURED = [
-    ("smollm2-135m", 0, 32, 8, 247, 255, 16384, 1.74, 1.61, 11.07),
-    ("smollm2-135m", 0, 16, 8, 1527, 503, 16384, 2.13, 2.59, 11.46),
-    ("smollm2-135m", 16, 8, 8, 7671, 496, 16384, 2.22, 4.58, 13.26),
-    ("qwen3-0.6b", 0, 16, 8, 247, 256, 16384, 4.33, 1.29, 30.07),
-    ("qwen3-0.6b", 0, 4, 8, 7671, 510, 16384, 5.53, 4.29, 26.80),
-    ("qwen3-0.6b", 16, 16, 8, 1527, 511, 16384, 10.59, 5.32, 36.36),
-    ("qwen3-1.7b", 0, 16, 8, 503, 512, 16384, 8.66, 3.97, 57.68),
-    ("qwen3-1.7b", 16, 4, 8, 7671, 506, 16384, 5.53, 6.10, 47.42),
+    ("smollm2-135m", 0, 32, 8, 247, 255, 65536, 1.74, 1.55, 17.53),
+    ("smollm2-135m", 0, 16, 8, 1527, 507, 65536, 2.13, 1.57, 21.02),
+    ("smollm2-135m", 16, 8, 8, 7671, 498, 65536, 2.22, 3.01, 21.39),
+    ("qwen3-0.6b", 0, 16, 8, 247, 256, 32768, 4.33, 1.17, 30.45),
+    ("qwen3-0.6b", 0, 4, 8, 7671, 512, 32768, 5.53, 2.57, 35.48),
+    ("qwen3-0.6b", 16, 16, 8, 1527, 511, 32768, 10.59, 4.14, 32.15),
+    ("qwen3-1.7b", 0, 16, 8, 503, 512, 16384, 8.66, 4.46, 56.50),
+    ("qwen3-1.7b", 16, 4, 8, 7671, 510, 16384, 5.53, 4.50, 25.89),
 ]
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row[0]} r={row[1]} {row[4]}+{row[5]}")
-def test_a_step_is_within_25_percent_of_time_and_15_percent_of_memory_of_what_an_h200_measured(
-    row: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_time, "MIN_SAVED_BYTES", math.inf)  # measured before siblings read their prompt once
+def test_a_step_is_within_25_percent_of_time_and_15_percent_of_memory_of_what_an_h200_measured(row: Any) -> None:
     model, rank, problems, group, prompt, new, micro_batch, kv, seconds, gib = row
     method = {"method": "lora", "lora_rank": rank} if rank else {}
     work = {"problems": problems, "group_size": group, "prompt_tokens": prompt, "new_tokens": new}
     found = plan(model, **work, **method, kv_memory_gib=kv, tokens_per_micro_batch=micro_batch)
     assert found.time.total_s == pytest.approx(seconds, rel=0.25)
-    if rank:  # measured when compiled layers still kept what adapters add
-        assert 0.3 * gib < found.memory.total / GIB < gib
-    else:
-        assert found.memory.total / GIB == pytest.approx(gib, rel=0.15)
+    assert found.memory.total / GIB == pytest.approx(gib, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +219,8 @@ def test_siblings_read_a_long_prompt_once_as_the_engine_does() -> None:
     assert (step_time.BLOCK_ROWS, step_time.MIN_SAVED_BYTES) == (BLOCK_ROWS, MIN_SAVED_BYTES)
     works = ({"group_size": n, "problems": 64 // n, "prompt_tokens": 8000, "new_tokens": 2} for n in (1, 8, 16))
     lone, eight, sixteen = (plan(**work).time.decode.kv_s for work in works)
-    assert lone == pytest.approx(8 * eight, rel=0.01) == pytest.approx(8 * sixteen, rel=0.01)
+    once = 8 * step_time.SHARED_RATE
+    assert lone == pytest.approx(once * eight, rel=0.01) == pytest.approx(once * sixteen, rel=0.01)
 
 
 def test_stale_rollouts_overlap_sampling_and_learning() -> None:

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from palestra.core.transfer import put
 from palestra.engine.cuda import kernels, sampling_kernels
-from palestra.engine.cuda.paged_ops import (
-    MAX_SPLITS,
-    RopeAndNorm,
-    decode_shape,
-    pad,
-    precision,
-    rope_and_store,
-    splits_for,
-)
+from palestra.engine.cuda.paged_ops import RopeAndNorm, decode_shape, pad, precision, rope_and_store, splits_for
 from palestra.engine.session import Session
 
 STEP_TOKENS = 4  # of a row in one step: its last one and three drafts
@@ -36,7 +28,7 @@ NOTED_STEPS, PAUSE = 64, 32  # rows' steps that are looked at, and bursts withou
 
 
 class Speculation:
-    """Whether drafts are worth their computation, by how many were right lately."""
+    """Whether drafts are worth their computation, by how many were right lately, with the same weights."""
 
     def __init__(self) -> None:
         self._tokens, self._steps, self._pause = 0.0, 0.0, 0
@@ -107,13 +99,13 @@ class DraftPlan:
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
         kernels.draft_attention[(rows, kv_heads, splits)](
             q, keys, values, self.tables, self.lens, self.pages, out, part, part_ml, self.tables.stride(0), scale, 0.0,
-            window, KV=kv_heads, G=heads // kv_heads, N=STEP_TOKENS, M=pad(STEP_TOKENS * heads // kv_heads), D=dim,
-            DP=pad(dim), PAGE=page, T=min(keys_at_once, page), SPLITS=splits, SOFTCAP=False, WINDOW=window > 0,
-            PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
+            window, splits, KV=kv_heads, G=heads // kv_heads, N=STEP_TOKENS, M=pad(STEP_TOKENS * heads // kv_heads),
+            D=dim, DP=pad(dim), PAGE=page, T=min(keys_at_once, page), WHOLE=splits == 1, SOFTCAP=False,
+            WINDOW=window > 0, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
             kernels.combine_parts[(tokens * heads,)](
-                part, part_ml, self.lens, self.lens, out, H=heads, D=dim, DP=pad(dim), SPLITS=splits, PARTS=splits,
-                PP=splits, num_warps=1 if splits <= MAX_SPLITS else 4,
+                part, part_ml, self.lens, self.lens, out, splits, splits, H=heads, D=dim, DP=pad(dim), SHARES=False,
+                PP=splits, num_warps=1,
             )  # fmt: skip
         return out

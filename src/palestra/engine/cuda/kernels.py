@@ -20,19 +20,20 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "parts"])
 def decode_attention(
     Q, K_NEW, V_NEW, K, V, TABLES, LENS, SHARED, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
-    q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps,
+    q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    T: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    T: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
-    and reads nothing. With more PARTS than SPLITS the row's first SHARED tokens are read by `shared_attention`.
+    and reads nothing. If it SHARES, its first SHARED tokens are read by `shared_attention`, in the parts behind its
+    splits. WHOLE: the row is one part.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
@@ -44,17 +45,17 @@ def decode_attention(
     q = apply_rope(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, ROPE)
     k_new = apply_rope(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, ROPE)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
-    if PARTS > SPLITS:
+    if SHARES:
         first_key = tl.load(SHARED + b)
     first, end = first_key // T, tl.cdiv(past, T)
-    span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
+    span = tl.cdiv(tl.maximum(end - first, 0), splits)
     low = first + split * span
     high = tl.minimum(low + span, end)
     v_new = tl.load(V_NEW + b * v_stride + h * D + d, mask=in_d, other=0.0)
     m = tl.full((GP,), -float("inf"), tl.float32)
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
-    if split == SPLITS - 1:
+    if split == splits - 1:
         m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if SOFTCAP:
             m = softcap * (2.0 * tl.sigmoid(2.0 * m / softcap) - 1.0)
@@ -80,26 +81,26 @@ def decode_attention(
         total = total * shrink + tl.sum(w, 1)
         m = m_next
     head = (b * KV + h) * G + g
-    if PARTS == 1:
+    if WHOLE:
         tl.store(OUT + head[:, None] * D + d[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
     else:
-        place = head * PARTS + split
+        place = head * parts + split
         tl.store(PART + place[:, None] * D + d[None, :], acc, mask=rows)
         tl.store(PART_ML + place * 2, m, mask=g < G)
         tl.store(PART_ML + place * 2 + 1, total, mask=g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "parts"])
 def shared_attention(
     Q, K, V, TABLES, LENS, SHARED, BLOCKS, PART, PART_ML, COS, SIN, Q_NORM,
-    q_stride, table_width, scale, softcap, eps,
+    q_stride, table_width, scale, softcap, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr,
+    ROPE: tl.constexpr,
 ):  # fmt: skip
     """The pages that up to R rows begin with, read once for their M >= R * G queries; grid (blocks, KV heads, splits).
 
-    Its SPLITS are the last of a row's PARTS. Every row is behind these pages, so nothing is masked but dead rows' work.
+    Its splits are the last of a row's parts. Every row is behind these pages, so nothing is masked but dead rows' work.
     """
     block, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, d, t = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T)
@@ -115,7 +116,7 @@ def shared_attention(
         position = tl.maximum(n - 1, 0)[:, None]
         q_row = (row * q_stride + head * D)[:, None]
         q = apply_rope(Q, q_row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ROPE)
-        span = tl.cdiv(tiles, SPLITS)
+        span = tl.cdiv(tiles, splits)
         low = split * span
         m = tl.full((M,), -float("inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
@@ -132,18 +133,18 @@ def shared_attention(
             acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(w, 1)
             m = m_next
-        place = (row * KV * G + head) * PARTS + PARTS - SPLITS + split
+        place = (row * KV * G + head) * parts + parts - splits + split
         tl.store(PART + place[:, None] * D + d[None, :], acc, mask=inside)
         tl.store(PART_ML + place * 2, m, mask=real)
         tl.store(PART_ML + place * 2 + 1, total, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def draft_attention(
     Q, K, V, TABLES, LENS, PAGES, OUT, PART, PART_ML,
-    table_width, scale, softcap, window,
+    table_width, scale, softcap, window, splits,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
@@ -164,7 +165,7 @@ def draft_attention(
     position = n - 1 + token
     first = tl.maximum(n - window, 0) // T if WINDOW else 0
     end = tl.cdiv(length, T)
-    span = tl.cdiv(tl.maximum(end - first, 0), SPLITS)
+    span = tl.cdiv(tl.maximum(end - first, 0), splits)
     low = first + split * span
     m = tl.full((M,), -1e30, tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -186,39 +187,39 @@ def draft_attention(
         total = total * shrink + tl.sum(w, 1)
         m = m_next
     written = (i < N * G)[:, None] & in_d[None, :]
-    if SPLITS == 1:
+    if WHOLE:
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(OUT + head[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), mask=written)
     else:
-        place = head * SPLITS + split
+        place = head * splits + split
         tl.store(PART + place[:, None] * D + d[None, :], acc, mask=written)
         tl.store(PART_ML + place * 2, m, mask=i < N * G)
         tl.store(PART_ML + place * 2 + 1, total, mask=i < N * G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "parts"])
 def combine_parts(
-    PART, PART_ML, SHARED, LENS, OUT,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, PP: tl.constexpr,
+    PART, PART_ML, SHARED, LENS, OUT, splits, parts,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """Merge what was computed apart for one (row, head): its own SPLITS, and PARTS of a shared prefix if it has one.
+    """Merge what was computed apart for one (row, head): its own splits, and those of a shared prefix if it has one.
 
     Grid (rows * heads,).
     """
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, PP), tl.arange(0, DP)
-    count = SPLITS
-    if PARTS > SPLITS:
+    count = splits
+    if SHARES:
         row = head // H  # a dead one's shared parts may never have been written
-        count = tl.where((tl.load(SHARED + row) > 0) & (tl.load(LENS + row) > 0), PARTS, SPLITS)
+        count = tl.where((tl.load(SHARED + row) > 0) & (tl.load(LENS + row) > 0), parts, splits)
     there = s < count
-    m = tl.load(PART_ML + (head * PARTS + s) * 2, mask=there, other=-float("inf"))
-    total = tl.load(PART_ML + (head * PARTS + s) * 2 + 1, mask=there, other=0.0)
+    m = tl.load(PART_ML + (head * parts + s) * 2, mask=there, other=-float("inf"))
+    total = tl.load(PART_ML + (head * parts + s) * 2 + 1, mask=there, other=0.0)
     share = tl.exp(m - tl.max(m, 0))
     inside = there[:, None] & (d[None, :] < D)
-    parts = tl.load(PART + (head * PARTS + s[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    part = tl.load(PART + (head * parts + s[:, None]) * D + d[None, :], mask=inside, other=0.0)
     whole = tl.sum(total * share, 0)
-    out = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    out = tl.sum(part * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     tl.store(OUT + head * D + d, out.to(OUT.dtype.element_ty), mask=d < D)
 
 

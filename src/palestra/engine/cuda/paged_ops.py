@@ -142,7 +142,7 @@ class DecodePlan:
         part = torch.empty((rows, heads, parts, dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((rows, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
         common: dict[str, Any] = {
-            "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": pad(dim), "PAGE": page, "PARTS": parts,
+            "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": pad(dim), "PAGE": page,
             "SOFTCAP": softcap > 0, "PRECISION": precision(q.dtype), **rope.flags,
         }  # fmt: skip
         if shared is not None:
@@ -150,8 +150,8 @@ class DecodePlan:
             with _beside(self.side):
                 kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
                     q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
-                    q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon,
-                    **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page), SPLITS=parts - splits,
+                    q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon, parts - splits, parts,
+                    **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page),
                     num_warps=4 if queries <= 64 else 8, num_stages=3,
                 )  # fmt: skip
         shared_tokens = self.lens if shared is None else shared.tokens  # nobody reads the first
@@ -159,15 +159,15 @@ class DecodePlan:
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
             q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale, softcap, window, rope.epsilon,
-            **common, GP=pad(heads // kv_heads), T=min(keys_at_once, page), SPLITS=splits, WINDOW=window > 0,
-            num_warps=warps, num_stages=stages,
+            splits, parts, **common, GP=pad(heads // kv_heads), T=min(keys_at_once, page), WHOLE=parts == 1,
+            SHARES=shared is not None, WINDOW=window > 0, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if shared is not None and self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         if parts > 1:
             kernels.combine_parts[(rows * heads,)](
-                part, part_ml, shared_tokens, self.lens, out, H=heads, D=dim, DP=pad(dim), SPLITS=splits, PARTS=parts,
-                PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
+                part, part_ml, shared_tokens, self.lens, out, splits, parts, H=heads, D=dim, DP=pad(dim),
+                SHARES=shared is not None, PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
             )  # fmt: skip
         return out
 

@@ -113,6 +113,7 @@ class CudaRunner:
 
     def weights_changed(self) -> None:
         """Captured graphs hold the weights' addresses: capture again if somebody has moved one."""
+        self._speculation = Speculation()  # a step does not depend on those before it, so that a run can be resumed
         moved = self._weight_addresses() != self._weights_at
         if moved:
             self._forget_graphs()
