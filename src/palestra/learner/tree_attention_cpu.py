@@ -49,9 +49,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, total = ctx.saved_tensors
-        found = attend_backward(grads[0].contiguous(), q, k, v, out, total, ctx.trees, ctx.scale)
-        return *found, None, None
+        return *attend_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.trees, ctx.scale), None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> tuple[Tensor, Tensor]:
