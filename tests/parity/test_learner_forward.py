@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
-from palestra.learner import cpu_layers
 from palestra.learner.forward import Scorer
 from palestra.learner.packed import PackedMicroBatch, pack_batch
 
@@ -112,7 +111,6 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
     expected = plain(model, samples, 0.7)
     scorer = Scorer(model, temperature=0.7)
     assert scorer.mode == "trees"
-    assert (scorer.fast_layers is not None) == (family in ("llama", "qwen2", "qwen3", "smollm3"))
     batches = packed(samples, max_tokens)
     with scorer.session():
         parts = [scorer(batch, entropy_gradient=True) for batch in batches]
@@ -123,17 +121,6 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
     for mine, theirs in zip(ours, gradients(model, *expected), strict=True):
         scale = float(theirs.abs().max()) + 1e-8
         torch.testing.assert_close(mine / scale, theirs / scale, rtol=1e-5, atol=1e-5)
-
-
-def test_fast_layers_that_are_wrong_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    right = cpu_layers._norm_backward
-    monkeypatch.setattr(cpu_layers, "_norm_backward", lambda grad, normed, inverse: right(grad, normed, inverse * 0.9))
-    scorer = Scorer(build("qwen3"))
-    assert scorer.fast_layers is None
-    assert scorer.mode == "trees"
-    assert "the learner runs the module's own layers, which are slower" in caplog.text
 
 
 def test_the_shared_prompt_is_computed_once() -> None:

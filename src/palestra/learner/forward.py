@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from palestra.algo.batching import MicroBatch
 from palestra.engine.lora import base_model
-from palestra.learner.cpu_layers import FastLayers
 from palestra.learner.head import LossGradient, ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
@@ -61,7 +60,6 @@ class Scorer(nn.Module):
         self.in_shards = in_shards
         self.mode: Mode = "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
-        self.fast_layers = None if self.compiled or in_shards else FastLayers.of(self.model)
         choose_mode(self)
 
     @property
@@ -73,8 +71,7 @@ class Scorer(nn.Module):
     def session(self) -> Iterator[None]:
         """Forward and backward passes happen inside; the model is as it was afterwards."""
         norms = nullcontext() if self._norms is None else self._norms.use()
-        fast = self.fast_layers.use() if self.fast_layers is not None and self.mode == "trees" else nullcontext()
-        with norms, fast, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
+        with norms, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
             layers = decoder_layers(self.model) if self.compiled else []
             with _compiled_forwards(layers) if self.in_shards else _compiled_runs(layers, self.compiled_at_once):
                 yield

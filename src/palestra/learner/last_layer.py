@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palestra.learner.cpu_layers import FastLayer
-
 WORTHWHILE = 0.75  # of the tokens; above this, picking them out saves nothing
 
 
@@ -24,14 +22,6 @@ def last_mlp_at(layers: list[nn.Module], source: Tensor, tokens: int) -> Iterato
     rows = torch.unique(source)
     if len(rows) > WORTHWHILE * tokens:
         yield
-        return
-    fast = layers[-1].__dict__.get("forward")
-    if isinstance(fast, FastLayer):
-        fast.mlp_rows = rows
-        try:
-            yield
-        finally:
-            fast.mlp_rows = None
         return
     whole = mlp.forward
 

@@ -40,7 +40,6 @@ class CheckedScorer(Protocol):
     mode: Any
     compiled: bool
     compiled_at_once: int
-    fast_layers: Any
 
     def __call__(self, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]: ...
 
@@ -60,12 +59,7 @@ def choose_mode(scorer: CheckedScorer) -> None:
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
         scorer.mode = "trees"
-        reason = _mismatch(scorer, shared, expected)
-        if reason and scorer.fast_layers is not None:
-            log.warning("the learner runs the module's own layers, which are slower: %s", reason)
-            scorer.fast_layers = None
-            reason = _mismatch(scorer, shared, expected)
-        if reason:
+        if reason := _mismatch(scorer, shared, expected):
             scorer.mode = "reference"
             log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
         elif compiled:

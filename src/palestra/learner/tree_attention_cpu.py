@@ -42,55 +42,37 @@ def cpu_trees(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: f
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> Tensor:
-        out, total = attend(q, k, v, trees, scale)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # log-sum-exp
+        for runs in _batches(trees):
+            part = _attend(*(runs.pad(x) for x in (q, k, v)), 0.0, True, scale=scale)
+            for whole, result in zip((out, total), part, strict=True):
+                runs.unpad(result, whole)
+        for prompt, own in _shared(trees):
+            queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
+            half, half_total = (x[0].transpose(0, 1) for x in _attend(queries, keys, values, 0.0, False, scale=scale))
+            out[own].lerp_(half, (half_total - total[own]).sigmoid_()[..., None].to(out.dtype))
+            total[own] = torch.logaddexp(total[own], half_total)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.trees, ctx.scale = trees, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *attend_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.trees, ctx.scale), None, None
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """[T, H, D] attention and its log-sum-exp [T, H], where all of q, k and v have H heads."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    for runs in _batches(trees):
-        part = _attend(*(runs.pad(x) for x in (q, k, v)), 0.0, True, scale=scale)
-        for whole, result in zip((out, total), part, strict=True):
-            runs.unpad(result, whole)
-    for prompt, own in _shared(trees):
-        queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
-        half, half_total = (x[0].transpose(0, 1) for x in _attend(queries, keys, values, 0.0, False, scale=scale))
-        out[own].lerp_(half, (half_total - total[own]).sigmoid_()[..., None].to(out.dtype))
-        total[own] = torch.logaddexp(total[own], half_total)
-    return out, total
-
-
-def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    total: Tensor,
-    trees: tuple[Tree, ...],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v out of the one by `out`."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for runs in _batches(trees):
-        parts = runs.pad(grad, zeros=True), *(runs.pad(x) for x in (q, k, v, out, total))
-        for whole, result in zip((dq, dk, dv), _attend_backward(*parts, 0.0, True, scale=scale), strict=True):
-            runs.unpad(result, whole)
-    for prompt, own in _shared(trees):
-        queries, results = (_batch(x[own]) for x in (grad, q)), (_batch(x[own]) for x in (out, total))
-        keys, values = _batch(k[prompt]), _batch(v[prompt])
-        parts = _attend_backward(*queries, keys, values, *results, 0.0, False, scale=scale)
-        for whole, place, result in zip((dq, dk, dv), (own, prompt, prompt), parts, strict=True):
-            whole[place] += result[0].transpose(0, 1)
-    return dq, dk, dv
+        q, k, v, out, total = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for runs in _batches(ctx.trees):
+            parts = runs.pad(grad, zeros=True), *(runs.pad(x) for x in (q, k, v, out, total))
+            for whole, result in zip((dq, dk, dv), _attend_backward(*parts, 0.0, True, scale=ctx.scale), strict=True):
+                runs.unpad(result, whole)
+        for prompt, own in _shared(ctx.trees):
+            queries, results = (_batch(x[own]) for x in (grad, q)), (_batch(x[own]) for x in (out, total))
+            keys, values = _batch(k[prompt]), _batch(v[prompt])
+            parts = _attend_backward(*queries, keys, values, *results, 0.0, False, scale=ctx.scale)
+            for whole, place, result in zip((dq, dk, dv), (own, prompt, prompt), parts, strict=True):
+                whole[place] += result[0].transpose(0, 1)
+        return dq, dk, dv, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.learner import tree_attention
-from palestra.learner.cpu_layers import FastLayers
 from palestra.learner.forward import Scorer
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.tree_attention import Layout
@@ -33,12 +32,6 @@ ATTENTION = tree_attention.tree_attention
 HIDDEN = Scorer._packed_hidden
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.fixture(autouse=True)
-def module_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faults are planted in what the module's own layers call."""
-    monkeypatch.setattr(FastLayers, "of", lambda model: None)
 
 
 def fresh(family: str, **extra: Any) -> nn.Module:
