@@ -192,6 +192,7 @@ class RolloutPool:
             try:
                 member = await self._joined(actor)
                 await member.gone.wait()
+                await asyncio.sleep(RELAUNCH_S)  # its head may be dying with it, and whoever asks that one then hangs
             except ActorLost as error:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
                 await asyncio.sleep(RELAUNCH_S)
@@ -225,7 +226,8 @@ class RolloutPool:
         is_announced = False
         while (failure := await self._cluster.failure()) is None:
             await asyncio.sleep(CHECK_S)
-            if not is_announced and self.actors and self.actors + self._building < self.size and self._has_gathered():
+            is_short = self.actors and self.actors + self._building < self.size and self._has_gathered()
+            if is_short and not is_announced and await self._cluster.answers():  # a dead head would not, for minutes
                 is_announced = True
                 log.warning(
                     "%d of %d rollout actors have found room; the others join when they do. The cluster has %s",

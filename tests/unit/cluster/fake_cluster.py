@@ -60,6 +60,8 @@ class FakeCluster:
         self.room, self.build = room, build
         self.launched: list[FakeActor] = []
         self.lost: str | None = None
+        self.dying = False  # it does not answer any more, and is not given up yet
+        self.asked_while_dying = False
         self.refuses_weights: Callable[[FakeActor], bool] = lambda actor: False
         self.closed = False
         self.loading = asyncio.Event()
@@ -82,12 +84,13 @@ class FakeCluster:
         return [actor for actor in actors if self.refuses_weights(actor)]
 
     async def answers(self) -> bool:
-        return self.lost is None
+        return self.lost is None and not self.dying
 
     async def failure(self) -> str | None:
         return self.lost
 
     def resources(self) -> str:
+        self.asked_while_dying |= self.dying
         return f"room for {self.room}"
 
     def close(self) -> None:

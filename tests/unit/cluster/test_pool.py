@@ -214,6 +214,24 @@ def test_a_lost_head_ends_what_is_under_way_with_the_reason(runner: asyncio.Runn
         runner.run(room.collect())
 
 
+def test_a_head_that_dies_with_one_of_its_actors_is_not_asked_what_it_has(runner: asyncio.Runner) -> None:
+    room = Room(runner)
+
+    async def scenario() -> None:
+        work = asyncio.create_task(room.collect())
+        await room.until(lambda: room.pool.actors == 2)
+        room.cluster.dying = True
+        room.cluster.launched[0].kill()
+        await room.until(lambda: room.pool.actors == 1)
+        await asyncio.sleep(0.15)  # longer than the others are waited for
+        room.cluster.lost = "the head does not answer"
+        await work
+
+    with pytest.raises(PalestraError, match="the head does not answer"):
+        runner.run(scenario())
+    assert not room.cluster.asked_while_dying
+
+
 def test_a_failure_of_the_run_in_an_actor_is_that_of_the_run(runner: asyncio.Runner) -> None:
     room = Room(runner)
     room.fails = PalestraError("the reward function gave no number")
