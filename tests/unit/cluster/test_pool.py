@@ -219,7 +219,7 @@ def test_a_head_that_dies_with_one_of_its_actors_is_not_asked_what_it_has(runner
 
     async def scenario() -> None:
         work = asyncio.create_task(room.collect())
-        await room.until(lambda: room.pool.actors == 2)
+        await room.until(lambda: room.pool.actors == 2 and all(m.groups == 3 for m in room.pool._members))
         room.cluster.dying = True
         room.cluster.launched[0].kill()
         await room.until(lambda: room.pool.actors == 1)
