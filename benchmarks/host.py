@@ -2,8 +2,11 @@
 GPU's runner but no model behind it, and a learner that only packs. On a GPU this is what keeps it waiting.
 
     python benchmarks/host.py [--steps 8] [--problems 64] [--group 8] [--profile cumtime]
+    python benchmarks/host.py --gpu 0.8 0.001 0.0008     as if a GPU took so long: how well the two overlap
 
-Takes half a minute on one core. To compare two versions, run both at once, on a core each, and swapped.
+Takes half a minute on one core. To compare two versions, run both at once, on a core each, and swapped. `--gpu` has
+the milliseconds of a decode step, of each of its rows, and of each token of a prefill; those above are about SmolLM2's
+on an H200. Then the seconds that sampling takes are printed, too, and how many of them the host waited for the GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import pstats
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +88,54 @@ class Scripts:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+@dataclass
+class PretendedGpu:
+    """Does its work one after the other, in the time that it is thought to take."""
+
+    step_ms: float
+    row_ms: float
+    token_ms: float
+    free_at: float = 0.0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    decode_steps: int = 0
+
+    def launch(self, ms: float) -> None:
+        self.free_at = max(time.perf_counter(), self.free_at) + ms / 1000
+        self.busy_s += ms / 1000
+
+    def wait(self, until: float) -> None:
+        left = until - time.perf_counter()
+        if left > 0:
+            self.waited_s += left
+            time.sleep(left)
+
+
 class ScriptedRunner(CudaRunner):
     """The GPU's runner on the CPU, with a script in the place of the model."""
 
     scripts: Scripts
+    gpu: PretendedGpu
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._turns: dict[Job, list[int]] = {}
         self._left = torch.zeros(0, dtype=torch.int32)
+        self._emitted, self._state.emitted = self._state.emitted, self._wait_and_read  # type: ignore[method-assign]
+        self._state.look = self._look  # type: ignore[method-assign]
+
+    def _look(self, number: int) -> Callable[[], bool]:
+        at, left = self.gpu.free_at, self._left
+
+        def ended() -> bool:
+            self.gpu.wait(at)
+            return not left.all()
+
+        return ended
+
+    def _wait_and_read(self, steps: int) -> Any:
+        self.gpu.wait(self.gpu.free_at)
+        return self._emitted(steps)
 
     def _load(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int) -> tuple[DecodeShape, int]:
         shape, steps = super()._load(chunks, rows, steps)
@@ -110,6 +153,8 @@ class ScriptedRunner(CudaRunner):
         return self._turns[job]
 
     def _decode_step(self, shape: DecodeShape) -> Any:
+        self.gpu.launch(self.gpu.step_ms + self.gpu.row_ms * shape.rows)
+        self.gpu.decode_steps += 1
         with phases("script"):
             self._left = (self._left - 1).clamp(min=0)
             self._state.left[: len(self._left)] = self._left
@@ -117,7 +162,8 @@ class ScriptedRunner(CudaRunner):
     def _copy_pages(self) -> None:
         self._copies = {}
 
-    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None: ...
+    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None:
+        self.gpu.launch(self.gpu.step_ms + self.gpu.token_ms * shape.tokens)
 
     def _graph(self, shape: DecodeShape | PrefillShape, forward: Any) -> Graph:
         return Graph(forward, torch.zeros(0))
@@ -193,7 +239,8 @@ def measured(training: Training, counter: Counter) -> dict[str, float]:
     script = metrics["script_seconds"]
     agents = own - script - sum(parts.values())
     found = {"all": cpu - script, "other threads": cpu - own, "agents and loop": agents, **parts}
-    return {name: 1e3 * seconds / (counter.drawn - drawn) for name, seconds in found.items()}
+    a_rollout = {name: 1e3 * seconds / (counter.drawn - drawn) for name, seconds in found.items()}
+    return a_rollout | {"sampling_s": metrics["sample_seconds"] - script}
 
 
 def checksum(folder: Path) -> str:
@@ -212,21 +259,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
+    parser.add_argument(
+        "--gpu", type=float, nargs=3, metavar="MS", help="of a decode step, a row of it, a token of a prefill"
+    )
     parser.add_argument("--profile", choices=("cumtime", "tottime"), help="print the functions that took most of it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     phases_module.perf_counter = time.thread_time  # type: ignore[attr-defined]  # CPU time: others may use the core, too
     folder, counter, profile = Path(tempfile.mkdtemp()), Counter(), cProfile.Profile()
+    ScriptedRunner.gpu = gpu = PretendedGpu(*(options.gpu or (0.0, 0.0, 0.0)))
     training = build(options, folder, counter)
     with interpreter_for_many_rollouts():
         for _ in range(2):
             measured(training, counter)
-        before = counter.drawn
+        before, gpu.busy_s, gpu.waited_s, gpu.decode_steps = counter.drawn, 0.0, 0.0, 0
         if options.profile:
             profile.enable()
         rows = [measured(training, counter) for _ in range(options.steps)]
         profile.disable()
     print(f"{(counter.drawn - before) / options.steps:.0f} rollouts a step; records {checksum(folder)}")
+    sampling = [row.pop("sampling_s") for row in rows]
+    if options.gpu:
+        shares = {"sampling": sum(sampling), "GPU busy": gpu.busy_s, "waited for it": gpu.waited_s}
+        print({f"{name}, s a step": round(seconds / options.steps, 3) for name, seconds in shares.items()}, end=" ")
+        print(f"{gpu.decode_steps / options.steps:.0f} decode steps")
     quickest = min(rows, key=lambda row: row["all"])  # the one that others on the machine disturbed least
     print({name: round(ms, 3) for name, ms in quickest.items()})
     if options.profile:
