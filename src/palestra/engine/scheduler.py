@@ -38,7 +38,7 @@ class Scheduler:
         self.max_running = max_running
         self.tokens_per_step = tokens_per_step
         self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.running: dict[Job, None] = {}  # in the order in which they were admitted
         self.holders: dict[Session, None] = {}  # sessions with pages, in the order of their last use
         self.dropped_sessions = 0
         self.kept: dict[Session, None] = {}  # of those, what closed sessions left
@@ -56,7 +56,7 @@ class Scheduler:
     def withdraw(self, job: Job) -> None:
         """Take a job out, finished or not; its session keeps its KV and may go on later."""
         if job in self.running:
-            self.running.remove(job)
+            del self.running[job]
             self._to_idle(job.session)
         elif job in self.waiting:
             self.waiting.remove(job)
@@ -113,13 +113,15 @@ class Scheduler:
         """
         self._admit()
         self._preempted.clear()
-        budget = self.tokens_per_step
+        budget, page_size = self.tokens_per_step, self.pool.page_size
         chunks: list[Chunk] = []
         pending = [(job.pending, job) for job in self.running]
         singles, others = [p for p in pending if p[0] <= 1], [p for p in pending if p[0] > 1]
         for tokens, job in singles + others:
-            count = min(tokens, budget)
-            if count <= 0 or job in self._preempted or not self._room(job, count):
+            count, session = min(tokens, budget), job.session
+            if count <= 0 or job in self._preempted:
+                continue
+            if session.kv_len + count > len(session.table) * page_size and not self._take_room(job, count):
                 continue
             chunks.append(Chunk(job, count, samples=job.params is not None and count == tokens))
             budget -= count
@@ -131,10 +133,12 @@ class Scheduler:
 
     def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
         """Room for so many tokens behind each chunk, as far as the context goes and there are free pages."""
+        page_size = self.pool.page_size
         for chunk in chunks:
             session = chunk.job.session
             want = min(session.kv_len + chunk.count + tokens, self.context)
-            self._take(session, min(self.pool.needed(want) - len(session.table), self.pool.free))
+            if want > len(session.table) * page_size:
+                self._take(session, min(self.pool.needed(want) - len(session.table), self.pool.free))
 
     def _admit(self) -> None:
         """Older sessions first, whichever tool answered first: the order of rows changes the last bits of a product."""
@@ -161,7 +165,7 @@ class Scheduler:
                 continue
             self.memory.enter(job.session)
             job.session.running = True
-            self.running.append(job)
+            self.running[job] = None
             if job.session.source is None:
                 self._prefixes.add(job.session)
         self.waiting.extendleft(reversed(blocked))
@@ -212,12 +216,10 @@ class Scheduler:
         missing = self.pool.needed(session.kv_len + job.pending) - len(session.table)
         return self._free_up(missing, keep=(session,)) or not self.running
 
-    def _room(self, job: Job, count: int) -> bool:
+    def _take_room(self, job: Job, count: int) -> bool:
         """Take the pages for `count` more tokens, preempting younger jobs if necessary."""
         session = job.session
         missing = self.pool.needed(session.kv_len + count) - len(session.table)
-        if missing <= 0:
-            return True
         while not self._free_up(missing, keep=(session,)):
             victim = next((j for j in reversed(self.running) if j is not job), None)
             if victim is None:
@@ -245,7 +247,7 @@ class Scheduler:
         return False
 
     def _preempt(self, job: Job) -> None:
-        self.running.remove(job)
+        del self.running[job]
         self._preempted.add(job)
         self._leave(job.session, keep=False)
         self.drop(job.session)
