@@ -103,7 +103,9 @@ class TrainSection(Section):
     iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
     minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
-    filter_equal_groups: bool = Field(True, description="groups whose rewards are all equal are replaced by fresh ones")
+    filter_equal_groups: bool = Field(
+        True, description="groups whose rewards are all equal are replaced by fresh ones, until 7 of 8 have signal"
+    )
     stop_when_solved: int = Field(
         0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"
     )

@@ -20,6 +20,7 @@ from palestra.rollout.evaluate import CollectsGroups
 from palestra.train.samples import group_advantages, has_signal
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
+MAY_LACK = 1 / 8  # of a step's groups: to draw again for the last few would take as long as the longest rollout
 
 
 class GroupSource(Protocol):
@@ -152,12 +153,14 @@ async def gather(
     Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
     run ends. Drawing again takes as long as the longest rollout, so as many are drawn at once as by `signal_rate` (the
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
+    Nothing is drawn for the last eighth alone.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
     refills = train.refill_limit if train.filter_equal_groups else 0
     groups: list[Group] = []
     dropped = draws = good = 0
-    while good < count and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
+    enough = count - int(MAY_LACK * count)
+    while good < enough and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
         missing = count - good
         ahead = source.gives_back and draws < refills
         found = await source.next(overdrawn(missing, signal_rate, refills - draws) if ahead else missing, version)

@@ -126,14 +126,23 @@ def test_a_step_has_the_same_groups_however_many_are_drawn_at_once(rate):
     problems = [Problem(str(i), "x") for i in range(100)]
     config = RunConfig.build({"train.refill_limit": 20})
     source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
-    step = asyncio.run(gather(source, 8, config, 0, rate))
+    step = asyncio.run(gather(source, 7, config, 0, rate))
     with_signal = [int(g.problem_id) % 2 for g in step.groups]
-    assert sum(with_signal) == 8
+    assert sum(with_signal) == 7
     assert with_signal[-1] == 1
     assert source.drawn == len(step.groups)
     assert [g.problem_id for g in step.groups] == [p.id for p in draw(problems, 0, len(step.groups), seed=0)]
     assert (len(collector.drawn) == 1) == (rate < 1)
-    assert step.signal_rate == 8 / len(step.groups)
+    assert step.signal_rate == 7 / len(step.groups)
+
+
+@pytest.mark.parametrize(("count", "lacks", "draws"), [(16, 2, 1), (16, 3, 2), (7, 1, 2)])
+def test_nothing_is_drawn_for_the_last_eighth_of_a_steps_groups_alone(count, lacks, draws):
+    problems = [Problem(str(2 * i if i < lacks else 2 * i + 1), "x") for i in range(count)]
+    source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
+    step = asyncio.run(gather(source, count, RunConfig.build({"train.refill_limit": 1}), 0))
+    assert len(collector.drawn) == draws
+    assert step.signal_rate == (count - lacks) / count if draws == 1 else len(step.groups) > count
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):
