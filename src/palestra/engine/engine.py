@@ -27,7 +27,7 @@ from palestra.engine.probe import kv_shape, text_config
 from palestra.engine.runner import GIB, Runner, build_runner, default_kv_bytes
 from palestra.engine.sampler import check_params
 from palestra.engine.scheduler import Scheduler
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
 from palestra.engine.stops import StopStrings
 
 T = TypeVar("T")
@@ -186,12 +186,12 @@ class Engine:
         if not chunks:
             return None
         emissions = self._within_memory(lambda: self.runner.launch(chunks))
-        return Step((), list) if emissions is None else Step(chunks, emissions)
+        return Step((), nothing) if emissions is None else Step(chunks, emissions)
 
     @torch.inference_mode()
-    def collect(self, step: Step) -> list[Job]:
-        """Wait for a step; the turns that ended with it."""
-        emissions = self._within_memory(step.emissions)
+    def collect(self, step: Step, until_one_ends: bool = True) -> list[Job]:
+        """Wait for a step, which by default goes on until a turn ends; the turns that ended with it."""
+        emissions = self._within_memory(lambda: step.emissions(until_one_ends))
         if emissions is None:
             return []
         with phases("planning"):

@@ -79,4 +79,11 @@ class Emission(NamedTuple):
     logprobs: list[float]
 
 
-Collect = Callable[[], list[Emission]]  # waits for a step that has begun; what each sampling chunk emitted
+# Waits for a step that has begun; what each sampling chunk emitted. A runner that decodes several steps goes on until a
+# turn ends if the argument says so.
+Collect = Callable[[bool], list[Emission]]
+
+
+def nothing(until_one_ends: bool) -> list[Emission]:
+    """Collects a step in which nobody samples."""
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ _YIELDS = 4
 # the other, as those of the agents of a step do, are gathered first; the work on them is to be done anyway. Counted in
 # rounds, not by a clock: who shares a step with whom must be the same in every run of a seed.
 _ROUNDS = 32
+# On a GPU a step ends many turns at once. They are handed out so many at a time, with a step in between: the first are
+# being sampled again while the tools of the last are called.
+_TURNS_AT_ONCE = 128
 
 
 class LocalPolicy:
@@ -44,6 +48,7 @@ class LocalPolicy:
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
         self._step: Step | None = None  # in progress on the device
+        self._ended: deque[Job] = deque()  # turns that have not been handed to their callers yet
         self._tool_barrier = ToolBarrier(enabled=tool_barrier)
 
     @property
@@ -115,6 +120,7 @@ class LocalPolicy:
                 await self._one_step()
             except Exception as error:
                 self._step = None
+                self._ended.clear()
                 for waiter in list(self._waiters.values()):
                     if not waiter.done():
                         waiter.set_exception(error)
@@ -122,16 +128,19 @@ class LocalPolicy:
 
     async def _one_step(self) -> None:
         self._step = self.engine.launch()
-        if self._step is None:  # the callers of turns that have ended may give the pages back that are missing
-            await self._others()
+        if self._step is None and not self._ended:
+            await self._others()  # the callers of turns that have ended may give the pages back that are missing
             self._step = self.engine.launch()
-        if self._step is None:
-            self._deliver(self.engine.unstick())
-        elif self.engine.runner.overlaps:
+            if self._step is None:
+                self._ended.extend(self.engine.unstick())
+        if self.engine.runner.overlaps:
+            calls = self._calls
+            self._hand_out(_TURNS_AT_ONCE)
             await self._others()
-            self._collect()
+            self._collect(until_one_ends=not self._ended and calls == self._calls)
         else:
             self._collect()
+            self._hand_out(len(self._ended))
             await self._others()
 
     async def _others(self) -> None:
@@ -148,11 +157,15 @@ class LocalPolicy:
             if calls == self._calls:
                 return
 
-    def _collect(self) -> None:
-        """Wait for the step in progress, if there is one, and deliver the turns that ended with it."""
+    def _collect(self, until_one_ends: bool = True) -> None:
+        """Wait for the step in progress, if there is one."""
         step, self._step = self._step, None
         if step is not None:
-            self._deliver(self.engine.collect(step))
+            self._ended.extend(self.engine.collect(step, until_one_ends))
+
+    def _hand_out(self, count: int) -> None:
+        """Give the turns that ended first to their callers."""
+        self._deliver([self._ended.popleft() for _ in range(min(count, len(self._ended)))])
 
     def _deliver(self, jobs: Iterable[Job]) -> None:
         for job in jobs:

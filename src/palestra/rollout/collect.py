@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
+BEGUN_AT_ONCE = 128  # rollouts
+ROUNDS_BETWEEN = 4  # of the event loop: the first of them are being sampled then
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,10 @@ class Collector:
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
                 await asyncio.wait(opening.values())
-            tasks = [
-                asyncio.create_task(attempted(i, problem, key))
-                for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
-            ]
+            attempts = (
+                attempted(i, problem, key) for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
+            )
+            tasks = await begun(attempts, at_once=max(1, BEGUN_AT_ONCE // group_size))
             return await all_groups(tasks, self.rewards)
         finally:
             abandon(opening.values())
@@ -122,6 +124,21 @@ async def scored_together(
     for i, verdicts in zip(good, found or (), strict=found is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
+
+
+async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:
+    """Begin so many at once: a sampler on a GPU has something to do while the prompts of the others are made."""
+    tasks: list[asyncio.Task[Group]] = []
+    try:
+        for i, attempt in enumerate(attempts):
+            tasks.append(asyncio.create_task(attempt))
+            for _ in range(0 if (i + 1) % at_once else ROUNDS_BETWEEN):
+                await asyncio.sleep(0)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+    return tasks
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.policy import local
 from palestra.policy.local import LocalPolicy
 
 PROMPT = [5, 9, 33, 21, 60, 2]
@@ -105,6 +106,37 @@ def test_a_session_is_branched_while_a_step_computes_it(policy: LocalPolicy) -> 
     assert turn.token_ids.tolist() == fresh.token_ids.tolist()
     assert turn.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
     assert len(whole.token_ids) == 8
+
+
+def test_where_steps_overlap_turns_that_ended_together_are_handed_out_in_portions_with_a_step_in_between(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_TURNS_AT_ONCE", 2)
+    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy.engine.runner.overlaps = True
+    events: list[str] = []
+    launch = policy.engine.runner.launch
+
+    def logged(chunks):  # type: ignore[no-untyped-def]
+        events.append(f"step of {len(chunks)}")
+        return launch(chunks)
+
+    policy.engine.runner.launch = logged  # type: ignore[method-assign]
+
+    async def twice() -> None:
+        session = policy.open(PROMPT)
+        await policy.sample(session, SamplingParams(max_new_tokens=1, temperature=0.0))
+        events.append("turn")
+        policy.append(session, [7])
+        await policy.sample(session, SamplingParams(max_new_tokens=1, temperature=0.0))
+        policy.close(session)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(twice() for _ in range(5)))
+
+    asyncio.run(all_of_them())
+    begin = events.index("turn")
+    assert events[begin : begin + 8] == ["turn", "turn", "step of 2", "turn", "turn", "step of 2", "turn", "step of 1"]
 
 
 def test_turns_that_come_one_upon_the_other_begin_with_the_same_step(model: Qwen3ForCausalLM) -> None:

@@ -68,7 +68,7 @@ class CpuRunner:
 
     def launch(self, chunks: Sequence[Chunk]) -> Collect:
         emissions = self.step(chunks)
-        return lambda: emissions
+        return lambda until_one_ends: emissions
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""

@@ -29,7 +29,7 @@ from palestra.engine.cuda.shared_prefixes import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.kv_shape import CacheTooLarge, KVShape
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
 from palestra.engine.supported import can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -164,15 +164,16 @@ class CudaRunner:
             with phases("prefill"):
                 self._prefill(fills)
         if not decoding:
-            return list
+            return nothing
         with phases("decode"):
             rows = [SamplingRow.of(c.job) for c in decoding]
             general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-            read = self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows)
+            others_wait = any(c.job.params is None for c in chunks)  # for a prompt that this step computes
+            read = self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows, others_wait)
 
-        def collect() -> list[Emission]:
+        def collect(until_one_ends: bool) -> list[Emission]:
             with phases("decode"):
-                return read()
+                return read(until_one_ends)
 
         return collect
 
@@ -202,10 +203,11 @@ class CudaRunner:
             chunk.job.session.kv_len += 1
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
-    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
+    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool) -> Collect:
         """Decode steps until a row ends, at most `decode_steps`; the first two looks' worth at once."""
         blind = any(row.params.stop for row in rows)  # only the host can see a stop string
-        shape, steps = self._load(chunks, rows, self.look_every if blind else self.decode_steps)
+        most = self.look_every if blind or others_wait else self.decode_steps
+        shape, steps = self._load(chunks, rows, most)
         state, looks = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
@@ -220,9 +222,9 @@ class CudaRunner:
             looks.append(state.look(len(looks)))
             return end
 
-        def collect() -> list[Emission]:
+        def collect(until_one_ends: bool) -> list[Emission]:
             done = min(len(looks) * self.look_every, steps)
-            while done < steps and not looks[-2]():
+            while until_one_ends and done < steps and not looks[-2]():
                 done = enqueue()
             emissions = []
             emitted = state.emitted(steps if shape.path == "drafts" else done)
@@ -357,7 +359,7 @@ def bucket_for(rows: int) -> int:
 def _emitted(jobs: Sequence[Job], logits: Tensor, rows: Sequence[SamplingRow]) -> Collect:
     tokens, logprobs = sample(logits, rows)
 
-    def collect() -> list[Emission]:
+    def collect(until_one_ends: bool) -> list[Emission]:
         pairs = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
         return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
 
