@@ -13,11 +13,33 @@ from palestra.engine.cuda.layer_kernels import apply_rope
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+def _capped(s, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)  # tanh
     return s
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    return _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+
+
+@triton.jit
+def _add_values(acc, total, m, s, v, PRECISION: tl.constexpr):
+    """One step of the running softmax: the weighted sum of the values so far, the sum of the weights, the maximum."""
+    m_next = tl.maximum(m, tl.max(s, 1))
+    w = tl.exp(s - m_next[:, None])
+    shrink = tl.exp(m - m_next)
+    acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+    return acc, total * shrink + tl.sum(w, 1), m_next
+
+
+@triton.jit
+def _store_part(PART, PART_ML, place, real, d, acc, total, m, D: tl.constexpr):
+    """What one split found of each real query, for `combine_parts`."""
+    tl.store(PART + place[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+    tl.store(PART_ML + place * 2, m, mask=real)
+    tl.store(PART_ML + place * 2 + 1, total, mask=real)
 
 
 @triton.jit(do_not_specialize=["splits", "parts"])
@@ -56,9 +78,7 @@ def decode_attention(
     total = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
     if split == splits - 1:
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-        if SOFTCAP:
-            m = softcap * (2.0 * tl.sigmoid(2.0 * m / softcap) - 1.0)
+        m = _capped(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, softcap, SOFTCAP)
         total = tl.full((GP,), 1.0, tl.float32)
         acc += v_new.to(tl.float32)[None, :]
         if n > 0:
@@ -74,20 +94,13 @@ def decode_attention(
         k = tl.load(K + at, mask=seen[:, None] & in_d[None, :], other=0.0)
         v = tl.load(V + at, mask=seen[:, None] & in_d[None, :], other=0.0)
         s = tl.where(seen[None, :], _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
-        m_next = tl.maximum(m, tl.max(s, 1))
-        w = tl.exp(s - m_next[:, None])
-        shrink = tl.exp(m - m_next)
-        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(w, 1)
-        m = m_next
+        acc, total, m = _add_values(acc, total, m, s, v, PRECISION)
     head = (b * KV + h) * G + g
     if WHOLE:
         tl.store(OUT + head[:, None] * D + d[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=rows)
     else:
         place = head * parts + split
-        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=rows)
-        tl.store(PART_ML + place * 2, m, mask=g < G)
-        tl.store(PART_ML + place * 2 + 1, total, mask=g < G)
+        _store_part(PART, PART_ML, place, g < G, d, acc, total, m, D)
 
 
 @triton.jit(do_not_specialize=["splits", "parts"])
@@ -127,16 +140,9 @@ def shared_attention(
             k = tl.load(K + at, mask=in_d[None, :], other=0.0)
             v = tl.load(V + at, mask=in_d[None, :], other=0.0)
             s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-            m_next = tl.maximum(m, tl.max(s, 1))
-            w = tl.exp(s - m_next[:, None])
-            shrink = tl.exp(m - m_next)
-            acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
-            total = total * shrink + tl.sum(w, 1)
-            m = m_next
+            acc, total, m = _add_values(acc, total, m, s, v, PRECISION)
         place = (row * KV * G + head) * parts + parts - splits + split
-        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=inside)
-        tl.store(PART_ML + place * 2, m, mask=real)
-        tl.store(PART_ML + place * 2 + 1, total, mask=real)
+        _store_part(PART, PART_ML, place, real, d, acc, total, m, D)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -180,21 +186,14 @@ def draft_attention(
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         s = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
-        m_next = tl.maximum(m, tl.max(s, 1))
-        w = tl.exp(s - m_next[:, None])
-        shrink = tl.exp(m - m_next)
-        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(w, 1)
-        m = m_next
+        acc, total, m = _add_values(acc, total, m, s, v, PRECISION)
     written = (i < N * G)[:, None] & in_d[None, :]
     if WHOLE:
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(OUT + head[:, None] * D + d[None, :], out.to(OUT.dtype.element_ty), mask=written)
     else:
         place = head * splits + split
-        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=written)
-        tl.store(PART_ML + place * 2, m, mask=i < N * G)
-        tl.store(PART_ML + place * 2 + 1, total, mask=i < N * G)
+        _store_part(PART, PART_ML, place, i < N * G, d, acc, total, m, D)
 
 
 @triton.jit(do_not_specialize=["splits", "parts"])
@@ -261,11 +260,6 @@ def prefill_attention(
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         s = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP, PRECISION), -float("inf"))
-        m_next = tl.maximum(m, tl.max(s, 1))
-        w = tl.exp(s - m_next[:, None])
-        shrink = tl.exp(m - m_next)
-        acc = acc * shrink[:, None] + tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(w, 1)
-        m = m_next
+        acc, total, m = _add_values(acc, total, m, s, v, PRECISION)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(OUT + at_q, out.to(OUT.dtype.element_ty), mask=real)
