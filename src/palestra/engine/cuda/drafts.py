@@ -17,7 +17,15 @@ from torch import Tensor
 
 from palestra.core.transfer import put
 from palestra.engine.cuda import kernels, sampling_kernels
-from palestra.engine.cuda.paged_ops import RopeAndNorm, decode_shape, pad, precision, rope_and_store, splits_for
+from palestra.engine.cuda.paged_ops import (
+    RopeAndNorm,
+    decode_shape,
+    empty_parts,
+    pad,
+    precision,
+    rope_and_store,
+    splits_for,
+)
 from palestra.engine.session import Session
 
 STEP_TOKENS = 4  # of a row in one step: its last one and three drafts
@@ -94,8 +102,7 @@ class DraftPlan:
         kv_heads, page = keys.shape[1], keys.shape[2]
         splits = splits_for(rows, kv_heads)
         out = torch.empty_like(q)
-        part = torch.empty((tokens, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
-        part_ml = torch.empty((tokens, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+        part, part_ml = empty_parts(q, splits)
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
         kernels.draft_attention[(rows, kv_heads, splits)](
             q, keys, values, self.tables, self.lens, self.pages, out, part, part_ml, self.tables.stride(0), scale, 0.0,

@@ -86,6 +86,13 @@ class RopeAndNorm:
 APPLIED_ALREADY = RopeAndNorm()
 
 
+def empty_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Where the parts of queries [N, H, D] go before they are merged: their sums, their maxima and weights."""
+    lead = (*q.shape[:2], parts) if parts > 1 else ()  # nobody reads a single part
+    part, part_ml = (q.new_empty((*lead, width), dtype=torch.float32) for width in (q.shape[2], 2))
+    return part, part_ml
+
+
 def rope_and_store(
     qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm
 ) -> Tensor:
@@ -139,8 +146,7 @@ class DecodePlan:
         if shared is not None:
             parts += shared_splits_for(rows, kv_heads)
         out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
-        part = torch.empty((rows, heads, parts, dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
-        part_ml = torch.empty((rows, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
+        part, part_ml = empty_parts(q, parts)
         common: dict[str, Any] = {
             "KV": kv_heads, "G": heads // kv_heads, "D": dim, "DP": pad(dim), "PAGE": page,
             "SOFTCAP": softcap > 0, "PRECISION": precision(q.dtype), **rope.flags,
