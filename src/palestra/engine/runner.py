@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,8 +22,12 @@ class Runner(KVMemory, Protocol):
 
     decode_steps: int
     overlaps: bool  # a step that has begun goes on while the host does something else
-    paths: Sequence[str]  # ways to compute a decode step; the self-check goes through all
-    path: Any  # the one to take wherever it can be; None: whichever is quicker
+    path: str | None  # of `paths` the one to take wherever it can be; None: whichever is quicker
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Ways to compute a decode step; the self-check goes through all."""
+        ...
 
     def weights_changed(self) -> None: ...
 

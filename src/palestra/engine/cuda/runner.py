@@ -59,7 +59,7 @@ class CudaRunner:
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     look_every = 8  # steps after which the host looks whether a row has ended
-    path: DecodePath | None = None  # the one that is quicker
+    path: str | None = None  # a DecodePath; None: the one that is quicker
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -86,8 +86,10 @@ class CudaRunner:
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
         self._fills = PrefillBuffers.empty(rows, width, self.device)
         self._speculation = Speculation()
-        drafts = ["drafts"] if self.fast_decoder is not None else []
-        self.paths: Sequence[str] = ["apart", "together", *drafts]
+
+    @property
+    def paths(self) -> Sequence[DecodePath]:
+        return ["apart", "together"] if self.fast_decoder is None else ["apart", "together", "drafts"]
 
     def enter(self, session: Session) -> None:
         """Pages are read in place."""
@@ -143,7 +145,6 @@ class CudaRunner:
 
     def disable_fast_path(self) -> bool:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
-        self.paths = ["apart", "together"]
         self._forget_graphs()
         return fast_decoder is not None
 
