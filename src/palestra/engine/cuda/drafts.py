@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import put
 from palestra.engine.cuda import kernels, sampling_kernels
 from palestra.engine.cuda.paged_ops import (
     RopeAndNorm,
@@ -66,14 +65,15 @@ class DraftBuffers:
         self.firsts, self.steps = self._of_rows  # where a row's history begins; steps that it was alive for
         self.history = zeros(self.rows, HISTORY + steps + 1)
 
-    def load(self, sessions: Sequence[Session]) -> None:
+    def pairs(self, sessions: Sequence[Session]) -> list[tuple[Tensor, np.ndarray]]:
+        """What to `put` where, before the first of their steps."""
         tails = [session.token_ids[-HISTORY:] for session in sessions]
         history = np.zeros((len(tails), max(map(len, tails))), np.int32)
         for row, tail in zip(history, tails, strict=True):
             row[: len(tail)] = tail
         firsts = [len(session.token_ids) - len(tail) for session, tail in zip(sessions, tails, strict=True)]
         of_rows = np.array([firsts, [0] * len(tails)], np.int32)
-        put((self._of_rows, of_rows), (self.history, history))
+        return [(self._of_rows, of_rows), (self.history, history)]
 
     def draft(self, rows: int, tables: Tensor, positions: Tensor, lens: Tensor, left: Tensor, page_size: int) -> None:
         sampling_kernels.draft[(rows,)](

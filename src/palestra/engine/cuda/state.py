@@ -60,7 +60,6 @@ class DecodeState:
         left = [_tokens_left(job, page_size, context) for job in jobs]
         if drafts:
             left = [min(tokens, steps) for tokens in left]
-            self.drafts.load(sessions)
         at = np.array([session.kv_len for session in sessions], np.int32)
         words = np.full((len(self._of_rows), len(jobs)), -1, np.int32)
         words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
@@ -71,10 +70,13 @@ class DecodeState:
             words[8 : 8 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
         self._of_rows.zero_()
         self.tokens.fill_(-1)
-        put((self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions])))
+        pairs = [(self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions]))]
+        if drafts:
+            pairs += self.drafts.pairs(sessions)
         if shared is not None:
             self._shared.blocks.fill_(-1)
-            put((self._shared.blocks, shared.blocks))
+            pairs.append((self._shared.blocks, shared.blocks))
+        put(*pairs)
         self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
         self._drawn_from = np.array([row.position for row in rows])
         return min(steps, max(left))
