@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from palestra.core.machine import memory_gib
 from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.kv_shape import KVShape
 from palestra.engine.scheduler import KVMemory
@@ -63,4 +63,4 @@ def default_kv_bytes(device: torch.device) -> float:
     """Half of what the GPU has free; on a CPU a quarter of the machine's memory, at most 4 GiB (taken as it fills)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * 0.5
-    return min(4 * GIB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4)
+    return min(4 * GIB, memory_gib() * GIB / 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.machine import memory_gib
 from palestra.plan.device import GIB, Device, cpu, find_device
 from palestra.plan.of_config import work_of
 from palestra.plan.shape import shape_of
@@ -19,8 +19,7 @@ from palestra.plan.work import MICRO_BATCH
 def device_of(where: torch.device) -> Device | None:
     """The device with the memory that this process can have of it; None for a GPU without figures."""
     if where.type != "cuda":
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return cpu(torch.get_num_threads(), ram)
+        return cpu(torch.get_num_threads(), memory_gib())
     try:
         found = find_device(torch.cuda.get_device_name(where))
     except PalestraError:
