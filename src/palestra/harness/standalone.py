@@ -74,7 +74,9 @@ class StandaloneGateway:
     async def _reward(self, request: Request) -> Response:
         attempt = self._open_attempts.get(request.path_params["id"])
         body = await read_reward(request, None if attempt is None else attempt.api_key)
-        attempt = self._open_attempts.pop(request.path_params["id"])
+        attempt = self._open_attempts.pop(request.path_params["id"], None)
+        if attempt is None:  # while this body was read
+            raise refuse(401, "this attempt has ended: another reward for it came first")
         rollout = one_rollout(attempt.problem, await attempt.finish(), attempt.transcript)
         if body.reward is not None:
             posted = Score(body.reward, body.reward >= 1.0, "posted by the agent")

@@ -43,3 +43,36 @@ def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(tmp_pa
     rollout = rollout_from_dict(json.loads(line))
     assert (rollout.problem_id, rollout.reward) == ("mine", 0.5)
     assert rollout.sampled_tokens == 4
+
+
+def test_of_two_rewards_posted_at_once_the_second_is_refused(tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+
+    async def run():
+        lone = StandaloneGateway(load_completer("palestra/tiny"), file)
+        await lone.gateway.start()
+        begun, first_is_there = asyncio.Event(), asyncio.Event()
+
+        async def slow_body():
+            yield b'{"reward": '
+            begun.set()
+            await first_is_there.wait()
+            yield b"1}"
+
+        async with httpx.AsyncClient(base_url=lone.gateway.url, timeout=60) as client:
+            attempt = (await client.post("/attempts", json={"input": "hello"})).json()
+            url, key = f"/attempts/{attempt['id']}/reward", {"Authorization": f"Bearer {attempt['api_key']}"}
+            slow = asyncio.create_task(client.post(url, content=slow_body(), headers=key))
+            await begun.wait()
+            first = await client.post(url, json={"reward": 0.5}, headers=key)
+            first_is_there.set()
+            second = await slow
+            late = await client.post(url, json={"reward": 1}, headers=key)
+        await lone.gateway.close()
+        return first, second, late
+
+    first, second, late = asyncio.run(run())
+    assert (first.status_code, second.status_code, late.status_code) == (200, 401, 401)
+    assert "has ended" in second.json()["error"]["message"]
+    (line,) = file.read_text().splitlines()
+    assert rollout_from_dict(json.loads(line)).reward == 0.5
