@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import PalestraError, explain_arguments, needs_extra
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.import_file import refuse_in_import
@@ -34,7 +34,14 @@ __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate"
 
 Config = GRPOTrainingConfig | RunConfig | Mapping[str, Any] | None
 
+# Arguments of TRL's GRPOTrainer, and where they go here.
+TRL_NAMES = {
+    "model": "agent", "tools": "agent", "reward_funcs": "extra_reward_funcs", "args": "config", "peft_config": "config",
+    "train_dataset": "suite", "eval_dataset": "held_out", "callbacks": "watcher",
+}  # fmt: skip
 
+
+@explain_arguments(TRL_NAMES)
 def train_grpo(
     agent: Any,
     suite: EvalSuite,
@@ -88,6 +95,7 @@ def train_grpo(
 class GRPOTrainer:
     """The same in two steps: build, then `.train(suite)`; `.model` and `.tokenizer` are there in between."""
 
+    @explain_arguments(TRL_NAMES)
     def __init__(
         self,
         agent: Any,
@@ -261,6 +269,7 @@ class GRPOTrainer:
         return console_progress()
 
 
+@explain_arguments(TRL_NAMES)
 def evaluate(
     agent: Any,
     suite: EvalSuite,

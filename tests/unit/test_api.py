@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from palestra import Agent
-from palestra.api import GRPOTrainer
+from palestra.api import GRPOTrainer, evaluate, train_grpo
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 from palestra.rollout.rewards import as_list
 
 AGENT = Agent("clerk", "palestra/tiny")
@@ -28,6 +29,25 @@ def brief(completions: list[Any]) -> list[float]:
 def test_reward_functions_may_be_none_one_or_several(given: Any, functions: list[Any]) -> None:
     assert list(as_list(given)) == functions
     assert list(GRPOTrainer(AGENT, extra_reward_funcs=given)._reward_functions) == functions
+
+
+@pytest.mark.parametrize("function", [train_grpo, GRPOTrainer])
+def test_an_unknown_argument_is_answered_with_the_right_one(function: Any) -> None:
+    with pytest.raises(PalestraError, match=r"no argument 'reward_funcs'\. Did you mean 'extra_reward_funcs'") as error:
+        function(AGENT, reward_funcs=[brief])  # TRL's name for it
+    assert str(error.value).startswith(function.__name__)
+    with pytest.raises(PalestraError, match=r"Did you mean 'agent'\? It takes agent, .*reward_measures, config"):
+        function(model="palestra/tiny", args=None)
+
+
+def test_an_argument_of_trl_without_a_place_here_gets_no_guess() -> None:
+    with pytest.raises(PalestraError, match=r"GRPOTrainer has no argument 'train_dataset'\. It takes agent, "):
+        GRPOTrainer(AGENT, train_dataset=[])  # type: ignore[call-arg]
+
+
+def test_a_measure_of_an_evaluation_has_its_own_name() -> None:
+    with pytest.raises(PalestraError, match=r"evaluate has no argument 'reward_measures'\. Did you mean 'measures'"):
+        evaluate(AGENT, None, reward_measures=[brief])  # type: ignore[call-arg, arg-type]
 
 
 def test_a_model_of_this_machine_loads_without_bars_and_the_users_own_setting_stays(capfd: Any) -> None:

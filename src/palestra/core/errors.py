@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PalestraError(Exception):
@@ -24,6 +30,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def explain_arguments(meant: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function so that an unknown keyword is answered with the one of ours that it is `meant` as."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in signature(function).parameters if name != "self"]
+        title = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    near = [meant[name]] if name in meant else difflib.get_close_matches(name, known, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near and near[0] in known else ""
+                    raise PalestraError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 @contextmanager
