@@ -3,6 +3,7 @@ import enum
 import json
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -44,10 +45,13 @@ async def wait(seconds: float) -> str:
     return "done"
 
 
+RELEASED = threading.Event()
+
+
 @function_tool
 def block(seconds: float) -> str:
     """Wait without giving way."""
-    time.sleep(seconds)
+    RELEASED.wait(seconds)
     return "done"
 
 
@@ -165,6 +169,8 @@ def test_a_call_that_is_wrong_is_not_a_tool_that_failed():
 @pytest.mark.parametrize(("name", "words"), [("wait", " and was stopped"), ("block", "")])
 def test_a_tool_past_its_time_is_answered(name, words):
     result = run_one(name, seconds=2.0, timeout_s=0.05)
+    RELEASED.set()  # so that its thread is free again
+    RELEASED.clear()
     assert (result.ok, result.content) == (False, f"Error: {name} took longer than 0.05 s{words}")
     assert result.seconds < 1.5
 
