@@ -25,6 +25,8 @@ from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.losses import INPUTS, SCALED_BY, token_losses
 from palestra.tinker.messages import Datum
 
+# No more on a large GPU, as the learner has: models and samplers share it, and a pass that is too large for its memory
+# is not repeated in parts.
 TOKENS_PER_PASS = 16384
 MAX_CELLS = 1 << 24  # of one row's targets; a sparse matrix may claim any size
 WORTH_SHARING = 8  # tokens of a common beginning
