@@ -352,7 +352,6 @@ def main() -> None:
     parser.add_argument("--bf16-states", action="store_true", help="without float32 master weights, as the plain one")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="the ways whose name has this, such as learner")
-    parser.add_argument("--layers-at-once", type=int, help="layers that are compiled as one program; a divisor of all")
     parser.add_argument("--recompute", type=int, help="compute products of so many columns again: 3072 for gate and up")
     parser.add_argument(
         "--inductor", action="append", default=[], metavar="KEY", help="set this of the compiler's options"
@@ -364,8 +363,6 @@ def main() -> None:
         forward._compiler_options = lambda: options
     if arguments.recompute:
         keep_all_but(arguments.recompute)
-    if arguments.layers_at_once:
-        forward._alike = lambda model: arguments.layers_at_once
     global ONLY, PROFILE
     ONLY, PROFILE = arguments.only, arguments.profile
     SETTINGS["model.master_weights"] = not arguments.bf16_states

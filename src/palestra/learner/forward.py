@@ -56,7 +56,6 @@ class Scorer(nn.Module):
         self.head = ScoringHead(self.model.get_output_embeddings(), logit_rule(self.model, temperature))
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
         self.compiled = large if compile_layers is None else compile_layers
-        self.compiled_at_once = _alike(self.model)
         self.in_shards = in_shards
         self.mode: Mode = "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
@@ -73,7 +72,7 @@ class Scorer(nn.Module):
         norms = nullcontext() if self._norms is None else self._norms.use()
         with norms, use_tree_attention(self.model) if self.mode == "trees" else nullcontext():
             layers = decoder_layers(self.model) if self.compiled else []
-            with _compiled_forwards(layers) if self.in_shards else _compiled_runs(layers, self.compiled_at_once):
+            with _compiled_forwards(layers) if self.in_shards else _compiled_calls(layers):
                 yield
 
     def forward(
@@ -130,12 +129,10 @@ class Scorer(nn.Module):
 
 
 @contextmanager
-def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
-    """Every n layers are one compiled program inside."""
-    for run in (layers[i : i + n] for i in range(0, len(layers), n)):
-        run[0]._compiled_call_impl = partial(_call_alike, nn.ModuleList(run))
-        for layer in run[1:]:
-            layer._compiled_call_impl = _passed_through
+def _compiled_calls(layers: list[nn.Module]) -> Iterator[None]:
+    """Each layer's call is compiled inside, with the hooks around it."""
+    for layer in layers:
+        layer._compiled_call_impl = partial(_call_alike, layer)
     try:
         yield
     finally:
@@ -143,11 +140,11 @@ def _compiled_runs(layers: list[nn.Module], n: int) -> Iterator[None]:
             layer._compiled_call_impl = None
 
 
-def _call_alike(layers: nn.ModuleList, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The first trained layers over frozen embeddings need no gradient of their input: the others' program serves."""
-    if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layers.parameters()):
+def _call_alike(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The first trained layer over frozen embeddings needs no gradient of its input: the others' program serves."""
+    if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
-    return _compiled_call()(layers, hidden, *args, **kwargs)
+    return _compiled_call()(layer, hidden, *args, **kwargs)
 
 
 @contextmanager
@@ -162,29 +159,19 @@ def _compiled_forwards(layers: list[nn.Module]) -> Iterator[None]:
             del layer.__dict__["forward"]
 
 
-def _alike(model: Any) -> int:
-    """How many layers, called alike, are compiled as one program: two are launched faster; more compile longer."""
-    layers = len(decoder_layers(model))
-    kinds = set(getattr(model.config, "layer_types", None) or ())
-    return next(n for n in (2, 3, 1) if n == 1 or (len(kinds) <= 1 and layers % n == 0))
-
-
 @cache
 def _compiled_call() -> Callable[..., Any]:
-    """Runs a few layers compiled: for any length, since every micro-batch has its own, and once for all such runs.
+    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers.
 
-    Of a layer's activations only the products' and the attention's are kept; the cheap steps between
-    them are computed again in the backward pass, fused into what needs them.
+    Of its activations only the products' and the attention's are kept; the cheap steps between them are computed again
+    in the backward pass, fused into what needs them. Two layers as one program take as long, and compile twice as long.
     """
 
-    def call(layers: nn.ModuleList, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
-        for layer in layers:
-            if torch.is_grad_enabled():
-                hidden = checkpoint(layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
-            else:
-                hidden = layer._call_impl(hidden, *args, **kwargs)
-        return hidden
+        if torch.is_grad_enabled():
+            return checkpoint(layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
+        return layer._call_impl(hidden, *args, **kwargs)
 
     return _compiled(call)
 
@@ -223,11 +210,6 @@ def _compiler_options() -> dict[str, Any]:
         # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
         options["triton.mix_order_reduction_non_strict_mode"] = True
     return options
-
-
-def _passed_through(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a layer that was computed with the one before it."""
-    return hidden
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -39,7 +39,6 @@ class CheckedScorer(Protocol):
     model: Any
     mode: Any
     compiled: bool
-    compiled_at_once: int
 
     def __call__(self, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]: ...
 
@@ -66,10 +65,7 @@ def choose_mode(scorer: CheckedScorer) -> None:
             scorer.compiled = True
             if model.device.type == "cuda":
                 shared = _probe(model, True, size=TYPICAL_SIZE)
-            if (reason := _mismatch(scorer, shared, expected)) and scorer.compiled_at_once > 1:
-                scorer.compiled_at_once = 1
-                reason = _mismatch(scorer, shared, expected)
-            if reason:
+            if reason := _mismatch(scorer, shared, expected):
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
     finally:

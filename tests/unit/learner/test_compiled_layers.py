@@ -15,14 +15,14 @@ from palestra.learner.forward import Scorer
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
-    """(layers, whether their input needs a gradient) of each call of what would be compiled."""
-    calls: list[tuple[int, bool]] = []
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of each call of what would be compiled: whether its input needs a gradient."""
+    calls: list[bool] = []
 
     def uncompiled(call: Any) -> Any:
-        def run(layers: nn.ModuleList, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.append((len(layers), hidden.requires_grad))
-            return call(layers, hidden, *args, **kwargs)
+        def run(layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append(hidden.requires_grad)
+            return call(layer, hidden, *args, **kwargs)
 
         return run
 
@@ -39,31 +39,31 @@ def model() -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def test_layers_over_frozen_embeddings_are_called_as_the_others(runs: list[tuple[int, bool]]) -> None:
+def test_layers_over_frozen_embeddings_are_called_as_the_others(runs: list[bool]) -> None:
     frozen = model()
     frozen.get_input_embeddings().requires_grad_(False)
     scorer = Scorer(frozen, compile_layers=True)  # compares gradients with the model's own
     assert scorer.compiled
-    assert runs == [(2, True)] * 2
+    assert runs == [True] * 4
 
 
-def test_without_gradients_layers_have_no_input_that_needs_one(runs: list[tuple[int, bool]]) -> None:
+def test_without_gradients_layers_have_no_input_that_needs_one(runs: list[bool]) -> None:
     scorer = Scorer(model(), compile_layers=True)
     runs.clear()
     with torch.no_grad(), scorer.session():
         logprobs, _ = scorer(self_check._probe(scorer.model, True))
-    assert runs == [(2, False)] * 2
+    assert runs == [False] * 4
     assert not logprobs.requires_grad
 
 
-def test_a_frozen_model_is_checked_as_it_will_be_called(runs: list[tuple[int, bool]]) -> None:
+def test_a_frozen_model_is_checked_as_it_will_be_called(runs: list[bool]) -> None:
     reference = model().requires_grad_(False).eval()
     modes: list[tuple[bool, bool]] = []
     reference.model.layers[0].register_forward_hook(
         lambda layer, *_: modes.append((layer.training, torch.is_grad_enabled()))
     )
     assert Scorer(reference, compile_layers=True).compiled
-    assert runs == [(2, False)] * 2
+    assert runs == [False] * 4
     assert set(modes) == {(False, False)}  # it is a reference: in evaluation mode, without gradients
 
 
