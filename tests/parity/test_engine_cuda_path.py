@@ -107,6 +107,16 @@ model.to(device)
 for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
+if options["branches"]:  # a step that is collected though no turn has ended: the turn goes on with the next
+    CudaRunner.look_every = 1
+    engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
+    job, bursts = engine.submit(engine.open(prompt), SamplingParams(9, seed=1)), 0
+    while job.finish is None:
+        engine.collect(engine.launch(), until_one_ends=False)
+        bursts += 1
+    [whole] = engine.sample([engine.open(prompt)], SamplingParams(9, seed=1))
+    assert bursts > 1
+    assert job.result().token_ids.tolist() == whole.token_ids.tolist(), (job.result(), whole)
 if options.get("lora"):
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
     with torch.no_grad():

@@ -132,9 +132,9 @@ class Bench:
             planned = sum(chunk.count for chunk in chunks)
             emissions = launch(chunks)
 
-            def collect() -> Any:
+            def collect(until_one_ends: bool) -> Any:
                 nonlocal total
-                emitted = emissions()
+                emitted = emissions(until_one_ends)
                 total += planned + sum(len(e.token_ids) - 1 for e in emitted)  # several decode steps compute their own
                 return emitted
 
