@@ -7,10 +7,12 @@ logits than the head knows. A self-check at load compares the two and chooses.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,6 +34,8 @@ Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
 MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
 FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit.default"
+# What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
+TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
 
 
 class Scorer(nn.Module):
@@ -166,9 +170,9 @@ def _compiled_call() -> Callable[..., Any]:
     Of its activations only the products' and the attention's are kept; the cheap steps between them are computed again
     in the backward pass, fused into what needs them. Two layers as one program take as long, and compile twice as long.
     """
+    keep = _checkpoint_contexts()
 
     def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
         if torch.is_grad_enabled():
             return checkpoint(layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
         return layer._call_impl(hidden, *args, **kwargs)
@@ -179,9 +183,9 @@ def _compiled_call() -> Callable[..., Any]:
 @cache
 def _compiled_forward() -> Callable[..., Any]:
     """The same for one layer's forward."""
+    keep = _checkpoint_contexts()
 
     def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = partial(create_selective_checkpoint_contexts, _what_to_keep)
         forward = partial(type(layer).forward, layer)
         if torch.is_grad_enabled():
             return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
@@ -210,6 +214,13 @@ def _compiler_options() -> dict[str, Any]:
         # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
         options["triton.mix_order_reduction_non_strict_mode"] = True
     return options
+
+
+def _checkpoint_contexts() -> Any:
+    """By `cache_hash` the compiler finds on disk what an earlier process traced, unless these files have changed."""
+    contexts = partial(create_selective_checkpoint_contexts, _what_to_keep)
+    contexts.cache_hash = hashlib.sha256(b"".join(map(Path.read_bytes, TRACED_FILES))).hexdigest()  # type: ignore[attr-defined]
+    return contexts
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_frozen_model_is_checked_as_it_will_be_called(runs: list[bool]) -> Non
     assert Scorer(reference, compile_layers=True).compiled
     assert runs == [False] * 4
     assert set(modes) == {(False, False)}  # it is a reference: in evaluation mode, without gradients
+
+
+def test_traced_layers_are_remembered_on_disk_until_what_they_hold_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rule = tmp_path / "rule.py"
+    monkeypatch.setattr(forward, "TRACED_FILES", [rule])
+    hashes = []
+    for text in ("keep products", "keep products", "keep nothing"):
+        rule.write_text(text)
+        hashes.append(forward._checkpoint_contexts().cache_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_files_of_traced_layers_are_there() -> None:
+    assert all(path.is_file() for path in forward.TRACED_FILES)
 
 
 def test_a_larger_check_begins_with_the_same_rows() -> None:
