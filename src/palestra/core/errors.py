@@ -43,8 +43,8 @@ def explain_arguments(meant: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    near = [meant[name]] if name in meant else difflib.get_close_matches(name, known, n=1)
-                    hint = f" Did you mean {near[0]!r}?" if near and near[0] in known else ""
+                    word = meant.get(name, name)
+                    hint = did_you_mean(word, known if word == name else {word}.intersection(known))
                     raise PalestraError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
             return function(*args, **kwargs)
 

@@ -148,14 +148,14 @@ def _call_alike(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
     """The first trained layer over frozen embeddings needs no gradient of its input: the others' program serves."""
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
-    return _compiled_call()(layer, hidden, *args, **kwargs)
+    return _compiled_layer(with_hooks=True)(layer, hidden, *args, **kwargs)
 
 
 @contextmanager
 def _compiled_forwards(layers: list[nn.Module]) -> Iterator[None]:
     """Each layer's forward is compiled inside, without the hooks around it."""
     for layer in layers:
-        layer.__dict__["forward"] = partial(_compiled_forward(), layer)
+        layer.__dict__["forward"] = partial(_compiled_layer(with_hooks=False), layer)
     try:
         yield
     finally:
@@ -164,7 +164,7 @@ def _compiled_forwards(layers: list[nn.Module]) -> Iterator[None]:
 
 
 @cache
-def _compiled_call() -> Callable[..., Any]:
+def _compiled_layer(*, with_hooks: bool) -> Callable[..., Any]:
     """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers.
 
     Of its activations only the products' and the attention's are kept; the cheap steps between them are computed again
@@ -173,23 +173,10 @@ def _compiled_call() -> Callable[..., Any]:
     keep = _checkpoint_contexts()
 
     def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        run = layer._call_impl if with_hooks else partial(type(layer).forward, layer)
         if torch.is_grad_enabled():
-            return checkpoint(layer._call_impl, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
-        return layer._call_impl(hidden, *args, **kwargs)
-
-    return _compiled(call)
-
-
-@cache
-def _compiled_forward() -> Callable[..., Any]:
-    """The same for one layer's forward."""
-    keep = _checkpoint_contexts()
-
-    def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(type(layer).forward, layer)
-        if torch.is_grad_enabled():
-            return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
-        return forward(hidden, *args, **kwargs)
+            return checkpoint(run, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
+        return run(hidden, *args, **kwargs)
 
     return _compiled(call)
 

@@ -27,10 +27,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
         return run
 
-    forward._compiled_call.cache_clear()
+    forward._compiled_layer.cache_clear()
     monkeypatch.setattr(forward, "_compiled", uncompiled)
     yield calls
-    forward._compiled_call.cache_clear()
+    forward._compiled_layer.cache_clear()
 
 
 def model() -> Any:

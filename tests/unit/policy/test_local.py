@@ -43,9 +43,8 @@ def policy(model: Qwen3ForCausalLM, request: pytest.FixtureRequest) -> LocalPoli
     return policy
 
 
-def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_joins_the_one_after(
-    model: Qwen3ForCausalLM,
-) -> None:
+def overlapping_policy(model: Qwen3ForCausalLM) -> tuple[LocalPolicy, list[str]]:
+    """A policy as on a GPU, and a list to which it adds its steps."""
     policy = LocalPolicy(model, kv_memory_gib=0.01)
     policy.engine.runner.overlaps = True
     events: list[str] = []
@@ -56,6 +55,13 @@ def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_jo
         return launch(chunks)
 
     policy.engine.runner.launch = logged  # type: ignore[method-assign]
+    return policy, events
+
+
+def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_joins_the_one_after(
+    model: Qwen3ForCausalLM,
+) -> None:
+    policy, events = overlapping_policy(model)
 
     async def twice() -> None:
         session = policy.open(PROMPT)
@@ -112,16 +118,7 @@ def test_where_steps_overlap_turns_that_ended_together_are_handed_out_in_portion
     model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_TURNS_AT_ONCE", 2)
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
-    policy.engine.runner.overlaps = True
-    events: list[str] = []
-    launch = policy.engine.runner.launch
-
-    def logged(chunks):  # type: ignore[no-untyped-def]
-        events.append(f"step of {len(chunks)}")
-        return launch(chunks)
-
-    policy.engine.runner.launch = logged  # type: ignore[method-assign]
+    policy, events = overlapping_policy(model)
 
     async def twice() -> None:
         session = policy.open(PROMPT)

@@ -142,7 +142,8 @@ def test_nothing_is_drawn_for_the_last_eighth_of_a_steps_groups_alone(count, lac
     source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
     step = asyncio.run(gather(source, count, RunConfig.build({"train.refill_limit": 1}), 0))
     assert len(collector.drawn) == draws
-    assert step.signal_rate == (count - lacks) / count if draws == 1 else len(step.groups) > count
+    assert (step.signal_rate == (count - lacks) / count) == (draws == 1)
+    assert (len(step.groups) > count) == (draws == 2)
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):
