@@ -33,12 +33,13 @@ class Recipe:
 COMMON = {  # how long, and how many at once; how it learns is left to the defaults
     "model.name": "palestra/smollm2",
     "model.kv_memory_gib": 4,
-    "train.max_steps": 50,
+    "train.max_steps": 100,
     "train.problems_per_step": 64,
     "train.tokens_per_micro_batch": 8192,
     "rollout.group_size": 16,
     "env.train_size": 20000,
     "env.held_out_size": 500,
+    "eval.every": 25,
     "checkpoint.every": 0,
 }
 SMALL = {
@@ -54,11 +55,12 @@ RECIPES = {
         "calculator",
         "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
         "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
-        "tool, copy the expression, and say what came back, in all seeds alike. Brackets it still drops.",
+        "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all seeds); "
+        "two of three seeds learn to keep them later on.",
         {
             "env.shots": 2,
             "env.operations": 2,
-            "train.max_steps": 30,
+            "train.max_steps": 50,
             "rollout.group_size": 8,
             "rollout.max_new_tokens": 96,
             "rollout.max_tool_rounds": 2,
@@ -78,7 +80,7 @@ RECIPES = {
     "number_filtering": Recipe(
         "reasoning-gym number_filtering: three or four numbers, keep or remove those above or below another",
         "reasoning_gym/number_filtering",
-        "The hardest of the three for this model, and the least learned in 50 steps.",
+        "The hardest of the three for this model, and the least learned in 100 steps.",
         {
             "env.shots": 3,
             "env.answer_tags": "false",
@@ -97,6 +99,10 @@ RECIPES = {
     ),
 }
 KEPT = ("model", "seed", "seconds", "before", "after", "metrics", "config", "environment", "transcripts")
+KEPT_METRICS = (
+    *("step", "rollouts", "sampled_tokens", "reward_mean", "pass_rate", "equal_reward_groups", "loss", "grad_norm"),
+    *("entropy", "sample_seconds", "train_seconds", "eval/pass_rate"),
+)
 
 
 def train(name: str, seed: int, small: bool, more: list[str]) -> None:
@@ -113,6 +119,7 @@ def train(name: str, seed: int, small: bool, more: list[str]) -> None:
     if not small:
         DATA.mkdir(parents=True, exist_ok=True)
         kept = {key: report[key] for key in KEPT}
+        kept["metrics"] = [{key: row[key] for key in KEPT_METRICS if key in row} for row in report["metrics"]]
         (DATA / f"{name}-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 

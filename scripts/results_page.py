@@ -35,7 +35,10 @@ def _runs(data: Path, name: str) -> list[Run]:
     files = sorted(data.glob(f"{name}-*.json"))
     if not files:
         raise SystemExit(f"there is no file {data}/{name}-*.json; run `python scripts/results.py train {name}` first")
-    return [json.loads(file.read_text()) for file in files]
+    runs = [json.loads(file.read_text()) for file in files]
+    for run in runs:  # evaluations on the way have rows of their own
+        run["metrics"] = [row for row in run["metrics"] if "sampled_tokens" in row]
+    return runs
 
 
 def _opening(run: Run) -> str:

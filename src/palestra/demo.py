@@ -136,7 +136,6 @@ config = {
     "train.scheduler": "linear",
     "train.max_steps": 24,
     "train.problems_per_step": 16,
-    "train.refill_limit": 0,
     "rollout.group_size": 8,
     "rollout.temperature": 1.0,
     "rollout.max_new_tokens": 120,

@@ -20,7 +20,6 @@ from palestra.rollout.evaluate import CollectsGroups
 from palestra.train.samples import group_advantages, has_signal
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
-MAY_LACK = 1 / 8  # of a step's groups: to draw again for the last few would take as long as the longest rollout
 
 
 class GroupSource(Protocol):
@@ -148,43 +147,49 @@ class StepRollouts:
 async def gather(
     source: GroupSource, count: int, config: RunConfig, version: int, signal_rate: float = 1.0
 ) -> StepRollouts:
-    """Groups for one step: stale ones are dropped, those without signal replaced by fresh ones, within the limit.
+    """Groups for one step: stale ones are dropped, and fresh ones drawn while too few have signal, within the limit.
 
     Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
     run ends. Drawing again takes as long as the longest rollout, so as many are drawn at once as by `signal_rate` (the
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
-    Nothing is drawn for the last eighth alone.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
-    refills = train.refill_limit if train.filter_equal_groups else 0
+    budget = count * (1 + train.refill_limit) if train.filter_equal_groups else count
+    needed = max(1, math.ceil(train.signal_share * count))
     groups: list[Group] = []
-    dropped = draws = good = 0
-    enough = count - int(MAY_LACK * count)
-    while good < enough and (draws <= refills or (draws < DRAWS_UNTIL_ONE_IS_GOOD and not any_good(groups))):
-        missing = count - good
-        ahead = source.gives_back and draws < refills
-        found = await source.next(overdrawn(missing, signal_rate, refills - draws) if ahead else missing, version)
+    drawn = dropped = good = 0
+    while (good < needed or len(groups) < count) and (
+        drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and not any_good(groups))
+    ):
+        missing, least = max(0, needed - good), max(1, count - sum(any_good([group]) for group in groups))
+        most = budget - drawn if source.gives_back and drawn < budget else count
+        asked = draw_size(missing, signal_rate, least, most)
+        found = await source.next(asked, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
         dropped += len(found) - len(fresh)
         advantages = group_advantages(fresh, train, source.reward_weights)
         signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
-        if ahead and sum(signals) > missing:
-            needed = 1 + [i for i, signal in enumerate(signals) if signal][missing - 1]
-            source.give_back(len(fresh) - needed)
-            fresh, signals = fresh[:needed], signals[:needed]
+        if asked > least and sum(signals) > missing and source.gives_back:
+            used = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
+            source.give_back(len(fresh) - used)
+            asked, fresh, signals = used, fresh[:used], signals[:used]
+        drawn += asked
         good += sum(signals)
         groups += fresh
-        draws += 1
+        signal_rate = good / max(1, len(groups))
         if not source.refills:
             break
     require_one_good(groups)
-    return StepRollouts(groups, dropped, time.perf_counter() - began, good / max(1, len(groups)))
+    return StepRollouts(groups, dropped, time.perf_counter() - began, signal_rate)
 
 
-def overdrawn(missing: int, signal_rate: float, refills: int) -> int:
-    """How many groups to draw so that `missing` of them have signal five times out of six, within so many refills."""
-    rate = max(signal_rate, 1 / (1 + refills))
-    return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), missing * (1 + refills))
+def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:
+    """How many groups to draw so that `missing` of them have signal: `least` if as many are likely among them, else so
+    many that it comes true five times out of six, and never above `most`."""
+    rate = max(signal_rate, 1 / most)
+    if rate * least >= missing:
+        return least
+    return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), most)
 
 
 def staleness(group: Group, version: int) -> int:

@@ -140,6 +140,7 @@ class Feed:
             self.config.rollout.group_size,
             self.config.seed + self.env_id,
             max_staleness=None,
+            gives_back=False,  # several groups are under way at once
         )
 
     async def _one_group(self, source: ProblemSource) -> None:

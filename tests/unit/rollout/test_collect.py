@@ -122,9 +122,9 @@ class HalfEqual:
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5, 0.1])
-def test_a_step_has_the_same_groups_however_many_are_drawn_at_once(rate):
+def test_dynamic_sampling_has_the_same_groups_however_many_are_drawn_at_once(rate):
     problems = [Problem(str(i), "x") for i in range(100)]
-    config = RunConfig.build({"train.refill_limit": 20})
+    config = RunConfig.build({"train.refill_limit": 20, "train.signal_share": 1})
     source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
     step = asyncio.run(gather(source, 7, config, 0, rate))
     with_signal = [int(g.problem_id) % 2 for g in step.groups]
@@ -136,14 +136,36 @@ def test_a_step_has_the_same_groups_however_many_are_drawn_at_once(rate):
     assert step.signal_rate == 7 / len(step.groups)
 
 
-@pytest.mark.parametrize(("count", "lacks", "draws"), [(16, 2, 1), (16, 3, 2), (7, 1, 2)])
-def test_nothing_is_drawn_for_the_last_eighth_of_a_steps_groups_alone(count, lacks, draws):
-    problems = [Problem(str(2 * i if i < lacks else 2 * i + 1), "x") for i in range(count)]
+@pytest.mark.parametrize(
+    ("count", "lacks", "share", "draws"),
+    [
+        (16, 14, 1 / 16, 1),
+        (16, 16, 1 / 16, 2),
+        (64, 60, 1 / 16, 1),
+        (64, 61, 1 / 16, 2),
+        (8, 1, 0.875, 1),
+        (8, 1, 1, 2),
+    ],
+)
+def test_fresh_problems_are_drawn_where_too_few_groups_have_signal(monkeypatch, count, lacks, share, draws):
+    ids = [2 * i if i < lacks else 2 * i + 1 for i in range(3 * count)]
+    problems = [Problem(str(i), "x") for i in ids]
+    monkeypatch.setattr(
+        "palestra.train.group_source.draw", lambda problems, start, count, seed: problems[start:][:count]
+    )
     source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
-    step = asyncio.run(gather(source, count, RunConfig.build({"train.refill_limit": 1}), 0))
+    step = asyncio.run(gather(source, count, RunConfig.build({"train.signal_share": share}), 0))
     assert len(collector.drawn) == draws
-    assert (step.signal_rate == (count - lacks) / count) == (draws == 1)
     assert (len(step.groups) > count) == (draws == 2)
+    assert step.signal_rate * len(step.groups) >= share * count
+
+
+def test_a_step_takes_no_more_groups_than_its_limit():
+    problems = [Problem(str(2 * i), "x") for i in range(100)]  # none with signal
+    source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
+    step = asyncio.run(gather(source, 8, RunConfig.build({"train.refill_limit": 2}), 0))
+    assert len(step.groups) == source.drawn == sum(collector.drawn) == 24
+    assert step.signal_rate == 0.0
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):

@@ -88,13 +88,14 @@ def test_echo_learns_from_tool_results_where_all_rewards_are_equal(coefficient: 
 @pytest.mark.parametrize(
     ("layer", "play", "collected"),
     [
-        ({"train.refill_limit": 2}, only(), [2, 2, 2]),
-        ({"train.refill_limit": 2}, only(1, 2), [2, 1]),
-        ({"train.refill_limit": 1}, only(0, 3), [2, 1]),
+        ({"train.refill_limit": 2}, only(), [2, 4]),
+        ({"train.refill_limit": 1}, only(), [2, 2]),
+        ({"train.refill_limit": 1, "train.signal_share": 1}, only(0, 3), [2, 2]),
+        ({}, only(1, 2), [2]),
         ({"train.refill_limit": 0}, only(), [2]),
         ({"train.filter_equal_groups": False}, only(), [2]),
     ],
-    ids=["none found", "one more", "limit met", "off", "no filter"],
+    ids=["none found", "limit met", "all must have signal", "one is enough", "off", "no filter"],
 )
 def test_refilling_draws_fresh_problems_up_to_the_limit(
     layer: Mapping[str, Any], play: Play, collected: list[int]
@@ -121,7 +122,7 @@ def test_a_problem_that_fails_alone_in_a_refill_does_not_end_the_run() -> None:
             return [attempt(problem, 0.0, error="it does not start")] * 2
         return only(0, 3)(number, problem)  # type: ignore[return-value]
 
-    loop = make_loop(steps=1, play=play)
+    loop = make_loop({"train.signal_share": 1}, steps=1, play=play)
     loop.training.run()
     [(_, metrics)] = loop.tracker.rows
     assert metrics["rollout_failures"] == 2
