@@ -55,8 +55,8 @@ RECIPES = {
         "calculator",
         "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
         "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
-        "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all seeds); "
-        "two of three seeds learn to keep them later on.",
+        "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all "
+        "seeds); two of three seeds learn to keep them later on.",
         {
             "env.shots": 2,
             "env.operations": 2,
