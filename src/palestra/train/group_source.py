@@ -188,7 +188,7 @@ def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:
     many that it comes true five times out of six, and never above `most`."""
     rate = max(signal_rate, 1 / most)
     if rate * least >= missing:
-        return least
+        return min(least, most)
     return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), most)
 
 
