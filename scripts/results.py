@@ -100,9 +100,9 @@ RECIPES = {
 }
 KEPT = ("model", "seed", "seconds", "before", "after", "metrics", "config", "environment", "transcripts")
 KEPT_METRICS = (
-    *("step", "rollouts", "sampled_tokens", "reward_mean", "pass_rate", "equal_reward_groups", "loss", "grad_norm"),
-    *("entropy", "sample_seconds", "train_seconds", "eval/pass_rate"),
-)
+    "step rollouts sampled_tokens reward_mean pass_rate equal_reward_groups loss grad_norm entropy sample_seconds "
+    "train_seconds eval/pass_rate"
+).split()
 
 
 def train(name: str, seed: int, small: bool, more: list[str]) -> None:

@@ -104,20 +104,20 @@ class TrainSection(Section):
     minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
     filter_equal_groups: bool = Field(
-        True, description="groups whose rewards are all equal do not count; fresh ones are drawn where too few are left"
+        True, description="groups whose rewards are all equal are left out; fresh ones are drawn where too few are left"
     )
     signal_share: float = Field(
         1 / 16,
         gt=0,
         le=1,
-        description="draw fresh problems while fewer of a step's groups have rewards that differ; 1 is DAPO's dynamic "
-        "sampling: as many steps learn more, and take longer",
+        description="share of a step's groups whose rewards must differ; fresh problems are drawn while fewer do. 1 is "
+        "DAPO's dynamic sampling: each step learns more and takes longer",
     )
     stop_when_solved: int = Field(
         0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"
     )
     refill_limit: int = Field(
-        2, ge=0, le=1000, description="how many times a step may draw fresh problems for `signal_share`"
+        2, ge=0, le=1000, description="how often a step may draw its number of problems again to reach `signal_share`"
     )
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)

@@ -155,7 +155,7 @@ async def gather(
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
     budget = count * (1 + train.refill_limit) if train.filter_equal_groups else count
-    needed = max(1, math.ceil(train.signal_share * count))
+    needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []
     drawn = dropped = good = 0
     while (good < needed or len(groups) < count) and (
@@ -169,7 +169,7 @@ async def gather(
         dropped += len(found) - len(fresh)
         advantages = group_advantages(fresh, train, source.reward_weights)
         signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
-        if asked > least and sum(signals) > missing and source.gives_back:
+        if source.gives_back and asked > least and sum(signals) > missing:
             used = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
             source.give_back(len(fresh) - used)
             asked, fresh, signals = used, fresh[:used], signals[:used]
