@@ -97,19 +97,20 @@ def pack(
     echo: bool = False,
     rows: Collection[int] | None = None,
     evenly: bool = False,
+    at_least: int = 1,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens each (a longer row gets one of its own).
 
     Rows without a scored token are left out, and those that are not among `rows`, if these are given. A group too big
     for one micro-batch is split, with its prompt computed again in each part. `evenly`: as many micro-batches, but of
-    nearly the same size, since the largest one needs the memory.
+    nearly the same size, since the largest one needs the memory; and `at_least` so many, where there are enough groups.
     """
     if not samples:
         return []
     every = _Rows(samples, echo)
     families = list(_families(every, share_prefix, rows))
     if evenly:
-        max_tokens = _even_limit([_tokens(every, *family) for family in families], max_tokens)
+        max_tokens = _even_limit([_tokens(every, *family) for family in families], max_tokens, at_least)
     return _assemble(every, _divide(every, families, max_tokens))
 
 
@@ -145,13 +146,13 @@ def _tokens(every: _Rows, prompt_length: int, family: list[int]) -> int:
     return prompt_length + sum(every.fed[row] - prompt_length for row in family)
 
 
-def _even_limit(sizes: Sequence[int], limit: int) -> int:
-    """A lower limit by which runs of these sizes, as they come, make as many micro-batches.
+def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
+    """A lower limit by which runs of these sizes, as they come, make as many micro-batches, or `at_least` so many.
 
     >>> _even_limit([3] * 7, 12), _even_limit([3] * 7, 100), _even_limit([13, 2, 2], 12)
     (12, 21, 12)
-    >>> _even_limit([3] * 10, 27)
-    15
+    >>> _even_limit([3] * 10, 27), _even_limit([3] * 10, 27, at_least=4)
+    (15, 9)
     """
 
     def batches(limit: int) -> int:
@@ -165,7 +166,7 @@ def _even_limit(sizes: Sequence[int], limit: int) -> int:
     largest = max(sizes, default=0)
     if largest > limit:  # one that is split fills them anyway
         return limit
-    count = batches(limit)
+    count = max(batches(limit), at_least)
     share = -(-sum(sizes) // count)
     tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
     return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)

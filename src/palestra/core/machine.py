@@ -6,6 +6,8 @@ import os
 import socket
 from importlib import metadata
 
+SMALL_MODEL_PARAMETERS = 20_000_000  # below, a matrix product is too small to be split among threads
+
 
 def processors() -> int:
     """Those that this process may use."""

@@ -49,10 +49,12 @@ class Scorer(nn.Module):
         pad_token_id: int = 0,
         compile_layers: bool | None = None,
         in_shards: bool = False,
+        mode: Mode | None = None,
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
+        `mode`: what was chosen for the same model before.
         """
         super().__init__()
         self.model = base_model(model)
@@ -61,9 +63,10 @@ class Scorer(nn.Module):
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
         self.compiled = large if compile_layers is None else compile_layers
         self.in_shards = in_shards
-        self.mode: Mode = "trees"
+        self.mode: Mode = mode or "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
-        choose_mode(self)
+        if mode is None:
+            choose_mode(self)
 
     @property
     def shares_prefix(self) -> bool:

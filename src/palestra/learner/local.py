@@ -32,6 +32,7 @@ from palestra.learner.micro_batch import micro_batch_tokens
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
+from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shard import shard
 from palestra.learner.sharded_state import is_sharded, load_sharded
 from palestra.learner.token_loss import TokenLoss
@@ -165,6 +166,11 @@ class LocalLearner:
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
+        self._replicas = (
+            Replicas(model, self._scorer, config.model.threads, **options)
+            if can_be_replicated(model, self._scorer)
+            else None
+        )
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
 
@@ -209,6 +215,9 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         found = LocalOutputs.empty(batch, loss, self.device)
         scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
+        if self._replicas is not None and self._parts_of(batch) > 1:
+            self._accumulate_side_by_side(self._replicas, packed, found, scale)
+            return found
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
@@ -226,11 +235,29 @@ class LocalLearner:
             waiting = self._smaller(batch, left, echo=echo)
         return found
 
+    def _accumulate_side_by_side(
+        self, replicas: Replicas, packed: PackedBatch, found: LocalOutputs, scale: Tensor
+    ) -> None:
+        micros = packed.micro_batches
+        parts = min(self._parts_of(found.batch), len(micros))
+
+        def work(scorer: Scorer, part: int) -> list[MicroOutputs]:
+            return [self._gradient(scorer, micro, packed, found, scale) for micro in micros[part::parts]]
+
+        outputs = replicas.run(work, parts) if parts else []
+        for i, micro in enumerate(micros):
+            found.add(micro, outputs[i % parts][i // parts])
+
     def _backward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs, scale: Tensor) -> bool:
-        out = self._forward(micro, packed, found)
-        (out.parts * scale).sum().backward()
-        found.add(micro, out)
+        found.add(micro, self._gradient(self._scorer, micro, packed, found, scale))
         return True
+
+    def _gradient(
+        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs, scale: Tensor
+    ) -> MicroOutputs:
+        out = self._forward(scorer, micro, packed, found)
+        (out.parts * scale).sum().backward()
+        return out
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
         """The rows of these micro-batches, of which the first did not fit, in smaller ones."""
@@ -291,6 +318,10 @@ class LocalLearner:
         found: PackedBatch = batch.packed[1]
         return found
 
+    def _parts_of(self, batch: Batch) -> int:
+        """Into how many a batch is divided that are computed side by side."""
+        return 1 if self._replicas is None else self._replicas.parts_of(batch.samples)
+
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
         with phases("packing"):
             return pack_batch(
@@ -300,9 +331,12 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
+                at_least=self._parts_of(batch),
             )
 
-    def _forward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs) -> MicroOutputs:
+    def _forward(
+        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs
+    ) -> MicroOutputs:
         """This micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
         batch, loss, policy = micro.batch, found.loss, micro.policy
         all_policy = len(policy) == len(batch.target)
@@ -317,7 +351,7 @@ class LocalLearner:
         row, sampler, advantages = map(chosen, (batch.row, batch.sampler_logprobs, batch.advantages))
         rows, lengths = len(found.batch.samples), packed.policy_lengths
         token_loss = TokenLoss(loss, rows, row, lengths, advantages, sampler, old, reference)
-        logprobs, entropy = self._scorer(
+        logprobs, entropy = scorer(
             micro,
             entropy_gradient=loss.entropy_coefficient != 0.0,
             loss_gradient=token_loss.gradient if all_policy and loss.objective.is_sum_over_tokens else None,

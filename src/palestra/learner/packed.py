@@ -48,10 +48,22 @@ def pack_batch(
     echo: bool,
     device: torch.device,
     rows: Collection[int] | None = None,
+    at_least: int = 1,
 ) -> PackedBatch:
-    """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone."""
-    evenly = device.type == "cuda"  # where activations are what the memory is needed for
-    batches = pack(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=echo, rows=rows, evenly=evenly)
+    """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone.
+
+    `at_least` so many micro-batches, where there are enough groups.
+    """
+    evenly = device.type == "cuda" or at_least > 1  # where the largest one needs the memory, or is waited for
+    batches = pack(
+        samples,
+        max_tokens=max_tokens,
+        share_prefix=share_prefix,
+        echo=echo,
+        rows=rows,
+        evenly=evenly,
+        at_least=at_least,
+    )
     lengths = to_device((_row_lengths(batches, len(samples), name) for name in ("policy_mask", "echo_mask")), device)
     return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.core.machine import processors
+from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models import adapters
@@ -25,7 +25,6 @@ from palestra.models.hub import unreachable
 from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 
 TINY = "palestra/tiny"
-_SMALL_MODEL_PARAMETERS = 20_000_000
 _UNSTATED_CONTEXT = 1 << 15
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -131,7 +130,7 @@ def choose_threads(model: Any, threads: int | None = None) -> None:
     """
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return
-    is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS
+    is_small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL_PARAMETERS
     torch.set_num_threads(threads or (1 if is_small else idle_processors()))
 
 

@@ -1,0 +1,51 @@
+"""A model of a few thousand weights and rows for it, for the learner's tests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from palestra.core.config import RunConfig
+from palestra.core.types import Sample
+
+VOCABULARY = 64
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=VOCABULARY,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def settings(**sections: dict[str, Any]) -> RunConfig:
+    base = {"train": {"learning_rate": 1e-3}, "rollout": {"temperature": 1.0, "max_new_tokens": 16}}
+    return RunConfig.build(base, sections)
+
+
+def make_samples(version: int = 0, groups: int = 2, siblings: int = 3, seed: int = 0) -> list[Sample]:
+    """Groups whose rows have a tool result (tokens 3 and 4 of the completion) among the model's tokens."""
+    rng = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(5 + group)]
+        for sibling in range(siblings):
+            n, p = 7 + 2 * sibling, len(prompt)
+            tokens = prompt + [rng.randrange(VOCABULARY) for _ in range(n)]
+            trained = [False] * p + [i not in (3, 4) for i in range(n)]
+            observed = [False] * p + [i in (3, 4) for i in range(n)]
+            logprobs = [-4.0 if t else 0.0 for t in trained]
+            advantage = float(sibling - 1)
+            samples.append(Sample(tokens, trained, observed, logprobs, advantage, group, p, version))
+    return samples
