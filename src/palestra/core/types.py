@@ -26,7 +26,9 @@ Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
 HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
-_NO_LOGPROBS = np.zeros(0, np.float32)
+_NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, np.float32), np.zeros(0, np.int32)
+for _empty in (_NO_LOGPROBS, _NO_VERSIONS):
+    _empty.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,11 @@ class Turn:
         count = len(self.token_ids)
         expected = count if self.maker == "model" else 0
         _set(self, "token_ids", _array(self.token_ids, np.int32))
-        _set(self, "logprobs", _array(self.logprobs, np.float32) if len(self.logprobs) else _NO_LOGPROBS)
+        if not expected and isinstance(self.logprobs, tuple) and not self.logprobs and isinstance(self.versions, int):
+            object.__setattr__(self, "logprobs", _NO_LOGPROBS)
+            object.__setattr__(self, "versions", _NO_VERSIONS)
+            return
+        _set(self, "logprobs", _array(self.logprobs, np.float32))
         _set(self, "versions", _filled(self.versions, expected, np.int32))
         for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
             if len(array) != expected:
@@ -131,6 +137,21 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     grammar: str | None = None
+
+    def for_turn(self, max_new_tokens: int, seed: int) -> SamplingParams:
+        """The same with these two. `dataclasses.replace` takes twice as long, and every turn has its own."""
+        return SamplingParams(
+            max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.repetition_penalty,
+            self.stop_token_ids,
+            self.stop,
+            seed,
+            self.grammar,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ async def play(
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
-        message, finish = await speaker.say(replace(sampling, max_new_tokens=left, seed=first_seed + turn))
+        message, finish = await speaker.say(sampling.for_turn(left, first_seed + turn))
         turn += 1
         attempt.add(message)
         if finish != "stop":

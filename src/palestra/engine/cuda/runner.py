@@ -58,7 +58,7 @@ class CudaRunner:
 
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
-    look_every = 8  # steps after which the host looks whether a row has ended
+    look_every = 4  # steps after which the host looks whether a row has ended
     path: str | None = None  # a DecodePath; None: the one that is quicker
 
     def __init__(
