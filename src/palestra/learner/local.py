@@ -215,8 +215,8 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         found = LocalOutputs.empty(batch, loss, self.device)
         scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
-        if self._replicas is not None and self._parts_of(batch) > 1:
-            self._accumulate_side_by_side(self._replicas, packed, found, scale)
+        if self._replicas is not None and (parts := self._parts_of(batch)) > 1:
+            self._accumulate_side_by_side(self._replicas, min(parts, len(packed.micro_batches)), packed, found, scale)
             return found
         waiting = deque(packed.micro_batches)
         while waiting:
@@ -236,10 +236,9 @@ class LocalLearner:
         return found
 
     def _accumulate_side_by_side(
-        self, replicas: Replicas, packed: PackedBatch, found: LocalOutputs, scale: Tensor
+        self, replicas: Replicas, parts: int, packed: PackedBatch, found: LocalOutputs, scale: Tensor
     ) -> None:
         micros = packed.micro_batches
-        parts = min(self._parts_of(found.batch), len(micros))
 
         def work(scorer: Scorer, part: int) -> list[MicroOutputs]:
             return [self._gradient(scorer, micro, packed, found, scale) for micro in micros[part::parts]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from small_learner import VOCABULARY, build
 
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
@@ -19,15 +19,10 @@ from palestra.core.types import Sample
 from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 
-VOCABULARY = 64
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-
 
 def make_learner(tokens: int = 512, **train: Any) -> LocalLearner:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=48, vocab_size=VOCABULARY))
     config = RunConfig.build({"train": {"tokens_per_micro_batch": tokens, **train}, "rollout": {"temperature": 1.0}})
-    return LocalLearner(model, config=config)
+    return LocalLearner(build(), config=config)
 
 
 def rows(groups: int = 4, siblings: int = 4, prompt: int = 8, new: int = 10) -> list[Sample]:
@@ -144,10 +139,7 @@ def test_with_master_weights_a_failed_gradient_is_forgotten_and_those_before_it_
     first, rest = samples[:4], samples[4:]
     learners = []
     for _ in range(2):
-        torch.manual_seed(0)
-        config = Qwen3Config(**SHAPE, intermediate_size=48, vocab_size=VOCABULARY)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        learners.append(LocalLearner(model, config=RunConfig.build({"rollout": {"temperature": 1.0}})))
+        learners.append(LocalLearner(build(torch.bfloat16), config=RunConfig.build({"rollout": {"temperature": 1.0}})))
     expected, learner = learners
     learner._limit.tokens = expected._limit.tokens = 60
     learner.forward_backward(Batch(first), loss_of(samples))
