@@ -43,10 +43,12 @@ def test_threads_and_exit_handlers_run_and_nothing_is_taken_apart(status: int) -
 
 def test_an_unexpected_error_shows_its_traceback() -> None:
     process = ended("raise RuntimeError('unexpected')")
-    assert process.returncode == 1 and "RuntimeError: unexpected" in process.stderr
+    assert process.returncode == 1
+    assert "RuntimeError: unexpected" in process.stderr
     assert process.stdout.splitlines()[-1] == "taken apart"
 
 
 def test_a_coverage_tool_gets_the_usual_end() -> None:
     process = ended("return 3", trace="sys.settrace(lambda *_: None)")
-    assert process.returncode == 3 and process.stdout.splitlines()[-1] == "taken apart"
+    assert process.returncode == 3
+    assert process.stdout.splitlines()[-1] == "taken apart"

@@ -140,10 +140,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
 from palestra.engine import check
-from palestra.engine.cuda import fast_decoder, paged_ops
+from palestra.engine.cuda import few_rows, paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
-sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+few_rows.MIN_SPAN = 64  # the sums are split, as those of a larger model are
+sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=1, head_dim=32, **sizes)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()  # the interpreter has no bfloat16
@@ -155,20 +156,20 @@ check.NEW_TOKENS = 4  # from the prompt's last page, which has room for three, i
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
 assert engine.runner.fast_decoder is not None
 products = []
-real = fast_decoder.layer_kernels.gated_product
+real = few_rows.few_rows_kernels.added_product
 
 class Noted:
     def __getitem__(self, grid):
         products.append(grid)
         return real[grid]
 
-fast_decoder.layer_kernels.gated_product = Noted()
+few_rows.few_rows_kernels.added_product = Noted()
 session = engine.open([5, 17, 9, 23, 61, 3, 42])
 [turn] = engine.sample([session], SamplingParams(3, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
 expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1, ids[0, 7:, None])[:, 0]
 assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < 0.02, (expected, turn.logprobs)
-assert products, "the product of our own was not used"
+assert {grid[2] for grid in products} == {2, 3}, products  # attention's and the MLP's outputs, in so many parts
 print("SAME")
 """
 
@@ -197,17 +198,47 @@ except UnsupportedModel as error:
     print("SAME")
 """
 
-PRODUCT = """
+PRODUCTS = """
 import torch
-from palestra.engine.cuda.layer_kernels import gated_product
+from palestra.engine.cuda import few_rows_kernels as kernels
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-x, weight = torch.randn(21, 64, device=device), torch.randn(2 * 32, 64, device=device)
-out = torch.empty(21, 32, device=device)
-gated_product[(2, 2)](x, weight, out, 21, 32, 64, BM=16, BN=16, BK=32)
-gates, values = (x @ weight.T).chunk(2, 1)
-torch.testing.assert_close(out, torch.nn.functional.silu(gates) * values, atol=1e-2, rtol=1e-2)
+
+def random(*shape):
+    return torch.randn(shape, device=device, dtype=torch.float16)
+
+def close(out, expected):
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=1e-2)
+
+rows, width, depth, eps = 21, 96, 128, 1e-6
+tile = {"BM": 16, "BN": 32, "BK": 32, "OVERLAPS": False}
+ids, table, norm = torch.randint(0, 7, (rows,), device=device), random(7, width), random(width)
+x, y, squares = random(rows, width), random(rows, width), torch.full((rows, 3), 9.0, device=device)
+kernels.embed[(rows,)](ids, table, norm, x, y, squares, WIDTH=width, BLOCK=128, PARTS=3, PADDED=4)
+assert (x == table[ids]).all() and (y == x * norm).all()
+
+a, weight = random(rows, depth), random(width, depth) / 16
+sums, arrived = torch.empty(2 * 3 * 4 * 16 * 32, device=device), torch.zeros(6, dtype=torch.int32, device=device)
+for splits in (1, 4):
+    expected = x.float() + a.float() @ weight.float().T
+    kernels.added_product[(3, 2, splits)](
+        a, weight, x, norm, y, squares, sums, arrived, rows, width, DEPTH=depth, SPLITS=splits, **tile
+    )
+    close(x, expected)
+    assert (y == x * norm).all() and not arrived.any()
+    close(squares.sum(1), x.float().square().sum(1))
+
+normed = torch.nn.functional.rms_norm(x.float(), (width,), norm.float(), eps)
+weight = random(2 * width, width) / 16
+products = normed @ weight.float().T
+gates, values = products.chunk(2, 1)
+for gated, expected in ((False, products), (True, torch.nn.functional.silu(gates) * values)):
+    out = random(*expected.shape)
+    kernels.normed_product[(expected.shape[1] // 32, 2)](
+        y, squares, weight, out, rows, expected.shape[1], eps, DEPTH=width, PARTS=3, PADDED=4, GATED=gated, **tile
+    )
+    close(out, expected)
 print("SAME")
 """
 
@@ -296,8 +327,8 @@ def test_a_wrong_page_is_noticed_at_load(run_kernels: RunKernels) -> None:
     assert output.endswith("SAME\n")
 
 
-def test_the_gated_product_is_the_gate_times_the_value(run_kernels: RunKernels) -> None:
-    status, output = run_kernels(PRODUCT)
+def test_the_products_at_few_rows_are_those_of_torch(run_kernels: RunKernels) -> None:
+    status, output = run_kernels(PRODUCTS)
     assert status == 0, output[-3000:]
     assert output.endswith("SAME\n")
 

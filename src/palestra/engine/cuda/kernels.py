@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from palestra.engine.cuda.layer_kernels import apply_rope
+from palestra.engine.cuda.layer_kernels import apply_rope, wait
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def decode_attention(
     q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
@@ -57,6 +57,8 @@ def decode_attention(
     and reads nothing. If it SHARES, its first SHARED tokens are read by `shared_attention`, in the parts behind its
     splits. WHOLE: the row is one part.
     """
+    if OVERLAPS:
+        wait()
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
     g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, T)
@@ -151,13 +153,15 @@ def draft_attention(
     table_width, scale, softcap, window, splits,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
 
     Their queries are ready and their KV is stored, but for those without a page, which nobody reads. Each sees the keys
     up to its own. A row of length 0 is dead.
     """
+    if OVERLAPS:
+        wait()
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
     i, d, t, o = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T), tl.arange(0, 16)
@@ -200,11 +204,14 @@ def draft_attention(
 def combine_parts(
     PART, PART_ML, SHARED, LENS, OUT, splits, parts,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, PP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Merge what was computed apart for one (row, head): its own splits, and those of a shared prefix if it has one.
 
     Grid (rows * heads,).
     """
+    if OVERLAPS:
+        wait()
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, PP), tl.arange(0, DP)
     count = splits

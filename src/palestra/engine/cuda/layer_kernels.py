@@ -5,6 +5,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait():
+    """For the kernel before, of which this one was started early: until it has ended and all it wrote can be read.
+
+    The next kernel may start from here on.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -28,32 +39,6 @@ def gate(X, OUT, width, BLOCK: tl.constexpr):
     value = tl.load(X + (row * 2 + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     silu = (x * tl.sigmoid(x)).to(OUT.dtype.element_ty).to(tl.float32)
     tl.store(OUT + row * width + at, (silu * value).to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gated_product(
-    X, W, OUT, rows, width, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """OUT [rows, width] = silu(X @ gates) * (X @ values), W [2 * width, depth]: the products are never written out.
-
-    Grid (width / BN, rows / BM); BN divides the width and BK the depth. For few rows, where reading the weights is
-    nearly all there is to do.
-    """
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    real = (m < rows)[:, None]
-    x_at = X + m[:, None].to(tl.int64) * depth + k[None, :]
-    gate_at = W + n[None, :].to(tl.int64) * depth + k[:, None]
-    value_at = gate_at + width.to(tl.int64) * depth
-    g = tl.zeros((BM, BN), tl.float32)
-    v = tl.zeros((BM, BN), tl.float32)
-    for i in range(0, depth, BK):
-        x = tl.load(x_at + i, mask=real, other=0.0)
-        g = tl.dot(x, tl.load(gate_at + i), g)
-        v = tl.dot(x, tl.load(value_at + i), v)
-    out = g * tl.sigmoid(g) * v
-    tl.store(OUT + m[:, None].to(tl.int64) * width + n[None, :], out.to(OUT.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -93,12 +78,14 @@ def apply_rope(
 def rope_and_store(
     QKV, Q_OUT, K, V, PAGES, POSITIONS, COS, SIN, Q_NORM, K_NORM, eps, qkv_stride,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A token's queries with RoPE into Q_OUT [N, H, D], its keys and values into their page; grid (tokens, H + KV).
 
     A token whose page is -1 is padding: its KV goes nowhere.
     """
+    if OVERLAPS:
+        wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(POSITIONS + token)
     one, d = tl.arange(0, 1), tl.arange(0, DP)

@@ -1,0 +1,82 @@
+"""A decoder's layers as their weights, laid out for few kernels: products with one input are one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.engine.cuda.fuse import fuse
+from palestra.engine.cuda.paged_ops import RopeAndNorm
+from palestra.engine.lora import FusedAdapter, base_linear
+from palestra.engine.supported import norm_epsilon, sliding_window
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Linear layers with one input, as one."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    adapter: FusedAdapter | None
+
+    @classmethod
+    def of(cls, *linears: Any) -> Product:
+        weight, bias = fuse([base_linear(linear) for linear in linears])
+        return cls(weight, bias, FusedAdapter.of(linears))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if self.adapter is not None:
+            self.adapter.add(out, x)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), added where the products are made."""
+        out.addmm_(x, self.weight.T)
+        if self.bias is not None:
+            out += self.bias
+        if self.adapter is not None:
+            self.adapter.add(out, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights."""
+
+    index: int
+    attention_norm: nn.Module
+    qkv: Product
+    out: Product
+    mlp_norm: nn.Module
+    gate_up: Product
+    down: Product
+    rope: RopeAndNorm
+    scale: float
+    window: int | None
+
+
+def layer_of(index: int, module: Any, cos: Tensor, sin: Tensor) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    has_rope = getattr(attention, "use_rope", True)
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return Layer(
+        index=index,
+        attention_norm=module.input_layernorm,
+        qkv=Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=Product.of(attention.o_proj),
+        mlp_norm=module.post_attention_layernorm,
+        gate_up=Product.of(mlp.gate_proj, mlp.up_proj),
+        down=Product.of(mlp.down_proj),
+        rope=RopeAndNorm(
+            cos=cos if has_rope else None,
+            sin=sin if has_rope else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            epsilon=0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0,
+        ),
+        scale=attention.scaling,
+        window=sliding_window(attention),
+    )

@@ -1,0 +1,59 @@
+"""The kernels at few rows compile for a GPU, which takes none: the interpreter takes code that the compiler refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia.compiler")
+
+POINTERS = {"SQUARES": "*fp32", "SUMS": "*fp32", "ARRIVED": "*i32", "IDS": "*i32"}  # the others hold bfloat16
+NUMBERS = {"rows": "i32", "width": "i32", "eps": "fp32"}
+
+
+def ptx_of(kernel: Any, **constants: Any) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {name: POINTERS.get(name, NUMBERS.get(name, "*bf16")) for name in names}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    aligned = [i for i, name in enumerate(names) if kinds[name].startswith("*")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, kinds, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, "num_stages": 5, "launch_pdl": True}
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+@pytest.fixture
+def kernels() -> Any:
+    from palestra.engine.cuda import few_rows_kernels
+
+    if not hasattr(few_rows_kernels.embed, "arg_names"):
+        pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
+    return few_rows_kernels
+
+
+TILE = {"BM": 64, "BN": 32, "BK": 128}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_normed_product_compiles_and_overlaps_its_launch(kernels: Any, gated: bool) -> None:
+    shape = {"DEPTH": 1024, "PARTS": 32, "PADDED": 32, "GATED": gated, "OVERLAPS": True}
+    ptx = ptx_of(kernels.normed_product, **TILE, **shape)
+    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index("cp.async")
+    assert "wgmma" in ptx
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_product_that_is_added_compiles_and_overlaps_its_launch(kernels: Any, splits: int) -> None:
+    ptx = ptx_of(kernels.added_product, **TILE, DEPTH=1536, SPLITS=splits, OVERLAPS=True)
+    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index("cp.async")
+    assert ("atom.global" in ptx) == (splits > 1)
+
+
+def test_the_embedding_compiles(kernels: Any) -> None:
+    assert "st.global" in ptx_of(kernels.embed, WIDTH=576, BLOCK=1024, PARTS=18, PADDED=32)
