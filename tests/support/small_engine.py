@@ -43,3 +43,11 @@ def computed_tokens(engine: Engine) -> list[int]:
 
     engine.runner.step = counted  # type: ignore[attr-defined]
     return counts
+
+
+def own_logprobs(model: Any, ids: list[int], start: int) -> list[float]:
+    """Of the tokens from `start` on, by the model's own forward."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+    found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None])[:, 0].tolist()
+    return found

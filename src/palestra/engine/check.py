@@ -1,9 +1,10 @@
 """The self-check at load: what the engine samples, scored by the model's own forward in the same dtype.
 
-Two forks of a random prompt sample a turn, get tokens appended, and sample again. The lengths are chosen so that
-everything is passed where an engine can go wrong: prefill and decode cross page boundaries, a partial page is
-copied for a fork, the prompt is longer than the sliding window, and KV leaves the batch and comes back. Each turn takes
-another of the runner's ways to compute a decode step.
+Two forks of a random prompt sample a turn, get tokens appended, and sample again, at last beside a branch of one. The
+lengths are chosen so that everything is passed where an engine can go wrong: prefill and decode cross page boundaries,
+a partial page is copied for a fork, the prompt is longer than the sliding window, KV leaves the batch and comes back,
+and what was sampled is read from pages by the branch. Each turn takes another of the runner's ways to compute a decode
+step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from palestra.engine.session import Session
 log = logging.getLogger(__name__)
 
 NEW_TOKENS = 8  # of each turn
-APPENDED_TOKENS = (3, 5)  # to each fork
+APPENDED_TOKENS = (3, 5, 4)  # to each fork and to the branch
 MAX_TURNS = 3
 MAX_GROWTH = MAX_TURNS * NEW_TOKENS + (MAX_TURNS - 1) * max(APPENDED_TOKENS)  # of a fork
 MAX_WINDOW_FLOPS, MAX_WINDOW_FLOPS_CUDA = 2e11, 1e15  # a second or two; a window that costs more is left out
@@ -41,6 +42,8 @@ class CheckedEngine(Protocol):
     def open(self, prompt_ids: Sequence[int]) -> Session: ...
 
     def fork(self, session: Session, n: int) -> list[Session]: ...
+
+    def branch(self, session: Session, length: int) -> Session: ...
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None: ...
 
@@ -60,28 +63,31 @@ def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: 
     def random_ids(n: int) -> list[int]:
         return torch.randint(0, config.vocab_size, (n,), generator=generator).tolist()
 
-    forks = engine.fork(engine.open(random_ids(prompt_length(model, page_size, capacity))), 2)
+    sessions = engine.fork(engine.open(random_ids(prompt_length(model, page_size, capacity))), 2)
     differences, spreads = [], []
     runner = engine.runner
     usual, paths = runner.path, [*runner.paths, *runner.paths][: max(2, len(runner.paths))]
-    sampled: list[list[tuple[int, float]]] = [[], []]  # of each fork: places, and the logprobs of the tokens there
+    sampled: list[list[tuple[int, float]]] = [[], [], []]  # of each session: places, and logprobs of the tokens there
     try:
-        for number, runner.path in enumerate(paths):
-            for fork, count in zip(forks, APPENDED_TOKENS, strict=True):
-                engine.append(fork, random_ids(count) if number else [])
-            starts = [len(fork.token_ids) for fork in forks]
-            turns = engine.sample(forks, [SamplingParams(NEW_TOKENS, seed=2 * number + s) for s in (1, 2)])
-            for noted, start, turn in zip(sampled, starts, turns, strict=True):
+        for number, runner.path in enumerate(paths, 1):
+            if number == len(paths):
+                sessions.append(engine.branch(sessions[1], len(sessions[1].token_ids)))
+            for session, count in zip(sessions, APPENDED_TOKENS, strict=False):
+                engine.append(session, random_ids(count) if number > 1 else [])
+            starts = [len(session.token_ids) for session in sessions]
+            seeds = range(2 * number, 2 * number + len(sessions))
+            turns = engine.sample(sessions, [SamplingParams(NEW_TOKENS, seed=seed) for seed in seeds])
+            for noted, start, turn in zip(sampled, starts, turns, strict=False):
                 noted += enumerate(turn.logprobs.tolist(), start)
-        for fork, noted in zip(forks, sampled, strict=True):
+        for session, noted in zip(sessions, sampled, strict=True):
             places, logprobs = zip(*noted, strict=True)
-            expected, logits = reference_logprobs(model, fork.token_ids, places)
+            expected, logits = reference_logprobs(model, session.token_ids, places)
             differences.append((torch.tensor(logprobs) - expected).abs())
             spreads.append(logits.std(-1))
     finally:
         runner.path = usual
-        for fork in forks:
-            engine.close(fork)
+        for session in sessions:
+            engine.close(session)
     difference, spread = torch.cat(differences).mean().item(), torch.cat(spreads).mean().item()
     tolerated = tolerated_difference(model, spread)
     log.debug("self-check: logprobs differ by %.2g on average; %.2g is tolerated", difference, tolerated)
@@ -99,7 +105,7 @@ def prompt_length(model: Any, page_size: int, capacity: int) -> int:
     if window:
         longer = window + min(window, 256)  # enough that keys outside of the window would be noticed
         flops_per_token = 2.0 * sum(p.numel() for p in model.parameters())
-        forwards = 3  # the engine's, and one for each fork
+        forwards = 4  # the engine's, and one for each session
         limit = MAX_WINDOW_FLOPS_CUDA if _device(model).type == "cuda" else MAX_WINDOW_FLOPS
         if flops_per_token * longer * forwards <= limit:
             length = max(length, longer)

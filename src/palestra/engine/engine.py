@@ -140,6 +140,7 @@ class Engine:
         self._check_idle(session)
         session.token_ids += self._valid_ids(token_ids)
 
+    @torch.inference_mode()
     def close(self, session: Session) -> None:
         """Give the session's pages back; a turn in progress ends as cancelled. Closing twice is harmless."""
         if session.closed:
@@ -351,8 +352,7 @@ class Engine:
             source.children -= 1
             if source.children == 0:
                 if source.job is not None:
-                    with torch.inference_mode():
-                        self.scheduler.withdraw(source.job)
+                    self.scheduler.withdraw(source.job)
                 self._release(source)
 
     def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:

@@ -15,17 +15,21 @@ MIN_AWAITED_PREFIX = 64  # tokens; to compute fewer takes less time than the ste
 
 
 class KVMemory(Protocol):
-    """Where KV lives. `enter` before a session's first step, `leave` after its last."""
+    """Where KV lives. `enter` before a turn's first step, `leave` after its last."""
 
     def enter(self, session: Session) -> None: ...
 
-    def leave(self, session: Session, keep: bool) -> None: ...
+    def leave(self, session: Session) -> None: ...
+
+    def drop(self, session: Session) -> None:
+        """Its KV is needed no more, whether it runs or not."""
+        ...
+
+    def store(self, session: Session) -> None:
+        """See to it that what is computed of it is in its pages, since another one will share them."""
+        ...
 
     def copy_page(self, source: int, target: int) -> None: ...
-
-    def stored_len(self, session: Session) -> int:
-        """How many of its tokens have their KV in its pages."""
-        ...
 
 
 class Scheduler:
@@ -64,6 +68,8 @@ class Scheduler:
 
     def drop(self, session: Session) -> None:
         """Forget a session's KV; its tokens stay, so it can be computed again."""
+        self.memory.drop(session)
+        session.running = False
         self.pool.release(session.table)
         session.table = []
         session.kv_len = session.shared_len = 0
@@ -77,7 +83,8 @@ class Scheduler:
         Where another one holds them all, or too many are kept, those that were not used for the longest time go.
         """
         size = self.pool.page_size
-        pages = self.memory.stored_len(session) // size
+        self.memory.store(session)
+        pages = session.kv_len // size
         kept = Session(session.token_ids[: pages * size + 1], table=session.table[:pages], kv_len=pages * size)
         self.pool.share(kept.table)
         self.drop(session)
@@ -92,17 +99,15 @@ class Scheduler:
 
     def drop_all(self) -> None:
         """Forget every KV (the weights changed); jobs in progress are computed again."""
-        for job in self.running:
-            self._leave(job.session, keep=False)
+        for session in [*(job.session for job in self.running), *self.holders]:
+            self.drop(session)
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
-        for session in list(self.holders):
-            self.drop(session)
 
     def branch(self, source: Session, session: Session) -> None:
         """Let a new session, whose tokens `source` begins with, share the pages of those that are computed."""
         holder = source if source.source is None or source.kv_len > 0 else source.source
-        length = min(self.memory.stored_len(holder), session.fill_target)
+        length = min(holder.kv_len, session.fill_target)
         if not self._share(holder, session, length):
             self._share(holder, session, length - length % self.pool.page_size)
 
@@ -175,7 +180,7 @@ class Scheduler:
         if session.source is not None or session.kv_len > 0:
             return False
         for other, length in self._prefixes.find(session):
-            if self.memory.stored_len(other) >= length:
+            if other.kv_len >= length:
                 self._share(other, session, length)
                 self._touch(other)
                 return False
@@ -202,6 +207,7 @@ class Scheduler:
         """Give a session without KV that of the source's first `length` tokens; False without a page for the last."""
         if length % self.pool.page_size and not self._free_up(1, keep=(session, source)):
             return False
+        self.memory.store(source)
         fork = self.pool.fork(source.table, length)
         if fork.copy is not None:
             self.memory.copy_page(*fork.copy)
@@ -249,22 +255,18 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         del self.running[job]
         self._preempted.add(job)
-        self._leave(job.session, keep=False)
         self.drop(job.session)
         self.dropped_sessions += 1
         self.waiting.appendleft(job)
 
     def _to_idle(self, session: Session) -> None:
         """Out of the running batch with its KV; pages that were reserved and not used are released."""
-        self._leave(session, keep=True)
+        self.memory.leave(session)
+        session.running = False
         used = self.pool.needed(session.kv_len)
         self.pool.release(session.table[used:])
         del session.table[used:]
         self._touch(session)
-
-    def _leave(self, session: Session, keep: bool) -> None:
-        self.memory.leave(session, keep)
-        session.running = False
 
     def _touch(self, session: Session) -> None:
         self.holders.pop(session, None)

@@ -28,7 +28,7 @@ class Session:
     closed: bool = False
     job: Job | None = None
     running: bool = False  # in the scheduler's batch
-    slot: int = -1  # of contiguous KV on the CPU, while it runs
+    slot: int = -1  # of contiguous KV on the CPU
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were opened
 
     @property

@@ -2,14 +2,15 @@
 
 Reading pages one by one costs as much as attention itself, so a session that enters the batch gets a slot: one
 row of a padded buffer that attention reads in place. Siblings of one fork share a row of the prefix buffer, so a
-prompt is read once for the whole group, not once for each. When a session leaves, its new tokens go back to its
-pages.
+prompt is read once for the whole group, not once for each. A session that leaves the batch keeps its slot, since most
+are back as soon as a tool has answered. Its new tokens are written to its pages when another session shares them, or
+needs the slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -89,108 +90,212 @@ class SlotBuffer:
         for new, before in zip((self.keys, self.values), old, strict=True):
             new[:, :old_rows, :, :old_length] = before
 
-    def swap(self, a: int, b: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         for store in (self.keys, self.values):
-            before = store[:, a, :, :length].clone()
-            store[:, a, :, :length] = store[:, b, :, :length]
-            store[:, b, :, :length] = before
+            store[:, target, :, :length] = store[:, source, :, :length]
+
+    def move(self, sources: Mapping[int, tuple[int, int]]) -> None:
+        """Copy (row, length) into each target, every row before it is written over."""
+        todo, lengths = dict(sources), dict(sources.values())
+        for first in sorted(sources, key=lambda row: row in lengths):
+            target, aside = first, None
+            if first in todo and first in lengths:  # only circles are left: the first row has to be put aside
+                aside = [store[:, first, :, : lengths[first]].clone() for store in (self.keys, self.values)]
+            while target in todo:
+                source, length = todo.pop(target)
+                if source == first and aside is not None:
+                    for store, row in zip((self.keys, self.values), aside, strict=True):
+                        store[:, target, :, :length] = row
+                else:
+                    self.copy(source, target, length)
+                target = source
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """What forks of one source begin with, in a row of the prefix buffer."""
+
+    source: Session
+    row: int
+    length: int
+    users: int = 0  # slots
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A session's own tokens, in a row of the own buffer."""
+
+    session: Session
+    prefix: Prefix | None
+    base: int  # the position that its first column holds
+    stored_len: int  # tokens up to here are in pages, too
+
+    @property
+    def length(self) -> int:
+        return self.session.kv_len - self.base
 
 
 class KVSlots:
-    """The running sessions: slot i is row i of `own`; `prefix_row[i]` is its row in `prefix`, or -1."""
+    """Slots of the sessions that run, which `place` puts into rows 0, 1, … before a step, and of idle ones.
+
+    Which rows idle sessions have depends on when others are closed, the order of the running ones does not: it decides
+    the last bits of a matrix product.
+    """
 
     def __init__(self, shape: KVShape, pages: Pages) -> None:
         self.pages = pages
         self.own = SlotBuffer(shape)
         self.prefix = SlotBuffer(shape)
-        self.sessions: list[Session] = []
-        self.prefix_row: list[int] = []
-        self.base: list[int] = []  # the position that a slot's first column holds
-        self._entered_at: list[int] = []  # tokens up to here are in pages already
-        self._row_of: dict[Session, int] = {}  # source -> its row in `prefix`
-        self._users: list[int] = []  # by row of `prefix`
-        self.prefix_len: list[int] = []  # by row of `prefix`
-        self.generation = 0  # changes with every change of composition
+        self.sessions: list[Session] = []  # that run, in the order of a step's rows
+        self._idle: dict[Session, None] = {}  # that have a slot and do not run, in the order in which they left
+        self._slots: list[Slot | None] = [None] * self.own.rows  # by row of `own`
+        self._prefixes: list[Prefix] = []  # by row of `prefix`
+        self.generation = 0  # changes with every change of rows
+
+    def __getitem__(self, row: int) -> Slot:
+        slot = self._slots[row]
+        assert slot is not None
+        return slot
 
     def copy_page(self, source: int, target: int) -> None:
         self.pages.copy(source, target)
 
-    def stored_len(self, session: Session) -> int:
-        """What a running session has computed goes to its pages when it leaves."""
-        return session.kv_len if session.slot < 0 else self._entered_at[session.slot]
-
     def release_memory(self) -> None:
-        """Every session has left."""
-        assert not self.sessions
+        """No session has KV."""
+        assert not any(self._slots)
         self.pages.release()
         self.own.reset()
         self.prefix.reset()
+        self._slots = [None] * self.own.rows
 
     def reserve_memory(self) -> None:
         self.pages.reserve()
 
     def enter(self, session: Session) -> None:
-        slot = len(self.sessions)
-        row = self._join_prefix(session) if session.source is not None and session.shared_len else -1
-        base = session.shared_len if row >= 0 else 0
-        self.own.ensure(slot + 1, len(session.token_ids) - base + 1)
-        if session.kv_len > base:
-            for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
-                own[:, slot, :, : session.kv_len - base] = self.pages.read(store, session.table, base, session.kv_len)
+        if session in self._idle:
+            del self._idle[session]
+        else:
+            self._take_slot(session)
+        self.own.ensure(self.own.rows, len(session.token_ids) - self[session.slot].base + 1)
         self.sessions.append(session)
-        self.prefix_row.append(row)
-        self.base.append(base)
-        self._entered_at.append(session.kv_len)
-        session.slot = slot
-        self.generation += 1
 
-    def leave(self, session: Session, keep: bool) -> None:
-        slot, last = session.slot, len(self.sessions) - 1
-        start, base = self._entered_at[slot], self.base[slot]
-        if keep and session.kv_len > start:
+    def leave(self, session: Session) -> None:
+        """Its slot is kept until another one needs it. A source's is not, as its children go on from its pages."""
+        self._stop_running(session)
+        self._idle[session] = None
+        if session.children or session.kv_len == 0:
+            self._give_up_slot(session)
+
+    def drop(self, session: Session) -> None:
+        """Forget the KV that is in its slot, if it has one."""
+        if session.slot >= 0:
+            if session not in self._idle:
+                self._stop_running(session)
+            self._free_slot(session)
+
+    def store(self, session: Session) -> None:
+        """Write to its pages what only its slot holds."""
+        if session.slot < 0:
+            return
+        slot = self[session.slot]
+        start, stop = slot.stored_len - slot.base, slot.length
+        if stop > start:
             for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
-                self.pages.write(store, session.table, start, own[:, slot, :, start - base : session.kv_len - base])
-        if slot != last:
-            self.swap(slot, last)
-        for column in (self.sessions, self.base, self._entered_at):
-            column.pop()
-        self._leave_prefix(self.prefix_row.pop())
-        session.slot = -1
+                self.pages.write(store, session.table, slot.stored_len, own[:, session.slot, :, start:stop])
+            slot.stored_len = session.kv_len
+
+    def place(self, count: int) -> None:
+        """Put the first `count` running sessions into rows 0..count-1, and who was there into the rows they leave."""
+        targets = {session: row for row, session in enumerate(self.sessions[:count]) if session.slot != row}
+        if not targets:
+            return
+        taken = list(targets.values())
+        left = {session.slot for session in targets}.difference(taken)
+        for row in taken:
+            slot = self._slots[row]
+            if slot is not None and slot.session not in targets:
+                targets[slot.session] = self._row_for(slot.session, left)
+                left.remove(targets[slot.session])
+        self.own.move({row: (session.slot, self[session.slot].length) for session, row in targets.items()})
+        moved = [(row, self[session.slot]) for session, row in targets.items()]
+        for row, slot in [*((row, None) for row in left), *moved]:
+            self._slots[row] = slot
+            if slot is not None:
+                slot.session.slot = row
         self.generation += 1
 
-    def swap(self, a: int, b: int) -> None:
-        length = max(self.sessions[i].kv_len - self.base[i] for i in (a, b))
-        self.own.swap(a, b, length)
-        columns: tuple[list[Any], ...] = (self.sessions, self.prefix_row, self.base, self._entered_at)
-        for column in columns:
-            column[a], column[b] = column[b], column[a]
-        self.sessions[a].slot, self.sessions[b].slot = a, b
+    def _row_for(self, session: Session, rows: set[int]) -> int:
+        """Of these rows the one that it will have when it decodes, if that is known."""
+        following = self.sessions.index(session) if session not in self._idle else -1
+        return following if following in rows else min(rows)
+
+    def _take_slot(self, session: Session) -> None:
+        row = self._free_row()
+        prefix = self._join_prefix(session) if session.source is not None and session.shared_len else None
+        slot = Slot(session, prefix, session.shared_len if prefix is not None else 0, session.kv_len)
+        if slot.length > 0:
+            self.own.ensure(self.own.rows, slot.length)
+            for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
+                tokens = self.pages.read(store, session.table, slot.base, session.kv_len)
+                own[:, row, :, : slot.length] = tokens
+        self._slots[row], session.slot = slot, row
         self.generation += 1
 
-    def _join_prefix(self, session: Session) -> int:
-        source = session.source
-        assert source is not None
-        row = self._row_of.get(source, -1)
-        if row < 0:
-            row = self._users.index(0) if 0 in self._users else len(self._users)
-            if row == len(self._users):
-                self._users.append(0)
-                self.prefix_len.append(0)
-            self._fill_prefix(row, session)
-            self._row_of[source] = row
-        self._users[row] += 1
+    def _free_row(self) -> int:
+        """The one that its session will be placed in, if that is free. The buffer grows only for those that run."""
+        following = len(self.sessions)
+        if following < self.own.rows and self._slots[following] is None:
+            return following
+        if None in self._slots:
+            return self._slots.index(None)
+        if self._idle:
+            longest_idle = next(iter(self._idle))
+            row = longest_idle.slot
+            self._give_up_slot(longest_idle)
+            return row
+        row = self.own.rows
+        self.own.ensure(row + 1, self.own.length)
+        self._slots += [None] * (self.own.rows - row)
         return row
 
-    def _fill_prefix(self, row: int, session: Session) -> None:
-        length = session.shared_len
-        self.prefix.ensure(row + 1, length)
-        for prefix, store in ((self.prefix.keys, self.pages.keys), (self.prefix.values, self.pages.values)):
-            prefix[:, row, :, :length] = self.pages.read(store, session.table, 0, length)
-        self.prefix_len[row] = length
+    def _give_up_slot(self, session: Session) -> None:
+        self.store(session)
+        self._free_slot(session)
 
-    def _leave_prefix(self, row: int) -> None:
-        if row < 0:
-            return
-        self._users[row] -= 1
-        if self._users[row] == 0:
-            self._row_of = {source: r for source, r in self._row_of.items() if r != row}
+    def _free_slot(self, session: Session) -> None:
+        prefix = self[session.slot].prefix
+        self._slots[session.slot], session.slot = None, -1
+        self._idle.pop(session, None)
+        if prefix is not None:
+            self._leave_prefix(prefix)
+        self.generation += 1
+
+    def _stop_running(self, session: Session) -> None:
+        """The last one comes in its place."""
+        last = self.sessions.pop()
+        if last is not session:
+            self.sessions[self.sessions.index(session)] = last
+
+    def _join_prefix(self, session: Session) -> Prefix:
+        assert session.source is not None
+        prefix = next((each for each in self._prefixes if each.source is session.source), None)
+        if prefix is None:
+            prefix = Prefix(session.source, len(self._prefixes), session.shared_len)
+            self._fill_prefix(prefix, session.table)
+            self._prefixes.append(prefix)
+        prefix.users += 1
+        return prefix
+
+    def _fill_prefix(self, prefix: Prefix, table: Sequence[int]) -> None:
+        self.prefix.ensure(prefix.row + 1, prefix.length)
+        for own, store in ((self.prefix.keys, self.pages.keys), (self.prefix.values, self.pages.values)):
+            own[:, prefix.row, :, : prefix.length] = self.pages.read(store, table, 0, prefix.length)
+
+    def _leave_prefix(self, prefix: Prefix) -> None:
+        """Once it has no users, the last prefix moves into its row: attention reads unused rows in between, too."""
+        prefix.users -= 1
+        if prefix.users == 0:
+            last = self._prefixes.pop()
+            if last is not prefix:
+                self.prefix.copy(last.row, prefix.row, last.length)
+                self._prefixes[prefix.row], last.row = last, prefix.row

@@ -132,21 +132,21 @@ class SharedPrefixes:
     def of(cls, slots: KVSlots, chosen: Sequence[int]) -> SharedPrefixes | None:
         """These slots by prefix; None when no slot has one."""
         places: dict[int, list[int]] = {}
-        rows = [slots.prefix_row[slot] for slot in chosen]
-        for i, row in enumerate(rows):
-            if row >= 0:
-                places.setdefault(row, []).append(i)
+        prefixes = [slots[row].prefix for row in chosen]
+        for i, prefix in enumerate(prefixes):
+            if prefix is not None:
+                places.setdefault(prefix.row, []).append(i)
         if not places:
             return None
-        lengths = [slots.prefix_len[row] if row >= 0 else 0 for row in rows]
-        for i, row in enumerate(rows):
-            if row < 0:  # it needs a place too, where all is masked for it
+        lengths = [prefix.length if prefix is not None else 0 for prefix in prefixes]
+        for i, prefix in enumerate(prefixes):
+            if prefix is None:  # it needs a place too, where all is masked for it
                 min(places.values(), key=len).append(i)
         used, members = sorted(places), max(map(len, places.values()))
         span = range(used[0], used[-1] + 1)
         if len(span) <= 2 * len(used):  # a few too many cost less than a copy
             used = list(span)
-        to_rows, to_slots = [0] * (len(used) * members), [0] * len(rows)
+        to_rows, to_slots = [0] * (len(used) * members), [0] * len(prefixes)
         for i, row in enumerate(used):
             for place, slot in enumerate(places.get(row, ()), i * members):
                 to_rows[place] = slot
@@ -211,7 +211,7 @@ class PrefillChunk:
     """Several tokens of one slot: `first`..`first + count` of the step's tokens."""
 
     slots: KVSlots
-    slot: int
+    row: int  # of the own buffer
     first: int
     count: int
     own_len: int  # with the new tokens
@@ -220,7 +220,7 @@ class PrefillChunk:
     def bias(self, window: int | None) -> Tensor:
         """[1, 1, count, prefix + own], which masks columns that a token must not see."""
         if window not in self.biases:
-            length = self.slots.base[self.slot] + self.own_len
+            length = self.slots[self.row].base + self.own_len
             columns, rows = torch.arange(length), torch.arange(length - self.count, length)[:, None]
             masked = columns > rows
             if window is not None:
@@ -230,7 +230,7 @@ class PrefillChunk:
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [count, KV, G, D]."""
-        own, row, base = self.slots.own, self.slots.prefix_row[self.slot], self.slots.base[self.slot]
+        own, prefix, base = self.slots.own, self.slots[self.row].prefix, self.slots[self.row].base
         q = q[self.first : self.first + self.count].permute(
             2, 1, 0, 3
         )  # a KV head's queries as a batch, so that its keys are read in place
@@ -240,10 +240,11 @@ class PrefillChunk:
 
         causal = window is None and self.own_len == self.count
         bias = None if causal else self.bias(window)[..., base:]
-        keys, values = (part(store, self.slot, self.own_len) for store in (own.keys, own.values))
+        keys, values = (part(store, self.row, self.own_len) for store in (own.keys, own.values))
         out, total = attend_part(q, keys, values, bias, scale, softcap, causal)
-        if row >= 0:
-            keys, values = (part(store, row, base) for store in (self.slots.prefix.keys, self.slots.prefix.values))
+        if prefix is not None:
+            stores = self.slots.prefix.keys, self.slots.prefix.values
+            keys, values = (part(store, prefix.row, base) for store in stores)
             bias = None if window is None else self.bias(window)[..., :base]
             out = merge_parts(out, total, *attend_part(q, keys, values, bias, scale, softcap))
         return out.permute(2, 1, 0, 3)

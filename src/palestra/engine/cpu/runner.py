@@ -39,14 +39,17 @@ class CpuRunner:
     def enter(self, session: Session) -> None:
         self.slots.enter(session)
 
-    def leave(self, session: Session, keep: bool) -> None:
-        self.slots.leave(session, keep)
+    def leave(self, session: Session) -> None:
+        self.slots.leave(session)
+
+    def drop(self, session: Session) -> None:
+        self.slots.drop(session)
+
+    def store(self, session: Session) -> None:
+        self.slots.store(session)
 
     def copy_page(self, source: int, target: int) -> None:
         self.slots.copy_page(source, target)
-
-    def stored_len(self, session: Session) -> int:
-        return self.slots.stored_len(session)
 
     def weights_changed(self) -> None:
         if self.fast_decoder is not None:
@@ -96,7 +99,7 @@ class CpuRunner:
             positions += range(session.kv_len, stop)
             if chunk.samples:
                 ends.append(len(ids) - 1)
-        plan = self._plan(chunks, decoding, positions)
+        plan = self._plan(chunks, decoding)
         if self.fast_decoder is not None:
             return self.fast_decoder(ids, positions, ends, plan)
         with self._switch.use(ENGINE_ATTENTION, training=False):
@@ -112,27 +115,34 @@ class CpuRunner:
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
         """Sessions with one token first, in slots 0..n-1, where attention reads them; then the others by length."""
         singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
-        n, last = len(singles), len(self.slots.sessions) - 1
+        sessions = self.slots.sessions
+        n, last = len(singles), len(sessions) - 1
         for slot in range(n):
-            if self.slots.sessions[slot] not in singles:
-                while self.slots.sessions[last] not in singles:
+            if sessions[slot] not in singles:
+                while sessions[last] not in singles:
                     last -= 1
-                self.slots.swap(slot, last)
-        ordered = [singles[session] for session in self.slots.sessions[:n]]
+                sessions[slot], sessions[last] = sessions[last], sessions[slot]
+        self.slots.place(n)
+        ordered = [singles[session] for session in sessions[:n]]
         others = sorted((chunk for chunk in chunks if chunk.count > 1), key=lambda chunk: chunk.count)
         return ordered + others, n
 
-    def _plan(self, chunks: Sequence[Chunk], decoding: int, positions: list[int]) -> SlotPlan:
+    def _plan(self, chunks: Sequence[Chunk], decoding: int) -> SlotPlan:
         slots = self.slots
-        own_lens = [chunk.job.session.kv_len - slots.base[chunk.job.session.slot] + chunk.count for chunk in chunks]
-        slots.own.ensure(len(slots.sessions), max(own_lens))
-        token_rows = [chunk.job.session.slot for chunk in chunks for _ in range(chunk.count)]
-        columns = [position - slots.base[row] for row, position in zip(token_rows, positions, strict=True)]
+        rows = [chunk.job.session.slot for chunk in chunks]
+        counts = [chunk.count for chunk in chunks]
+        own_lens = [slots[row].length + count for row, count in zip(rows, counts, strict=True)]
+        slots.own.ensure(slots.own.rows, max(own_lens))
+        token_rows: list[int] = []
+        columns: list[int] = []
+        for row, count, own_len in zip(rows, counts, own_lens, strict=True):
+            token_rows += [row] * count
+            columns += range(own_len - count, own_len)
         heads, length = len(self._heads), slots.own.length
         row_starts = torch.tensor(token_rows) * (heads * length) + torch.tensor(columns)
         targets = (row_starts[:, None] + self._heads * length).view(-1)
         parts: list[SlotRows | PrefillChunk] = []
-        counts, rows, first = [chunk.count for chunk in chunks], [chunk.job.session.slot for chunk in chunks], 0
+        first = 0
         for part in batches(counts, own_lens):
             if counts[part.start] > 1 and part.stop - part.start == 1:
                 at = part.start

@@ -94,7 +94,11 @@ class CudaRunner:
     def enter(self, session: Session) -> None:
         """Pages are read in place."""
 
-    def leave(self, session: Session, keep: bool) -> None: ...
+    def leave(self, session: Session) -> None: ...
+
+    def drop(self, session: Session) -> None: ...
+
+    def store(self, session: Session) -> None: ...
 
     def copy_page(self, source: int, target: int) -> None:
         """With the next step, together: a group of 512 has as many copies, and a launch each would take longer than the
@@ -102,9 +106,6 @@ class CudaRunner:
         if target in self._copies or source in self._copies:
             self._copy_pages()
         self._copies[target] = source
-
-    def stored_len(self, session: Session) -> int:
-        return session.kv_len
 
     def _copy_pages(self) -> None:
         if self._copies:
