@@ -120,7 +120,7 @@ class Engine:
             raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)
         session.closed = True
-        session.children = n
+        session.forks = session.children = n
         return [Session(list(session.token_ids), source=session) for _ in range(n)]
 
     @torch.inference_mode()

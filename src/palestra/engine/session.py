@@ -24,7 +24,8 @@ class Session:
     table: list[int] = field(default_factory=list)
     kv_len: int = 0
     shared_len: int = 0
-    children: int = 0  # that may still need this source
+    forks: int = 0  # that were made of it
+    children: int = 0  # of those, who may still need this source
     closed: bool = False
     job: Job | None = None
     running: bool = False  # in the scheduler's batch

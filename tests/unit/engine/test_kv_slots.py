@@ -14,6 +14,7 @@ from small_engine import BYTES_PER_TOKEN, computed_tokens, own_logprobs, sharp_m
 from transformers import Qwen3ForCausalLM
 
 from palestra.core.types import SamplingParams
+from palestra.engine.cpu import plan
 from palestra.engine.cpu.kv_slots import KVSlots, Pages, SlotBuffer
 from palestra.engine.engine import Engine
 from palestra.engine.kv_shape import KVShape
@@ -172,6 +173,21 @@ def test_a_conversation_whose_last_turn_was_in_a_slot_is_kept_when_it_is_closed(
     assert counts[0] == len(said) + 1 - (len(said) - 1) // PAGE * PAGE
 
 
+def test_a_prompt_that_begins_like_one_being_sampled_shares_its_pages(model: Any) -> None:
+    engine = engine_of(model)
+    first = engine.open([*PROMPTS[0], *PROMPTS[1]])
+    job = engine.submit(first, SamplingParams(12, seed=1))
+    for _ in range(6):
+        engine.step()
+    second = engine.open([*PROMPTS[0], 1, 2, 3])
+    counts = computed_tokens(engine)
+    assert_right(model, second, turns(engine, [second], [4])[0])
+    assert counts[0] == 1 + len(PROMPTS[0]) % PAGE + 3, "a token of the first, and what is not in a whole page"
+    while job.finish is None:
+        engine.step()
+    assert_right(model, first, job.logprobs)
+
+
 def test_new_weights_empty_the_slots_of_idle_sessions(model: Any) -> None:
     engine = engine_of(model)
     sessions = group_and_single(engine)
@@ -217,6 +233,20 @@ def test_the_order_of_rows_does_not_depend_on_when_idle_sessions_are_closed(mode
     expected = sampled(close_at=0)
     for step in (2, 4, 8):
         assert sampled(step) == expected
+
+
+def test_an_only_fork_attends_to_its_prompt_and_its_own_tokens_in_one_call(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model)
+    [fork] = forks = engine.fork(engine.open(PROMPTS[0]), 1)
+    turns(engine, forks, [3])
+    engine.append(fork, [1, 2])
+    attend, calls = plan.attend_part, []
+    monkeypatch.setattr(plan, "attend_part", lambda *args: calls.append(args[1].shape[2]) or attend(*args))
+    assert_right(model, fork, turns(engine, forks, [2])[0])
+    layers = model.config.num_hidden_layers
+    assert calls == [len(fork.token_ids) - 2] * layers + [len(fork.token_ids) - 1] * layers
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -232,7 +232,7 @@ class KVSlots:
     def _take_slot(self, session: Session) -> None:
         row = self._free_row()
         prefix = self._join_prefix(session) if session.source is not None and session.shared_len else None
-        slot = Slot(session, prefix, session.shared_len if prefix is not None else 0, session.kv_len)
+        slot = Slot(session, prefix, prefix.length if prefix is not None else 0, session.kv_len)
         if slot.length > 0:
             self.own.ensure(self.own.rows, slot.length)
             for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
@@ -276,8 +276,11 @@ class KVSlots:
         if last is not session:
             self.sessions[self.sessions.index(session)] = last
 
-    def _join_prefix(self, session: Session) -> Prefix:
+    def _join_prefix(self, session: Session) -> Prefix | None:
+        """None for an only fork, which shares its prompt with nobody: in a slot of its own one call attends to all."""
         assert session.source is not None
+        if session.source.forks == 1:
+            return None
         prefix = next((each for each in self._prefixes if each.source is session.source), None)
         if prefix is None:
             prefix = Prefix(session.source, len(self._prefixes), session.shared_len)
