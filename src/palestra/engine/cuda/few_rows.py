@@ -65,8 +65,8 @@ class FewRows:
         """None where the GPU cannot, or the layers are not of the shape that these kernels are for."""
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         fits = all(p.bias is None and p.adapter is None and _divides(p.weight) for p in products)
-        fits = fits and embedding.shape[1] <= MAX_WIDTH and embedding.dtype.itemsize == 2
-        return cls(embedding, layers) if fits and _can_overlap(embedding) else None
+        fits = fits and embedding.shape[1] <= MAX_WIDTH
+        return cls(embedding, layers) if fits and _can_run(embedding) else None
 
     def fits(self, tokens: int) -> bool:
         return tokens * self._embedding.shape[1] <= MAX_SIZE
@@ -123,11 +123,13 @@ def _divides(weight: Tensor) -> bool:
     return width % (2 * COLUMNS) == 0 and depth % DEPTH == 0
 
 
-def _can_overlap(x: Tensor) -> bool:
+def _can_run(x: Tensor) -> bool:
+    """On a GPU in bfloat16 alone: a hidden state that is not scaled yet may be too large for float16."""
     if not x.is_cuda:
-        return True
+        return x.dtype.itemsize == 2  # the interpreter, which has no bfloat16
     properties: Any = torch.cuda.get_device_properties(x.device)
-    return properties.major >= 9 and properties.shared_memory_per_block_optin >= SHARED_MEMORY
+    overlaps = properties.major >= 9 and properties.shared_memory_per_block_optin >= SHARED_MEMORY
+    return bool(overlaps) and x.dtype == torch.bfloat16
 
 
 def _power(n: int) -> int:
