@@ -147,8 +147,9 @@ few_rows.MIN_SPAN = 64  # the sums are split, as those of a larger model are
 sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=1, head_dim=32, **sizes)
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()  # the interpreter has no bfloat16
 device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no bfloat16
+model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 model.to(device)
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = 4
@@ -168,7 +169,8 @@ session = engine.open([5, 17, 9, 23, 61, 3, 42])
 [turn] = engine.sample([session], SamplingParams(3, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
 expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1, ids[0, 7:, None])[:, 0]
-assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < 0.02, (expected, turn.logprobs)
+tolerated = 0.05 if device == "cuda" else 0.02
+assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < tolerated, (expected, turn.logprobs)
 assert {grid[2] for grid in products} == {2, 3}, products  # attention's and the MLP's outputs, in so many parts
 print("SAME")
 """
