@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -28,7 +26,7 @@ def main() -> None:
     owner, name = path.rsplit(".", 1)
     numbers = [int(value) for value in values.split(",")]
 
-    from palestra.faces.cli.main import main as palestra
+    from palestra.faces.cli.main import run
     from palestra.train.loop import Training
 
     found: dict[int, list[tuple[float, float, float, float]]] = {number: [] for number in numbers}
@@ -47,9 +45,7 @@ def main() -> None:
     Training.step = timed  # type: ignore[method-assign]
     folder = Path(tempfile.mkdtemp()) / "run"
     settings = ["--folder", str(folder), "--train.max_steps", str(options.steps * len(numbers))]
-    sys.argv = ["palestra", "train", *settings, *(word for word in more if word != "--")]
-    with suppress(SystemExit):
-        palestra()
+    run(["train", *settings, *(word for word in more if word != "--")])
     for number, rows in found.items():
         step_s, sample_s, train_s, us = (statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True))
         print(

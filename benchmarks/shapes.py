@@ -184,7 +184,7 @@ def train(folder: Path, options: list[str]) -> None:
     """`palestra train` in this process, by its own command line, and what it took."""
     import torch
 
-    from palestra.faces.cli.main import main as palestra
+    from palestra.faces.cli.main import run as palestra
     from palestra.train.loop import Training
 
     warnings: list[str] = []
@@ -202,12 +202,9 @@ def train(folder: Path, options: list[str]) -> None:
         return run(training, *args)
 
     Training.run = noted  # type: ignore[method-assign]
-    sys.argv = ["palestra", "train", "--folder", str(folder), *options]
     status = None
     try:
-        palestra()
-    except SystemExit as ended:
-        status = ended.code
+        status = palestra(["train", "--folder", str(folder), *options])
     finally:
         row = {**parts, **steps_of(folder), **calls_of(folder), "warnings": warnings}
         if torch.cuda.is_available():

@@ -14,7 +14,6 @@ import io
 import json
 import pstats
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -40,21 +39,19 @@ def main() -> None:
     arguments, more = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp()) / "run"
     options = SETTINGS | {"train.max_steps": arguments.steps}
-    sys.argv = ["palestra", "train", "--env", "calculator", "--folder", str(folder)]
-    sys.argv += [f"--{name}={value}" for name, value in options.items()] + [word for word in more if word != "--"]
+    words = ["train", "--env", "calculator", "--folder", str(folder)]
+    words += [f"--{name}={value}" for name, value in options.items()] + [word for word in more if word != "--"]
     profile = cProfile.Profile()
     began = time.time()
     note_first_step(began)
     if arguments.profile:
         profile.enable()
     try:
-        from palestra.faces.cli.main import main as palestra
+        from palestra.faces.cli.main import run
 
         if arguments.busy:
             watch_gpu(arguments.busy)
-        palestra()
-    except SystemExit:
-        pass
+        run(words)
     finally:
         profile.disable()
     report(folder, began)

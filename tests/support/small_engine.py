@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra.engine.engine import Engine
 
+PAGE = 4  # tokens
 BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
 
 
@@ -30,6 +31,12 @@ def sharp_model(vocabulary: int, context: int) -> Qwen3ForCausalLM:
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     return model
+
+
+def engine_of(model: Any, tokens: int = 10_000, **options: Any) -> Engine:
+    """With room for the KV of so many tokens."""
+    memory = tokens * BYTES_PER_TOKEN / (1 << 30)
+    return Engine(model, page_size=PAGE, kv_memory_gib=memory, self_check=False, **options)
 
 
 def computed_tokens(engine: Engine) -> list[int]:

@@ -7,25 +7,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_engine import BYTES_PER_TOKEN, computed_tokens, own_logprobs, sharp_model
+from small_engine import PAGE, computed_tokens, engine_of, own_logprobs, sharp_model
 from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
-from palestra.engine.engine import Engine
 from palestra.engine.session import Job, Session
 
-VOCABULARY, PAGE = 64, 4
+VOCABULARY = 64
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 7, 30]
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
     return sharp_model(VOCABULARY, 256)
-
-
-def engine_of(model: Any, tokens: int = 10_000) -> Engine:
-    return Engine(model, page_size=PAGE, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), self_check=False)
 
 
 @pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 10, 13, 16])

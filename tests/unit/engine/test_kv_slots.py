@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_engine import BYTES_PER_TOKEN, computed_tokens, own_logprobs, sharp_model
+from small_engine import PAGE, computed_tokens, engine_of, own_logprobs, sharp_model
 from transformers import Qwen3ForCausalLM
 
 from palestra.core.types import SamplingParams
@@ -20,18 +20,13 @@ from palestra.engine.engine import Engine
 from palestra.engine.kv_shape import KVShape
 from palestra.engine.session import Session
 
-VOCABULARY, PAGE, ROWS = 64, 4, 8  # rows of a buffer that has not grown
+VOCABULARY, ROWS = 64, 8  # rows of a buffer that has not grown
 PROMPTS = [[5, 9, 33, 21, 60, 2, 8, 14, 7, 30], [7, 3, 12, 40, 41, 42]]
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
     return sharp_model(VOCABULARY, 256)
-
-
-def engine_of(model: Any, tokens: int = 10_000, **options: Any) -> Engine:
-    memory = tokens * BYTES_PER_TOKEN / (1 << 30)
-    return Engine(model, page_size=PAGE, kv_memory_gib=memory, self_check=False, **options)
 
 
 def slots_of(engine: Engine) -> KVSlots:

@@ -82,17 +82,23 @@ class CudaFastDecoder:
 
         self._hidden(plan.ids, attend)
 
-    def _overlaps(self, ids: Tensor) -> bool:
+    def _few_rows_for(self, ids: Tensor) -> FewRows | None:
+        """What runs the layers of these tokens, if they are few."""
         few = self._few_rows
-        return few is not None and few.overlaps and few.fits(len(ids))
+        return few if few is not None and few.fits(len(ids)) else None
+
+    def _overlaps(self, ids: Tensor) -> bool:
+        few = self._few_rows_for(ids)
+        return few is not None and few.overlaps
 
     def _heads(self, qkv: Tensor) -> Tensor:
         return qkv.view(len(qkv), -1, self.head_dim)
 
     def _hidden(self, ids: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> Tensor:
         """What the layers make of the tokens; they end with one whose attention gives nothing."""
-        if self._few_rows is not None and self._few_rows.fits(len(ids)):
-            return self._few_rows(ids, attend)
+        few = self._few_rows_for(ids)
+        if few is not None:
+            return few(ids, attend)
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
         for layer in self._layers:
             qkv = layer.qkv(_norm(layer.attention_norm, x))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from palestra.engine.cuda import few_rows_kernels
@@ -80,7 +81,7 @@ class FewRows:
         squares = x.new_empty(rows, parts, dtype=torch.float32)
         few_rows_kernels.embed[(rows,)](
             ids, self._embedding, layers[0].attention_norm.weight, x, y, squares, WIDTH=width,
-            BLOCK=_power(width), PARTS=parts, PADDED=_power(parts), num_warps=4,
+            BLOCK=triton.next_power_of_2(width), PARTS=parts, PADDED=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
         for layer, behind in zip(layers, [*layers[1:], None], strict=True):
             qkv = self._normed("qkv", y, squares, layer.qkv.weight, layer.attention_norm)
@@ -99,7 +100,7 @@ class FewRows:
         tile, out = tile_for(kind, rows, depth), y.new_empty(rows, width)
         few_rows_kernels.normed_product[(width // tile.columns, -(-rows // tile.rows))](
             y, squares, weight, out, rows, width, norm_epsilon(norm), DEPTH=depth, BM=tile.rows, BN=tile.columns,
-            BK=tile.depth, PARTS=squares.shape[1], PADDED=_power(squares.shape[1]), GATED=gated,
+            BK=tile.depth, PARTS=squares.shape[1], PADDED=triton.next_power_of_2(squares.shape[1]), GATED=gated,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(self.overlaps),
         )  # fmt: skip
         return out
@@ -130,7 +131,3 @@ def _can_run(x: Tensor) -> bool:
     properties: Any = torch.cuda.get_device_properties(x.device)
     overlaps = properties.major >= 9 and properties.shared_memory_per_block_optin >= SHARED_MEMORY
     return bool(overlaps) and x.dtype == torch.bfloat16
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

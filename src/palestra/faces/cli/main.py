@@ -109,6 +109,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    """The command of this process, which ends with it; from Python, call `run`."""
     from palestra.core.secrets import hide_environment  # here: `palestra --help` is fast
 
     status = list[int]()
