@@ -143,10 +143,16 @@ def default_name(class_name: str) -> str:
     return words.removesuffix("-environment").removesuffix("-env")
 
 
+_tool_methods: dict[type[Env], list[str]] = {}  # of classes that were asked for: every attempt asks
+
+
 def tool_methods(cls: type[Env]) -> list[str]:
     """The public methods that a subclass of Env adds, in the order of their definition."""
-    names: dict[str, None] = {}
-    for parent in reversed(cls.__mro__):
-        if issubclass(parent, Env) and parent is not Env:
-            names |= {name: None for name, member in parent.__dict__.items() if inspect.isfunction(member)}
-    return [n for n in names if not n.startswith("_") and n != "get_next_item" and not hasattr(Env, n)]
+    if cls not in _tool_methods:
+        names: dict[str, None] = {}
+        for parent in reversed(cls.__mro__):
+            if issubclass(parent, Env) and parent is not Env:
+                names |= {name: None for name, member in parent.__dict__.items() if inspect.isfunction(member)}
+        added = [n for n in names if not n.startswith("_") and n != "get_next_item" and not hasattr(Env, n)]
+        _tool_methods[cls] = added
+    return _tool_methods[cls]

@@ -16,7 +16,7 @@ from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
-from palestra.rollout.opening import NotOpened, abandon, close_episodes, open_episodes
+from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
@@ -34,6 +34,10 @@ class Collector:
     start: Callable[[Sequence[Episode]], list[Speaker]]
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 1024
+    _opener: Opener = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_opener", Opener(self.environment))
 
     async def collect(
         self,
@@ -45,14 +49,14 @@ class Collector:
         """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
         at_once = self.groups_at_once(group_size)
         opening = {
-            i: asyncio.create_task(open_episodes(self.environment, problem, group_size))
+            i: asyncio.create_task(self._opener.open(problem, group_size))
             for i, problem in enumerate(problems[:at_once])
         }
         slots = asyncio.Semaphore(at_once)
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
-                opened = await (opening[i] if i in opening else open_episodes(self.environment, problem, group_size))
+                opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
                 opening.pop(i, None)  # from here on the group closes them
                 if isinstance(opened, NotOpened):
                     return failed_group(problem, opened.reason, group_size, on_rollout)

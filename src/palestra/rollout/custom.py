@@ -17,7 +17,7 @@ from palestra.envs.base import Environment, Episode
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, failed_group, scored_together
-from palestra.rollout.opening import NotOpened, close_episodes, open_episodes
+from palestra.rollout.opening import NotOpened, Opener, close_episodes
 from palestra.rollout.rewards import RewardFunctions
 
 # (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt.
@@ -64,7 +64,8 @@ class FunctionCollector:
 
     async def _call(self, problems: Sequence[Problem], group_size: int, on_rollout: OnRollout) -> list[Group]:
         """The groups of one call. If it raises, each problem gets a call of its own, so that only some need fail."""
-        rows = await asyncio.gather(*(open_episodes(self.environment, p, group_size) for p in problems))
+        opener = Opener(self.environment)
+        rows = await asyncio.gather(*(opener.open(p, group_size) for p in problems))
         failure: PalestraError | None = None
         opened = [(p, row) for p, row in zip(problems, rows, strict=True) if not isinstance(row, NotOpened)]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from palestra.envs.base import Environment, Episode
 
 OPEN_LIMIT_S = 300.0  # an environment may start a container
 CLOSE_LIMIT_S = 60.0
+QUICK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +24,32 @@ class NotOpened:
     reason: str
 
 
-async def open_episodes(
-    environment: Environment, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S
-) -> list[Episode] | NotOpened:
-    """All of them or none. In threads: an environment may start a program or call a server for each attempt."""
-    opening = _Opening(environment, problem)
-    try:
-        await calls_with_limit([opening.open] * count, timeout_s=limit_s)
-    except CallTimeout as error:
-        opening.abandon()
-        return NotOpened(f"opening an episode {error}")
-    except Exception as error:
-        opening.abandon()
-        return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
-    except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
-        opening.abandon()
-        raise
-    return opening.episodes
+class Opener:
+    """Opens the episodes of one environment, which may start a program or call a server for each: in a thread each, or
+    one after the other in one thread, where the last ones took less time than it takes to hand a thread a call."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._is_quick = False
+
+    async def open(self, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S) -> list[Episode] | NotOpened:
+        """All of them or none."""
+        opening = _Opening(self._environment, problem)
+        try:
+            if self._is_quick:
+                await call_with_limit(opening.open_while_quick, count, timeout_s=limit_s)
+            await calls_with_limit([opening.open] * (count - len(opening.episodes)), timeout_s=limit_s)
+        except CallTimeout as error:
+            opening.abandon()
+            return NotOpened(f"opening an episode {error}")
+        except Exception as error:
+            opening.abandon()
+            return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
+        except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
+            opening.abandon()
+            raise
+        self._is_quick = opening.slowest_s < QUICK_S
+        return opening.episodes
 
 
 class _Opening:
@@ -46,18 +57,26 @@ class _Opening:
 
     def __init__(self, environment: Environment, problem: Problem) -> None:
         self.episodes: list[Episode] = []
+        self.slowest_s = 0.0
         self._environment = environment
         self._problem = problem
         self._lock = threading.Lock()
         self._is_abandoned = False
 
     def open(self) -> None:
+        began = time.perf_counter()
         episode = self._environment.open(self._problem)
+        self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
         with self._lock:
             if not self._is_abandoned:
                 self.episodes.append(episode)
                 return
         episode.close()
+
+    def open_while_quick(self, count: int) -> None:
+        """So many, or fewer if one takes long: the others should not wait for it."""
+        while len(self.episodes) < count and self.slowest_s < QUICK_S and not self._is_abandoned:
+            self.open()
 
     def abandon(self) -> None:
         with self._lock:

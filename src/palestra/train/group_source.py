@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from palestra.core.config import RunConfig
@@ -205,7 +206,8 @@ def draw(problems: Sequence[Problem], start: int, count: int, seed: int) -> list
     return [problems[orders[i // size][i % size]] for i in range(start, start + count)]
 
 
-def _order(size: int, seed: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=2)  # every step asks for that of its epoch, the last one of an epoch for two
+def _order(size: int, seed: int, epoch: int) -> Sequence[int]:
     order = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

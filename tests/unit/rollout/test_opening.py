@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from palestra.core import calls as calls_module
 from palestra.core.types import Problem
-from palestra.rollout.opening import NotOpened, abandon, close_episodes, open_episodes
+from palestra.envs.base import Episode
+from palestra.rollout import opening
+from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes
 
 PROBLEM = Problem("1", "Go.")
 
@@ -21,9 +24,11 @@ class Doors:
     def __init__(self, quick: int = 0) -> None:
         self.go = threading.Event()
         self.quick, self.opened, self.closed = quick, 0, 0
+        self.threads: list[threading.Thread] = []  # that opened them
 
     def open(self, problem: Problem) -> SimpleNamespace:
         self.opened += 1
+        self.threads.append(threading.current_thread())
         if self.opened > self.quick:
             assert self.go.wait(10)
         return SimpleNamespace(close=self.close)
@@ -41,7 +46,7 @@ class Doors:
 
 def test_an_episode_that_does_not_open_is_given_up_after_the_limit_and_closed_when_it_opens() -> None:
     doors = Doors(quick=1)
-    opened = asyncio.run(open_episodes(doors, PROBLEM, 2, limit_s=1.0))
+    opened = asyncio.run(Opener(doors).open(PROBLEM, 2, limit_s=1.0))
     assert isinstance(opened, NotOpened)
     assert opened.reason == "opening an episode took longer than 1 s"
     assert doors.closed == 1
@@ -53,7 +58,7 @@ def test_what_is_still_being_opened_at_ctrl_c_is_closed() -> None:
     doors = Doors(quick=1)
 
     async def interrupted() -> None:
-        task = asyncio.create_task(open_episodes(doors, PROBLEM, 2))
+        task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
         while doors.opened < 2:
             await asyncio.sleep(0.005)
         abandon([task])
@@ -69,7 +74,7 @@ def test_episodes_that_nobody_has_taken_are_closed() -> None:
     doors = Doors(quick=2)
 
     async def not_taken() -> None:
-        task = asyncio.create_task(open_episodes(doors, PROBLEM, 2))
+        task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
         await asyncio.wait([task])
         abandon([task])
 
@@ -81,10 +86,75 @@ def test_episodes_are_closed_in_a_thread() -> None:
     doors = Doors(quick=2)
 
     async def both() -> None:
-        episodes = await open_episodes(doors, PROBLEM, 2)
+        episodes = await Opener(doors).open(PROBLEM, 2)
         assert isinstance(episodes, list)
         await close_episodes(episodes)
 
     asyncio.run(both())
     assert doors.closed == 2
     assert doors.thread is not threading.main_thread()
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is quick may take a while."""
+    monkeypatch.setattr(opening, "QUICK_S", 5.0)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_where_episodes_open_at_once_those_of_a_group_are_opened_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    doors = Doors(quick=32)
+    opener = Opener(doors)
+    calls: list[int] = []
+    start = calls_module._start
+    monkeypatch.setattr(calls_module, "_start", lambda fn: calls.append(doors.opened) or start(fn))
+
+    async def groups() -> None:
+        for _ in range(4):
+            episodes = await opener.open(PROBLEM, 8)
+            assert isinstance(episodes, list)
+            assert len(episodes) == 8
+
+    asyncio.run(groups())
+    assert calls == [0] * 8 + [8, 16, 24]
+
+
+def test_where_an_episode_takes_long_the_others_of_its_group_do_not_wait_for_one_another() -> None:
+    doors = Doors(quick=11)  # the fourth of the second group waits
+    opener = Opener(doors)
+
+    async def both() -> list[Episode] | NotOpened:
+        await opener.open(PROBLEM, 8)
+        task = asyncio.create_task(opener.open(PROBLEM, 8))
+        while doors.opened < 12:
+            await asyncio.sleep(0.005)
+        doors.go.set()
+        await task
+        doors.go.clear()
+        task = asyncio.create_task(opener.open(PROBLEM, 8))
+        while doors.opened < 24:  # all of the third are being opened at once
+            await asyncio.sleep(0.005)
+        assert len(set(doors.threads[16:])) == 8
+        doors.go.set()
+        return await task
+
+    episodes = asyncio.run(asyncio.wait_for(both(), 10))
+    assert isinstance(episodes, list)
+    assert len(episodes) == 8
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_a_group_that_is_given_up_while_it_is_opened_in_one_thread_leaves_nothing_open() -> None:
+    doors = Doors(quick=10)
+    opener = Opener(doors)
+
+    async def given_up() -> None:
+        await opener.open(PROBLEM, 8)
+        found = await opener.open(PROBLEM, 8, limit_s=0.2)
+        assert isinstance(found, NotOpened)
+
+    asyncio.run(given_up())
+    assert doors.closed == 2
+    doors.go.set()
+    doors.wait_until_closed(3)
+    assert doors.opened == 11
