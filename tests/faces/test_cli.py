@@ -158,7 +158,10 @@ def test_yaml_of_other_trainers_is_translated(cli):
         ("wandb: {enabled: maybe}", ("wandb.enabled", "true or false")),
         ("train: [1", ("run.yaml", "not valid YAML")),
         ("- 1", ("run.yaml", "list", "expected sections")),
-        ("train: 5", ("'train'",)),
+        ("train: 5", ("'train' is 5; it is a section",)),
+        ("train: {max_steps: 1}\nlora: {r: 8}\ntrain: {epochs: 2}", ("run.yaml has 'train' twice, in lines 1 and 3",)),
+        ("train:\n  max_steps: 1\n  max_steps: 2", ("'max_steps' twice, in lines 2 and 3",)),
+        ("train: {max_steps: 1}\ntrain.max_steps: 2", ("train.max_steps is given twice",)),
     ],
 )
 def test_wrong_yaml_is_refused(cli, text, words):
@@ -166,6 +169,15 @@ def test_wrong_yaml_is_refused(cli, text, words):
     answer = cli("config", "--config", "run.yaml")
     assert answer.code == 2
     assert all(word in answer.err for word in words), answer.err
+
+
+def test_yaml_may_merge_and_repeat_by_anchors(cli):
+    Path("run.yaml").write_text("train: &base {max_steps: 3}\nrl: {training: {<<: *base, num_train_epochs: 2}}\n")
+    answer = cli("config", "--config", "run.yaml")
+    assert "train.max_steps and rl.training.max_steps are one setting" in answer.err
+    Path("run.yaml").write_text("rollout: {<<: {top_p: 0.5, top_k: 3}, top_k: 4}\n")
+    rollout = yaml.safe_load(cli("config", "--config", "run.yaml").out)["rollout"]
+    assert (rollout["top_p"], rollout["top_k"]) == (0.5, 4)
 
 
 def test_empty_yaml_sections_change_nothing(cli):

@@ -49,7 +49,7 @@ def full_learning_rate(parameters: int) -> float:
 class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same run."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)  # as much as NumPy's generator takes
     backend: Literal["local", "ray", "tinker"] = Field(
         "local",
         description="local: this machine; ray: trained here, sampled by actors on a Ray cluster (docs/scaling.md); "

@@ -64,6 +64,7 @@ class TrainSection(Section):
     learning_rate: float | None = Field(
         None,
         gt=0,
+        allow_inf_nan=False,
         description="none suits it to the model: 1e-4 for LoRA; all weights: 1e-5, more where they are below 100 M",
     )
     epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the training cases")
@@ -82,7 +83,7 @@ class TrainSection(Section):
     delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
     sapo_temperature_pos: float = Field(1.0, gt=0)
     sapo_temperature_neg: float = Field(1.05, gt=0)
-    beta: float = Field(0.0, ge=0, description="KL to the reference; 0 loads no reference at all")
+    beta: float = Field(0.0, ge=0, allow_inf_nan=False, description="KL to the reference; 0 loads no reference at all")
     kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
     importance_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -98,8 +99,12 @@ class TrainSection(Section):
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
         "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
     )
-    entropy_coefficient: float = Field(0.0, description="bonus on the entropy of sampled positions")
-    target_entropy: float | None = Field(None, description="steer the coefficient towards this entropy (nats a token)")
+    entropy_coefficient: float = Field(
+        0.0, allow_inf_nan=False, description="bonus on the entropy of sampled positions"
+    )
+    target_entropy: float | None = Field(
+        None, allow_inf_nan=False, description="steer the coefficient towards this entropy (nats a token)"
+    )
     iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
     minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
@@ -120,9 +125,9 @@ class TrainSection(Section):
         2, ge=0, le=1000, description="how often a step may draw its number of problems again to reach `signal_share`"
     )
     max_grad_norm: float = Field(1.0, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     tokens_per_micro_batch: int | None = Field(
@@ -138,7 +143,7 @@ class RolloutSection(Section):
     """How attempts are made."""
 
     group_size: int = Field(4, ge=1, le=65_536, description="rollouts per problem")
-    temperature: float = Field(0.8, ge=0)
+    temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -300,7 +305,7 @@ class EvalSection(Section):
 
     cases: int | None = Field(None, ge=1, description="how many held-out cases; default all")
     samples_per_case: int = Field(1, ge=1, le=10_000)
-    temperature: float = Field(0.0, ge=0, description="0 takes the most likely token")
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the most likely token")
     every: int = Field(0, ge=0, description="also evaluate every this many steps; 0 only before and after")
 
 

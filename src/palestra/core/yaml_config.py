@@ -35,7 +35,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
+        data = yaml.safe_load(text)
     except FileNotFoundError:
         raise PalestraError(
             f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
@@ -49,6 +51,29 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return data or {}
 
 
+def _refuse_repeated_keys(root: Any, path: Path) -> None:
+    """PyYAML takes the last of two keys that are the same, and drops what the first one held."""
+    import yaml
+
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias may lead back
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes.extend(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            nodes.extend(value for _, value in node.value)
+            keys: dict[str, int] = {}
+            for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.value != "<<"):
+                line = key.start_mark.line + 1
+                if key.value in keys:
+                    lines = f"lines {keys[key.value]} and {line}"
+                    raise PalestraError(f"the config file {path} has {key.value!r} twice, in {lines}; make it one")
+                keys[key.value] = line
+
+
 def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted names; a section without content counts for nothing.
 
@@ -59,17 +84,26 @@ def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{prefix}{name}"
+        found = {}
         if isinstance(value, dict):
-            flat |= flatten(value, f"{key}.")
+            found = flatten(value, f"{key}.")
         elif value is not None or not any(k.startswith(f"{key}.") for k in known):
-            flat[key] = value
+            found = {key: value}
+        if twice := sorted(flat.keys() & found):
+            raise PalestraError(f"{twice[0]} is given twice, in its section and by its dotted name; keep one of them")
+        flat |= found
     return flat
 
 
 def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
     """Other trainers' names into ours; unknown names, and one setting given under two names, are refused."""
     known = [*RunConfig.keys(), *TRANSLATIONS]
-    for key in flat:
+    for key, value in flat.items():
+        if any(k.startswith(f"{key}.") for k in known):
+            raise PalestraError(
+                f"{where}: {key!r} is {value!r}; it is a section, with settings such as "
+                f"{next(k for k in known if k.startswith(f'{key}.'))}"
+            )
         if key not in known:
             raise PalestraError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
     out: dict[str, Any] = {}

@@ -22,6 +22,26 @@ def test_a_group_of_one_is_refused_with_the_reason() -> None:
         GRPOTrainingConfig(num_generations=1).to_run_config()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 2**32),
+        ("train.adam_beta1", 1.5),
+        ("train.adam_beta2", "nan"),
+        ("train.learning_rate", "inf"),
+        ("train.entropy_coefficient", "nan"),
+        ("rollout.temperature", "inf"),
+    ],
+)
+def test_a_number_that_no_training_can_use_is_refused_before_it_starts(key: str, value: object) -> None:
+    with pytest.raises(PalestraError, match=f"^{key}: Input should be"):
+        RunConfig.build({key: value})
+
+
+def test_no_clipping_may_be_written_as_infinity() -> None:
+    assert RunConfig.build({"train.max_grad_norm": "inf"}).train.max_grad_norm == float("inf")
+
+
 def test_a_saved_config_reads_back_equal(tmp_path) -> None:
     import yaml
 
