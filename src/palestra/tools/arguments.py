@@ -68,10 +68,7 @@ def _convert(reader: Any, key: str, value: Any) -> Any:
 def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Why a JSON value does not fit a JSON schema; None when it does. Keywords unknown here are not checked."""
     if "$ref" in schema:
-        target: Any = root
-        for part in str(schema["$ref"]).removeprefix("#/").split("/"):
-            target = target.get(part, {})
-        return find_mismatch(value, target, root)
+        return find_mismatch(value, _referred(schema, root), root)
     for key in ("anyOf", "oneOf"):
         if key in schema:
             found = [find_mismatch(value, option, root) for option in schema[key]]
@@ -85,6 +82,13 @@ def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> s
     if kinds and not any(_is_kind(value, kind) for kind in kinds):
         return f"should be of type {' or '.join(kinds)}, got {_short(value)}"
     return _find_out_of_bounds(value, schema) or _find_inside(value, schema, root)
+
+
+def _referred(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    target: Any = root
+    for part in str(schema["$ref"]).removeprefix("#/").split("/"):
+        target = target.get(part, {})
+    return dict(target)
 
 
 def _find_out_of_bounds(value: Any, schema: dict[str, Any]) -> str | None:
@@ -139,10 +143,20 @@ def _signature(tool: Tool) -> str:
         return "no arguments"
     required = tool.parameters.get("required", ())
     parts = [
-        f"{key}: {schema.get('type', 'any')}{'' if key in required else ' (optional)'}"
+        f"{key}: {_kind(schema, tool.parameters)}{'' if key in required else ' (optional)'}"
         for key, schema in properties.items()
     ]
     return ", ".join(parts)
+
+
+def _kind(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """What a schema takes, in a word or two: `integer or null` for an `int | None`."""
+    if "$ref" in schema:
+        return _kind(_referred(schema, root), {})  # not further: a type may hold itself
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_kind(option, root) for option in options))
+    kind = schema.get("type", "any")
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
 def _short(value: Any) -> str:

@@ -45,13 +45,18 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         return failed(f"there is no tool {call.name!r}.{did_you_mean(call.name, tools)} {known}")
     try:
         arguments = read_arguments(tool, call.arguments)
-        content = _as_text(await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments))
+        value = await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments)
     except ArgumentError as problem:
         return failed(str(problem))
     except CallTimeout as problem:
         return failed(f"{call.name} {problem}", raised=True)
     except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
         return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "), raised=True)
+    try:
+        content = _as_text(value)
+    except Exception as error:
+        kind = f"{type(value).__name__}, which has no text form"
+        return failed(f"{call.name} returned {kind} ({type(error).__name__}: {error})", raised=True)
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
 
 

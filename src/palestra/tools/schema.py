@@ -61,6 +61,8 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
             f"tool {name!r} has no docstring, so a model cannot know what it does. "
             f"Write one with a line for each parameter, for example:\n{EXAMPLE}"
         )
+    if inspect.isasyncgenfunction(fn):
+        raise PalestraError(f"tool {name!r} is an async generator, of which a model would see no item; return a list")
     description, texts = parse_docstring(docstring)
     hints = _type_hints(fn, name)
     properties: dict[str, Any] = {}

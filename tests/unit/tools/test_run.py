@@ -212,6 +212,28 @@ def test_text_that_no_tokenizer_takes_is_mended():
     assert result.content == "a?b"
 
 
+def test_a_result_without_a_text_form_is_not_told_as_an_exception_of_the_tool():
+    @function_tool
+    def picture() -> bytes:
+        """Give a picture."""
+        return b"\xff\xd8"
+
+    result = asyncio.run(run_calls({"picture": picture}, [ToolCall("c", "picture")], 5))[0]
+    assert not result.ok
+    assert result.content.startswith("Error: picture returned bytes, which has no text form (UnicodeDecodeError")
+
+
+def test_the_types_of_optional_arguments_are_told_to_the_model():
+    @function_tool
+    def send(parcel: Parcel | None = None, count: int | str | None = None, others: list[Parcel] | None = None) -> str:
+        """Send it."""
+        return "sent"
+
+    result = asyncio.run(run_calls({"send": send}, [ToolCall("c", "send", {"count": []})], 5))[0]
+    takes = "parcel: object or null (optional), count: integer or string or null (optional), others: array or null"
+    assert f"send takes {takes} (optional)" in result.content
+
+
 def test_a_hung_tool_does_not_keep_the_process_from_ending():
     script = """
 import asyncio, time

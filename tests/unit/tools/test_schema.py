@@ -167,3 +167,12 @@ def test_the_schema_of_a_method_is_made_once_for_all_copies_of_its_object():
     first, second = function_schema(Shop().price), function_schema(Shop().price)
     assert first is second
     assert list(first.parameters["properties"]) == ["item"]
+
+
+def test_an_async_generator_is_refused() -> None:
+    async def numbers():
+        """Count."""
+        yield 1
+
+    with pytest.raises(PalestraError, match="'numbers' is an async generator"):
+        function_schema(numbers)
