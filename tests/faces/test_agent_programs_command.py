@@ -75,6 +75,7 @@ def test_options_that_do_not_go_together_are_refused(cli, program):
         (["--cases", "cases.jsonl"], "needs a measure"),
         (["--held-out", "0.1"], "goes with --cases"),
         (["--cases", "cases.jsonl", "--measure", "score.py"], "expected FILE:NAME"),
+        (["--cases", "cases.jsonl", "--measure", "nope.py:score"], "nope.py:score: there is no file"),
         (["--cases", "cases.jsonl", "--measure", "score.py:evn"], "Did you mean 'even'"),
         ([*program, "--env", "calculator"], "does not go with --env"),
         ([*program, "--rollout.tool_timeout_s", "3", *SMALL], "the agent runs its tools itself"),

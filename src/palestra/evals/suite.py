@@ -22,6 +22,7 @@ Record = Mapping[str, Any]
 InputFn = Callable[[Record], Any]
 ExpectFn = Callable[[Record], Any]
 ContextFn = Callable[[Record], Any]
+MAX_FIELD_CHARS = 2**31 - 1  # of a CSV file
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class EvalSuite:
     @classmethod
     def from_csv(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """A CSV file with a header; every value is text."""
-        return cls.from_records(csv.DictReader(_lines(path)), input_fn, **{"name": Path(path).stem, **options})
+        return cls.from_records(_csv_records(path), input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
     def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
@@ -109,14 +110,17 @@ class EvalSuite:
             import pyarrow.parquet
         if not Path(path).exists():
             raise PalestraError(f"there is no file {path}")
-        records = pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            records = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise PalestraError(f"{path} cannot be read as Parquet: {error}") from None
         return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
     def from_hf_dataset(
         cls, path_or_dataset: Any, input_fn: InputFn | None = None, *, split: str = "train", **options: Any
     ) -> Self:
-        """A Hugging Face dataset, or the name of one on the hub (then its `split`)."""
+        """A Hugging Face dataset; of several splits, or by a name on the hub, its `split`."""
         if isinstance(path_or_dataset, (str, Path)):
             with needs_extra("loading a dataset by name", "data"):
                 from datasets import load_dataset
@@ -124,6 +128,11 @@ class EvalSuite:
             return cls.from_records(
                 load_dataset(str(path_or_dataset), split=split), input_fn, **{"name": name, **options}
             )
+        if isinstance(path_or_dataset, Mapping):  # a DatasetDict, as load_dataset gives without a split
+            if split not in path_or_dataset:
+                known = ", ".join(map(str, path_or_dataset))
+                raise PalestraError(f"the dataset has no split {split!r}; it has {known}: from_hf_dataset(…, split=…)")
+            path_or_dataset = path_or_dataset[split]
         return cls.from_records(path_or_dataset, input_fn, **options)
 
     def context_of(self, case: Problem) -> Any:
@@ -186,7 +195,10 @@ def _as_input(value: Any, index: int) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and value:
-        return as_messages(value)
+        try:
+            return as_messages(value)
+        except PalestraError as error:
+            raise PalestraError(f"record {index}: {error}") from None
     raise PalestraError(f"input_fn gave {value!r} for record {index}; expected a text or a list of messages")
 
 
@@ -196,3 +208,30 @@ def _lines(path: str | Path) -> Iterable[str]:
         return io.StringIO(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise PalestraError(f"there is no file {path}") from None
+    except OSError as error:
+        raise PalestraError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PalestraError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}); save it as UTF-8"
+        ) from None
+
+
+def _csv_records(path: str | Path) -> list[dict[str, str]]:
+    """The rows by the names of their columns. A row longer than the header has most often a comma in a text without
+    quotes: all of its values would be in the wrong columns."""
+    reader = csv.DictReader(_lines(path))
+    limit = csv.field_size_limit(MAX_FIELD_CHARS)  # its own is 131,072, less than a long document
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+    finally:
+        csv.field_size_limit(limit)
+    columns = list(reader.fieldnames or ())
+    if twice := next((name for name in columns if columns.count(name) > 1), None):
+        raise PalestraError(f"{path} has two columns {twice!r}; rename one")
+    for line, row in rows:
+        if None in row:
+            raise PalestraError(
+                f"{path}, line {line} has more values than the header has columns ({len(columns)}); put "
+                'texts with commas in quotes: "…, …"'
+            )
+    return [row for _, row in rows]

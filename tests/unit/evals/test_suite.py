@@ -169,3 +169,54 @@ def test_a_held_out_case_never_has_the_id_of_another_training_case_and_keeps_its
 def test_records_in_the_place_of_a_suite_are_answered_with_how_to_make_one():
     with pytest.raises(PalestraError, match=r"the suite is a list; make one of it: EvalSuite\.from_records\(rows"):
         hold_out([{"input": "1"}], 0.2)
+
+
+@pytest.mark.parametrize("read", [EvalSuite.from_jsonl, EvalSuite.from_csv])
+def test_a_file_that_is_no_utf8_text_or_no_file_is_named(read, tmp_path):
+    path = tmp_path / "cases.txt"
+    path.write_text("input\nÄpfel\n", encoding="latin-1")
+    with pytest.raises(PalestraError, match=r"cases\.txt is not UTF-8 text \(byte 0xc4 at 6\); save it as UTF-8"):
+        read(path)
+    with pytest.raises(PalestraError, match="cannot be read: Is a directory"):
+        read(tmp_path)
+
+
+def test_a_csv_row_with_a_bare_comma_is_refused_and_not_shifted_into_other_columns(tmp_path):
+    path = tmp_path / "cases.csv"
+    path.write_text('input,expect\n"one,\ntwo",2\nWhat do a mug, and a lamp cost?,12\n')
+    with pytest.raises(PalestraError, match=r"cases\.csv, line 4 has more values than the header has columns \(2\)"):
+        EvalSuite.from_csv(path)
+    path.write_text("input,input\na,b\n")
+    with pytest.raises(PalestraError, match="two columns 'input'; rename one"):
+        EvalSuite.from_csv(path)
+
+
+def test_a_csv_field_may_be_a_long_document(tmp_path):
+    path = tmp_path / "cases.csv"
+    path.write_text(f"input,expect\n{'x' * 200_000},1\n")
+    assert len(EvalSuite.from_csv(path).cases[0].input) == 200_000
+
+
+def test_a_message_that_is_none_is_refused_with_its_record():
+    good, bad = [{"role": "user", "content": "x"}], [{"role": "usr", "content": "x"}]
+    with pytest.raises(PalestraError, match="record 1: a message has the role 'usr'"):
+        EvalSuite.from_records([{"input": good}, {"input": bad}])
+
+
+def test_of_a_dataset_with_several_splits_one_is_taken():
+    datasets = pytest.importorskip("datasets")
+    both = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list([{"input": "a"}]), "test": datasets.Dataset.from_list([{"input": "b"}])}
+    )
+    assert EvalSuite.from_hf_dataset(both).cases[0].input == "a"
+    assert EvalSuite.from_hf_dataset(both, split="test").cases[0].input == "b"
+    with pytest.raises(PalestraError, match="no split 'dev'; it has train, test"):
+        EvalSuite.from_hf_dataset(both, split="dev")
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "cases.parquet"
+    path.write_text("input\n")
+    with pytest.raises(PalestraError, match=r"cases\.parquet cannot be read as Parquet"):
+        EvalSuite.from_parquet(path)

@@ -167,6 +167,8 @@ def load_measure(spec: str) -> Any:
     """The function of `score.py:score`."""
     path, _, name = spec.rpartition(":")
     file = Path(path)
+    if path.endswith(".py") and name and not file.exists():
+        raise PalestraError(f"--measure {spec}: there is no file {path}")
     if not path or not name or not file.is_file():
         raise PalestraError(
             f"--measure {spec}: expected FILE:NAME, a Python file and a function in it, as score.py:score"
