@@ -52,6 +52,23 @@ def test_process_writes_one_group_a_line_and_a_page(cli, tmp_path):
     assert "score 0.00" in page
 
 
+def test_the_folder_of_out_is_made_and_a_path_that_cannot_be_written_is_refused_first(cli, tmp_path):
+    answer = cli("env", "process", EXAMPLE, "--groups", "1", "--out", "new ü/out.jsonl", *SMALL)
+    assert answer.code == 0, answer.err
+    assert (tmp_path / "new ü" / "out.html").is_file()
+    for command in (("env", "process", EXAMPLE), ("gateway", "palestra/tiny"), ("record",)):
+        for out, why in (("new ü", "it is a folder"), ("new ü/out.html/x.jsonl", "--out new ü/out.html/x.jsonl")):
+            refused = cli(*command, "--out", out)
+            assert refused.code == 2
+            assert why in refused.err
+
+
+def test_a_path_to_search_that_is_not_there_is_refused(cli):
+    answer = cli("envs", "--path", "nope")
+    assert answer.code == 2
+    assert "nope" in answer.err
+
+
 def test_evaluate_scores_the_held_out_problems(cli):
     answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size=4", "--json", *SMALL)
     assert answer.code == 0, answer.err

@@ -9,7 +9,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
+import pytest
+from rich.console import Console
+
+from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.faces.cli.display import training_display
 
 # A background job of a script ignores SIGINT, and so do its children unless they take it back.
 INTERRUPTIBLE = (
@@ -74,6 +80,24 @@ def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_eval
     assert answer.code == 2
     first = "the first error was measure right_price raised ValueError: the scales are broken"
     assert f"scoring before: every rollout failed; {first}" in " ".join(answer.err.split())
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_ctrl_c_offers_to_end_the_run_there_only_where_a_checkpoint_is(tmp_path, capsys, is_saved):
+    if is_saved:
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
+
+    def stop() -> None:
+        with training_display(Console(), RunConfig(), "palestra train") as display:
+            display.run_dir = tmp_path
+            raise KeyboardInterrupt
+
+    with pytest.raises(click.exceptions.Exit):
+        stop()
+    err = capsys.readouterr().err
+    assert f"palestra train --resume {tmp_path}" in err
+    assert ("palestra runs finish" in err) is is_saved
 
 
 def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path, forkserver):

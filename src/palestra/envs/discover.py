@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import slug
 from palestra.envs.env import default_name
 from palestra.envs.reasoning_gym_tasks import FAMILY, task_names
 from palestra.envs.source import ClassSource, FileSource, full_name, read_source
@@ -49,6 +50,9 @@ class Discovery:
         """The one environment of this name."""
         found = [env for env in self.environments if env.name == name]
         if not found:
+            for path, reason in self.errors.items():
+                if slug(path.stem) == slug(name):
+                    raise PalestraError(f"{path}: {reason}")
             names = [env.name for env in self.environments]
             raise PalestraError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
         if len(found) > 1:

@@ -245,6 +245,7 @@ def _explain_errors(name: str) -> Iterator[None]:
     except PalestraError:
         raise
     except Exception as error:  # a damaged file is refused by its own library, each with its own exceptions
-        first_line = (str(error).splitlines() or [""])[0]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        first_line = " ".join(lines)[:400] if lines[0].endswith(":") else lines[0]  # it announces those below it
         reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
         raise PalestraError(f"the model {name!r} could not be loaded: {reason} {_REMEDY}") from error

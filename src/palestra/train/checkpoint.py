@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -87,8 +88,8 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
         raise PalestraError(f"{damaged}; {others}")
     if run.model.is_dir():
         raise PalestraError(
-            f"{run.path} has ended without a checkpoint (checkpoint.every: 0), so there is nothing to go on from; "
-            f"train a new run on its model: --model.name {run.model}"
+            f"{run.path} has ended and has no checkpoint, so there is nothing to go on from; train a new run on its "
+            f"model: --model.name {shlex.quote(str(run.model))}"
         )
     return None
 

@@ -90,7 +90,10 @@ class WireClient:
         try:
             done, _ = await asyncio.wait({asking}, timeout=_SLOW_S)
             if not done:
-                self.note(f"{request.url} has not answered for {_SLOW_S:.0f} s; it is asked again for {gone_s:.0f} s")
+                self.note(
+                    f"{request.url} has given no answer for {_SLOW_S:.0f} s; it is asked again for {gone_s:.0f} s. "
+                    "`palestra trajectory` starts such a server"
+                )
             return dict(await asking)
         except HttpError as error:
             if error.status is None:

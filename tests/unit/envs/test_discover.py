@@ -107,6 +107,8 @@ def test_files_that_cannot_be_read_are_reported_and_the_rest_listed(write):
     assert "good" in [env.name for env in found.environments]
     assert set(found.errors) == {broken, binary}
     assert "line 1" in found.errors[broken]
+    with pytest.raises(PalestraError, match=r"broken\.py: line 1"):
+        found.named("broken")
 
 
 def test_an_installed_package_announces_its_environments(write, tmp_path, monkeypatch):

@@ -104,6 +104,15 @@ def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch
         load_model("nobody/nothing")
 
 
+def test_a_reason_that_is_a_list_is_told_whole(tmp_path: Path) -> None:
+    loaded = load_model("palestra/tiny", device="cpu")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(PalestraError, match=r"backend tokenizer from one of: \(1\) a `tokenizers` library"):
+        load_model(str(tmp_path), device="cpu")
+
+
 @pytest.mark.parametrize(("option", "value"), [("dtype", "float12"), ("device", "abacus")])
 def test_unknown_dtype_and_device_name_the_known_ones(option: str, value: str) -> None:
     with pytest.raises(PalestraError, match="auto"):

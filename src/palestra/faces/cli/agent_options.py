@@ -157,7 +157,7 @@ def agent_options(function: Function) -> Function:
         click.option(
             "--agent-port", type=click.IntRange(0, 65535), help="Let external agents take cases, at this port."
         ),
-        click.option("--agent-cmd", metavar="COMMAND", help="Train a program that calls the model by its base URL."),
+        click.option("--agent-cmd", metavar="COMMAND", help="A program that calls the model by its base URL."),
     ):
         function = option(function)
     return function

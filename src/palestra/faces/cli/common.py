@@ -54,6 +54,25 @@ def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", callback=check, help=help)
 
 
+def out_option(help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--out FILE`, whose folder is made; one that cannot be written is refused before the work, not after it."""
+
+    def check(ctx: click.Context, param: click.Parameter, out: Path | None) -> Path | None:
+        if out is None:
+            return None
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PalestraError(f"--out {out} cannot be written ({error.strerror}); choose another") from None
+        if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            why = "it is a folder" if out.is_dir() else "no permission"
+            raise PalestraError(f"--out {out} cannot be written ({why}); choose another")
+        return out
+
+    kind = click.Path(path_type=Path)
+    return click.option("--out", type=kind, default=default, show_default=True, callback=check, help=help)
+
+
 def print_sections(
     sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
 ) -> None:

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path
 from palestra.faces.cli.common import load_libraries
 from palestra.train.interrupt import sigterm_as_ctrl_c
@@ -39,6 +40,7 @@ def training_display(console: Console, config: RunConfig, command: str, *, dry_r
             raise
         click.secho("\nStopped; every finished step is saved. Continue with:", fg="yellow", err=True)
         folder = shlex.quote(show_path(display.run_dir))
-        click.echo(f"  {command} --resume {folder}\nor end it there, scored and saved:", err=True)
-        click.echo(f"  palestra runs finish {folder}", err=True)
+        click.echo(f"  {command} --resume {folder}", err=True)
+        if RunFolder(display.run_dir).last_checkpoint() is not None:
+            click.echo(f"or end it there, scored and saved:\n  palestra runs finish {folder}", err=True)
         raise click.exceptions.Exit(130) from None

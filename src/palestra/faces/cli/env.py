@@ -18,7 +18,7 @@ from palestra.env_api import evaluate_env, process_env, serve_env
 from palestra.envs.load import find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.faces.cli import run_atropos, settings
-from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.faces.cli.find_run import with_model_of_run
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.summary import print_evaluation
@@ -60,7 +60,7 @@ _OPTIONS_METAVAR = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SE
 
 @command.command("process", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
-@click.option("--out", type=click.Path(path_type=Path), help="The JSONL file; the page is written beside it.")
+@out_option("The JSONL file; the page is written beside it.")
 @_options
 def process(
     name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any

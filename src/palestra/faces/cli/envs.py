@@ -15,7 +15,13 @@ from palestra.faces.cli.common import json_option, print_sections
 
 
 @click.command("envs")
-@click.option("--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Search this folder or file too.")
+@click.option(
+    "--path",
+    "paths",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Search this folder or file too.",
+)
 @json_option
 @click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
 def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:

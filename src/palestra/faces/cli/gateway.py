@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from palestra.evals.suite import EvalSuite
-from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries, out_option
 from palestra.faces.cli.find_run import model_of
 from palestra.faces.cli.serve import require_serve_extra, run_server, server_port
 
@@ -19,9 +19,7 @@ _port = click.option("--port", default=8005, show_default=True, type=click.IntRa
 
 @click.command("gateway")
 @click.argument("run_or_model")
-@click.option(
-    "--out", type=click.Path(path_type=Path), default="rollouts.jsonl", show_default=True, help="For rollouts."
-)
+@out_option("For rollouts.", "rollouts.jsonl")
 @click.option("--cases", metavar="FILE", help="Cases as JSON lines, handed out one after the other.")
 @click.option("--max-new-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of one conversation.")
 @_port
@@ -62,7 +60,7 @@ def command(
 
 
 @click.command("record")
-@click.option("--out", type=click.Path(path_type=Path), default="traces.jsonl", show_default=True, help="For traces.")
+@out_option("For traces.", "traces.jsonl")
 @click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
 @_port
 @debug_option

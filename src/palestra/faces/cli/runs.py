@@ -159,7 +159,9 @@ def finish(run: str, from_checkpoint: str | None, as_json: bool) -> None:
         raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
     resume = Resume(folder.path, from_checkpoint, finish=True)
     if "env_url" in folder.record:
-        with training_display(console, folder.config, "palestra runs finish") as display:
+        url = folder.record["env_url"]
+        continued_by = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
+        with training_display(console, folder.config, continued_by) as display:
             outcome = finish_wire(folder, resume, watcher=display)
         present(folder, outcome, console, as_json)
         return
