@@ -149,8 +149,11 @@ class GRPOTrainer:
                 layer = self._config.to_run_config(problems).model_dump()
             case RunConfig():
                 layer = self._config.model_dump()
-            case _:
+            case Mapping() | None:
                 layer = dict(self._config or {})
+            case other:
+                kind = type(other).__name__
+                raise PalestraError(f"config is of type {kind}; expected a dict of settings or a GRPOTrainingConfig")
         return RunConfig.build(dict(layer), {"model": {"name": self._model_name, **self._overrides}})
 
     def _load(self, config: RunConfig) -> Any:

@@ -57,3 +57,9 @@ def test_a_model_of_this_machine_loads_without_bars_and_the_users_own_setting_st
     assert GRPOTrainer(AGENT, progress=False).model is not None
     assert "Loading weights" not in capfd.readouterr().err
     assert logging.is_progress_bar_enabled()
+
+
+def test_a_config_that_is_no_settings_is_refused() -> None:
+    agent = Agent("a", "palestra/tiny", "Answer.")
+    with pytest.raises(PalestraError, match="config is of type str; expected a dict of settings"):
+        _ = GRPOTrainer(agent, [lambda ctx: True], config="run.yaml").config

@@ -31,6 +31,12 @@ def base_of(folder: Path) -> str:
                 "base_model_name_or_path to the model that it was trained on"
             )
         seen.append(below)
+    lowest = _named_base(seen[-1])
+    if Path(lowest).is_absolute() and not Path(lowest).exists():
+        raise PalestraError(
+            f"the adapter in {seen[-1]} needs its base model, and {lowest} is not there; bring it back, or set "
+            "base_model_name_or_path in its adapter_config.json to where it is now"
+        )
     return base
 
 

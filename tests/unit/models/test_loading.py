@@ -212,3 +212,10 @@ def test_the_setting_for_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_threads(model)
     choose_threads(model, 3)
     assert chosen == [3]
+
+
+def test_an_adapter_whose_base_has_gone_names_both(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(gone)}))
+    with pytest.raises(PalestraError, match=f"the adapter in {tmp_path} needs its base model, and {gone} is not there"):
+        load_model(str(tmp_path), device="cpu")
