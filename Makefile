@@ -38,7 +38,7 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 	$(BIN)/python scripts/foreign.py
 
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py tests/faces/test_example_agents.py
 	$(BIN)/python scripts/train_agents.py
 
 test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)

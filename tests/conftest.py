@@ -1,11 +1,15 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
 import asyncio
+import copy
 import gc
 import os
+import ssl
 import sys
 import threading
 import time
+from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,17 +23,22 @@ from workers import run_in_workers
 gc.disable()  # while a few thousand modules are imported, of which nothing is garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Every client of httpx and of the SDKs reads the system's certificates, for 50 ms of CPU. Tests talk to loopback.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # Files that take a good part of a minute. They go first, so that none is left over for the end, when the other workers
 # have nothing more to do.
 LONG = (
     "faults/",
     "parity/test_engine_cuda_path",
-    "contract/test_ranks",
-    "contract/test_two_processes",
+    "parity/test_ranks",
+    "parity/test_two_processes",
+    "parity/test_gguf_llama_cpp",
+    "parity/test_step_one",
     "learn/",
     "faces/test_rl_",
     "faces/test_env_serve",
+    "faces/test_tinker_cookbook",
 )
 IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.serve.loading"]
 if find_spec("triton"):
@@ -85,18 +94,23 @@ def _home(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer():
-    from palestra.models.loading import load_model
-
-    return load_model("palestra/tiny").tokenizer
-
-
-@pytest.fixture
-def tiny():
-    """A fresh copy of the embedded model with its tokenizer."""
+def _loaded_tiny():
     from palestra.models.loading import load_model
 
     return load_model("palestra/tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(_loaded_tiny):
+    return copy.deepcopy(_loaded_tiny.tokenizer)
+
+
+@pytest.fixture
+def tiny(_loaded_tiny):
+    """A fresh copy of the embedded model with its tokenizer."""
+    return replace(
+        _loaded_tiny, model=copy.deepcopy(_loaded_tiny.model), tokenizer=copy.deepcopy(_loaded_tiny.tokenizer)
+    )
 
 
 @pytest.fixture(scope="session")

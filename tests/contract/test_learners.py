@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -91,12 +90,12 @@ class OnTinkerServer(Case):
     @contextmanager
     def serving(self, tokenizer: Any, folder: Path) -> Iterator[None]:
         pytest.importorskip("tinker")
-        sys.path.insert(0, str(Path(__file__).parent))
         from tinker_server import base_model, tinker_server
 
         self.served = base_model(self.base(), tokenizer, "random")
         self.opened: list[Any] = []
-        with tinker_server([self.served], folder) as self.url:
+        with tinker_server([self.served], folder) as running:
+            self.url = running.url
             yield
             for opened in self.opened:
                 opened.close(good=True)

@@ -110,14 +110,13 @@ def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
 def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against our own Tinker server, in a thread, by the official SDK."""
     pytest.importorskip("tinker")
-    sys.path.insert(0, str(Path(__file__).parent))
     from tinker_server import base_model, tinker_server
 
     from palestra.tinker_client.connect import open_model
     from palestra.tinker_client.policy import TinkerPolicy
 
-    with tinker_server([base_model(model, tokenizer, "random")], folder) as url:
-        settings = {"backend": "tinker", "tinker": {"base_url": url}, "model": {"name": "random"}}
+    with tinker_server([base_model(model, tokenizer, "random")], folder) as running:
+        settings = {"backend": "tinker", "tinker": {"base_url": running.url}, "model": {"name": "random"}}
         opened = open_model(RunConfig.build(settings, {"lora.r": 2}))
         yield TinkerPolicy(opened, CONTEXT)
         opened.close(good=True)

@@ -179,11 +179,11 @@ ONLY_CHECKED = {
     r"env serve|train .*--env-url": "waits for the other end; tests/faces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",
     r"train .*--env (verifiers|openenv):": "a package of others; make test-foreign",
-    r"train .*--rollout.policy_url": "needs a server of its own; tests/contract/test_two_processes.py",
+    r"train .*--rollout.policy_url": "needs a server of its own; tests/parity/test_two_processes.py",
     r"train .*--vllm\.": "needs vLLM; tests/unit/policy and docs/scaling.md",
     r"train .*--backend tinker": "needs a key; tests/unit/tinker_backend",
     r"train .*--backend ray": "needs Ray; make test-ray",
-    r"train .*--nproc": "starts as many processes; tests/contract/test_ranks.py",
+    r"train .*--nproc": "starts as many processes; tests/parity/test_ranks.py",
     r"train .*--detach|runs (resume|finish|watch|stop|rm|logs)": "in the background; tests/faces/test_runs_command.py",
     r"doctor": "looks at the whole machine; tests/faces/test_doctor.py",
 }

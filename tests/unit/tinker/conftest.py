@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_server import Running, first_layer, serving
 
-from palestra.models.loading import load_model
-from palestra.serve.web import Server, open_port, url_of
 from palestra.tinker.base_model import BaseModel
 from palestra.tinker.messages import Datum, Tensor
-from palestra.tinker.server import tinker_app
 from palestra.tinker.service import Service, ServiceLimits
-
-
-@dataclass
-class Running:
-    url: str
-    service: Service
-
-
-@contextmanager
-def serving(service: Service, token: str | None = None, long_poll_s: float = 30.0) -> Iterator[Running]:
-    sock = open_port("127.0.0.1", 0, token)
-    server = Server(tinker_app(service, token=token, long_poll_s=long_poll_s))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    try:
-        yield Running(url_of(sock), service)
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 @pytest.fixture(scope="session")
 def base() -> BaseModel:
-    """The embedded model's first layer: what is tested here does not depend on their number."""
-    loaded = load_model("palestra/tiny", device="cpu")
-    del loaded.model.model.layers[1:]
-    loaded.model.config.num_hidden_layers = 1
-    loaded.model.config.layer_types = loaded.model.config.layer_types[:1]
-    return BaseModel(loaded)
+    return first_layer()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What several ranks refuse, and how rows are divided among them. tests/contract/test_ranks.py has real ranks."""
+"""What several ranks refuse, and how rows are divided among them. tests/parity/test_ranks.py has real ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""GRPO by hand, on a random model and on the embedded one."""
+"""GRPO by hand, on a random model and on the embedded one. tests/learn/test_step_trainer.py has rewards that rise."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from palestra.core.config import RunConfig
-from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.learner.lora import add_lora
 from palestra.train import StepTrainer
 
 ROWS = [("Say something.", "e"), ("Count to three.", "e"), ("Who are you?", "e")]
-
-
-# Enough siblings and steps for the reward to rise with any seed tried.
-LEARN = {"train": {"max_steps": 15, "learning_rate": 1e-2}, "rollout": {"group_size": 16}}
 
 
 def share_of_letter(output: str, expected_answer: str) -> float:
@@ -41,43 +36,16 @@ def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 
 @pytest.fixture
 def random_model(tiny: Any) -> Any:
-    """The embedded model's shape with fresh weights: it says anything, so every reward has variance."""
+    """A layer of the embedded model's shape with fresh weights: it says anything, so every reward has variance."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny.model.config)
+    config = copy.deepcopy(tiny.model.config)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture
 def trainer(random_model: Any, tiny: Any, tmp_path: Path) -> StepTrainer:
     return StepTrainer(random_model, tiny.tokenizer, share_of_letter, settings(tmp_path))
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def test_the_reward_rises_when_all_weights_train(random_model: Any, tiny: Any, tmp_path: Path) -> None:
-    config = RunConfig.build(settings(tmp_path).model_dump(), LEARN)
-    history = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config).train(ROWS)
-    rewards = history["reward"]
-    assert mean(rewards[-3:]) > 2 * mean(rewards[:3])
-
-
-@pytest.mark.slow
-def test_the_reward_rises_when_only_an_adapter_trains(tiny: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = add_lora(tiny.model, LoraSection(r=8))
-    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
-    lively = {"train.beta": 0.01, "rollout.max_new_tokens": 12, "rollout.temperature": 1.2}
-    config = RunConfig.build(settings(tmp_path).model_dump(), LEARN, lively)
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "e"} for text in ("Hello!", "What is 12 + 30?")]
-    trainer = StepTrainer(model, tiny.tokenizer, share_of_letter, config)
-    history = trainer.train(rows)
-    rewards = history["reward"]
-    assert mean(rewards[-3:]) > 1.5 * mean(rewards[:3])
-    assert max(row.get("kl_reference", 0.0) for row in history["rows"]) > 0
-    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-    assert (trainer.folder / "final" / "adapter_model.safetensors").is_file()
-    assert not (trainer.folder / "final" / "model.safetensors").exists()
 
 
 def test_tokens_are_trained_as_they_were_sampled(trainer: StepTrainer) -> None:

@@ -38,7 +38,7 @@ from palestra.wire.client import WireClient
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "my_first_env.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 SEED, PROBLEMS, SIBLINGS, TOKENS = 11, 2, 4, 12
 INSTRUCTIONS = "Answer in a word."
 CASES = [("Say something.", "a"), ("Count to three.", "o"), ("Who are you?", "s"), ("What is this?", "n")]

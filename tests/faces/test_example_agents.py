@@ -20,7 +20,7 @@ from palestra.gateway.gateway import Gateway
 from palestra.harness.collector import ProgramCollector
 from palestra.serve.loading import load_completer
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "agents"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 PROGRAMS = {
     "openai_chat.py": "openai",
     "openai_responses.py": "openai",

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from test_learners import LEARNERS, RATE, Case, loss_of, model_of, rows
 

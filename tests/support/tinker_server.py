@@ -1,0 +1,62 @@
+"""Our own Tinker server in a thread, for those that are its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.models.loading import LoadedModel, load_model
+from palestra.serve.web import Server, open_port, url_of
+from palestra.tinker.base_model import BaseModel
+from palestra.tinker.server import tinker_app
+from palestra.tinker.service import Service, ServiceLimits
+
+
+@dataclass
+class Running:
+    url: str
+    service: Service
+
+
+def base_model(model: Any, tokenizer: Any, name: str) -> BaseModel:
+    return BaseModel(LoadedModel(model, tokenizer, name, ""))
+
+
+def first_layer() -> BaseModel:
+    """The embedded model's first layer, where what is tested does not depend on their number."""
+    loaded = load_model("palestra/tiny", device="cpu")
+    del loaded.model.model.layers[1:]
+    loaded.model.config.num_hidden_layers = 1
+    loaded.model.config.layer_types = loaded.model.config.layer_types[:1]
+    return BaseModel(loaded)
+
+
+@contextmanager
+def serving(service: Service, token: str | None = None, long_poll_s: float = 30.0) -> Iterator[Running]:
+    sock = open_port("127.0.0.1", 0, token)
+    server = Server(tinker_app(service, token=token, long_poll_s=long_poll_s))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    try:
+        yield Running(url_of(sock), service)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@contextmanager
+def tinker_server(bases: list[BaseModel], folder: Path) -> Iterator[Running]:
+    """The SDK finds a key in the environment meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-test")
+        patch.setenv("TINKER_TELEMETRY", "0")
+        patch.setenv("PALESTRA_HOME", str(folder / "home"))
+        with serving(Service(bases, folder / "runs", ServiceLimits(models=64))) as running:
+            yield running

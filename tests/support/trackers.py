@@ -1,0 +1,38 @@
+"""Trackers that call nobody, and a few steps written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.tracking.base import Trackers
+from palestra.tracking.open import open_trackers
+
+Track = Callable[[Path, list[str], range, "int | None"], Trackers]
+
+
+def silence_services(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No tracker calls home, finds a key or writes outside the folder."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID"):
+        patch.delenv(name, raising=False)
+    patch.setenv("HOME", str(folder))
+    patch.setenv("NETRC", str(folder / "no-netrc"))
+    patch.setenv("WANDB_ERROR_REPORTING", "false")
+    patch.setenv("WANDB_SILENT", "true")
+    patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    patch.setenv("TRACKIO_DISABLE_TELEMETRY", "1")
+
+
+def track(folder: Path, report_to: list[str], steps: range, resume_after: int | None) -> Trackers:
+    """Open trackers on a folder, write the loss of some steps (half the step), close."""
+    folder.mkdir(exist_ok=True)
+    config = RunConfig.build({"track": {"report_to": report_to, "project": "gym"}})
+    trackers = open_trackers(config, RunFolder(folder), {"agent": "calculator"}, resume_after)
+    for step in steps:
+        trackers.metrics(step, {"loss": step / 2, "reward_mean": 0.25, "pass_rate/is exact?": 1.0})
+    trackers.close()
+    return trackers
