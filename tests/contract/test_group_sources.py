@@ -84,7 +84,7 @@ class Room:
     watcher: Notes = field(default_factory=Notes)
 
     def parts(self) -> Parts:
-        policy = LocalPolicy(self.loaded.model, self.loaded.tokenizer, kv_memory_gib=0.05)
+        policy = LocalPolicy(self.loaded.model, self.loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         return Parts(CONFIG, policy, self.loaded.tokenizer, self.runner, self.watcher)
 
 

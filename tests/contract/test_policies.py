@@ -71,7 +71,7 @@ def random_model(seed: int = 0) -> Any:
 
 @contextmanager
 def local(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
-    yield LocalPolicy(model, tokenizer, kv_memory_gib=0.05)
+    yield LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False)
 
 
 @contextmanager
@@ -86,7 +86,9 @@ def remote(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     from palestra.serve.inference import inference_app
     from palestra.serve.web import Server, open_port, url_of
 
-    completer = Completer(LocalPolicy(model, tokenizer, kv_memory_gib=0.05), tokenizer, "random", CONTEXT)
+    completer = Completer(
+        LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, "random", CONTEXT
+    )
     server = Server(inference_app(completer, weights_folder=folder))
     sock = open_port("127.0.0.1", 0, None)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
@@ -102,7 +104,9 @@ def remote(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
 @contextmanager
 def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against a server that answers as vLLM does; `make test-vllm` has the real one."""
-    with served(FakeVllm(LocalPolicy(model, tokenizer, kv_memory_gib=0.05), tokenizer, CONTEXT)) as url:
+    with served(
+        FakeVllm(LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, CONTEXT)
+    ) as url:
         yield VllmServerPolicy(url, tokenizer, weights_folder=folder, temperature=1.0)
 
 

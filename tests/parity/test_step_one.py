@@ -228,19 +228,15 @@ def test_attempts_of_several_turns_with_tools_over_the_wire(tmp_path: Path, api:
 def tinker_url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`palestra tinker` on loopback, with the model of these tests."""
     pytest.importorskip("tinker")
+    from tinker_server import serving
+
     from palestra.tinker.base_model import BaseModel
-    from palestra.tinker.server import tinker_app
     from palestra.tinker.service import Service
 
     service = Service([BaseModel.load(model, device="cpu")], tmp_path_factory.mktemp("tinker"))
-    server, sock = Server(tinker_app(service)), open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, serving(service) as running:
         patch.setenv("TINKER_API_KEY", "tml-test")
-        yield url_of(sock)
-    server.should_exit = True
-    thread.join(10)
+        yield running.url
 
 
 def on_tinker(model: str, folder: Path, url: str) -> RunConfig:

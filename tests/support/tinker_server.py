@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ def serving(service: Service, token: str | None = None, long_poll_s: float = 30.
     server = Server(tinker_app(service, token=token, long_poll_s=long_poll_s))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     try:
         yield Running(url_of(sock), service)
     finally:

@@ -56,7 +56,7 @@ def test_an_actor_built_from_a_pickle_samples_the_groups_of_one_process() -> Non
     with asyncio.Runner() as runner:
         sampler.update(pack(weights))
         answer = runner.run(sampler.sample(GroupJob(problem, 2, "3/0", training=True)))
-        policy = LocalPolicy(loaded.model, loaded.tokenizer, kv_memory_gib=0.05)
+        policy = LocalPolicy(loaded.model, loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         policy.update(replace(weights, module=loaded.model))
         parts = Parts(config, policy, loaded.tokenizer, runner, Watcher())
         [expected] = runner.run(task.sampler(parts).training.collect([problem], 2, ["3/0"]))

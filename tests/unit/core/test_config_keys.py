@@ -30,6 +30,13 @@ SECTIONS = {
 BY_CLASS = {kind: name for name, kind in SECTIONS.items()}
 
 
+def dotted(node: ast.AST) -> str:
+    """`ast.unparse`, which takes long for the names and attributes that most nodes are."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
 class Reads(ast.NodeVisitor):
     """The dotted keys that one module reads."""
 
@@ -43,8 +50,8 @@ class Reads(ast.NodeVisitor):
             own = node.id if isinstance(node, ast.Name) else node.attr
             if isinstance(node, ast.Attribute) and own in SECTIONS and self.section(node.value) == "":
                 return own
-            if ast.unparse(node) in self.names:
-                return self.names[ast.unparse(node)]
+            if (name := dotted(node)) in self.names:
+                return self.names[name]
             return "" if own.lstrip("_") == "config" else None
         return None
 
@@ -86,7 +93,7 @@ class Reads(ast.NodeVisitor):
         self.names = before
 
     def _hold(self, target: ast.AST, section: str | None) -> None:
-        name = ast.unparse(target)
+        name = dotted(target)
         self.names.pop(name, None)
         if section is not None:
             self.names[name] = section

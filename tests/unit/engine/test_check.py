@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def prefixes_are_masked_by_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedPrefixes, "bias", wrong)
 
 
+@cache
+def supported_model(family: str, dtype: torch.dtype) -> Any:
+    """One that an engine without a fault is right for."""
+    model = tiny_model(family).to(dtype)
+    Engine(model, kv_memory_gib=0.01)
+    return model
+
+
 FAULTS: list[tuple[str, Plant]] = [
     ("gemma2", wrong_window),
     ("gemma2", no_window),
@@ -123,8 +132,7 @@ FAULTS: list[tuple[str, Plant]] = [
 def test_a_planted_fault_is_noticed(
     family: str, plant: Plant, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(family).to(dtype)
-    Engine(model, kv_memory_gib=0.01)  # without the fault
+    model = supported_model(family, dtype)
     plant(monkeypatch)
     with pytest.raises(UnsupportedModel, match="differ from the model's own"):
         Engine(model, kv_memory_gib=0.01)

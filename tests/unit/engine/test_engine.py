@@ -30,18 +30,18 @@ def model() -> Qwen3ForCausalLM:
 
 def engine_with(model: Any, tokens: int, **options: Any) -> Engine:
     """An engine whose memory holds so many tokens, in pages of 8."""
-    return Engine(model, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), page_size=8, **options)
+    return Engine(model, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), page_size=8, self_check=False, **options)
 
 
 def test_prompt_of_a_group_is_computed_once(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     counts = computed_tokens(engine)
     engine.sample(engine.fork(engine.open(PROMPT), 8), SamplingParams(1))
     assert sum(counts) == len(PROMPT) - 1 + 8
 
 
 def test_turn_after_a_tool_costs_only_its_new_tokens(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
     engine.sample([session], SamplingParams(6))
     counts = computed_tokens(engine)
@@ -51,7 +51,7 @@ def test_turn_after_a_tool_costs_only_its_new_tokens(model: Any) -> None:
 
 
 def test_short_tool_results_of_a_step_are_attended_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     group = engine.fork(engine.open(PROMPT), 6)
     engine.sample(group, SamplingParams(4))
     for i, session in enumerate(group):
@@ -72,7 +72,7 @@ def test_chunks_are_batched_by_length_and_never_padded_to_a_long_one() -> None:
 
 def test_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(model: Any) -> None:
     params = SamplingParams(20, seed=42)
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     alone = engine.sample([engine.open(PROMPT)], params)[0]
     for company in (1, 5, 23):
         crowd = [engine.open(PROMPT[: 3 + i % 5]) for i in range(company)]
@@ -116,7 +116,7 @@ def test_rollout_longer_than_memory_is_truncated(model: Any) -> None:
 
 
 def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
     turn = engine.sample([session], SamplingParams(1000))[0]
     assert turn.finish == "length"
@@ -125,12 +125,12 @@ def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
 
 
 def test_long_prompts_are_prefilled_in_chunks_while_others_decode(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01, tokens_per_step=16)
+    engine = Engine(model, kv_memory_gib=0.01, tokens_per_step=16, self_check=False)
     counts = computed_tokens(engine)
     sessions = [engine.open(PROMPT[:2]), engine.open(PROMPT * 9)]
     turns = engine.sample(sessions, SamplingParams(10, temperature=0.0))
     assert max(counts) <= 16
-    big = Engine(model, kv_memory_gib=0.01)
+    big = Engine(model, kv_memory_gib=0.01, self_check=False)
     again = big.sample([big.open(PROMPT[:2]), big.open(PROMPT * 9)], SamplingParams(10, temperature=0.0))
     assert [t.token_ids.tolist() for t in turns] == [t.token_ids.tolist() for t in again]
 
@@ -143,9 +143,9 @@ class Letters:
 
 
 def test_stop_string_ends_the_turn_at_the_token_that_completes_it(model: Any) -> None:
-    free = Engine(model, kv_memory_gib=0.01)
+    free = Engine(model, kv_memory_gib=0.01, self_check=False)
     text = Letters().decode(list(free.sample([free.open(PROMPT)], SamplingParams(30, seed=1))[0].token_ids), False)
-    engine = Engine(model, Letters(), kv_memory_gib=0.01)
+    engine = Engine(model, Letters(), kv_memory_gib=0.01, self_check=False)
     stop = text[9:12]
     turn = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1, stop=(stop, "never comes")))[0]
     assert turn.finish == "stop"
@@ -153,13 +153,13 @@ def test_stop_string_ends_the_turn_at_the_token_that_completes_it(model: Any) ->
 
 
 def test_stop_string_that_never_comes_ends_by_length(model: Any) -> None:
-    engine = Engine(model, Letters(), kv_memory_gib=0.01)
+    engine = Engine(model, Letters(), kv_memory_gib=0.01, self_check=False)
     turn = engine.sample([engine.open(PROMPT)], SamplingParams(9, stop=("∞",)))[0]
     assert (turn.finish, len(turn.token_ids)) == ("length", 9)
 
 
 def test_stop_token_ends_the_turn_and_is_part_of_it(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     free = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1))[0].token_ids.tolist()
     turn = engine.sample([engine.open(PROMPT)], SamplingParams(30, seed=1, stop_token_ids=(free[5],)))[0]
     assert turn.finish == "stop"
@@ -182,14 +182,14 @@ def test_stop_token_ends_the_turn_and_is_part_of_it(model: Any) -> None:
     ],
 )
 def test_bad_input_is_refused_in_words(model: Any, act: Any, complaint: str) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     with pytest.raises(PalestraError, match=complaint):
         act(engine)
     assert engine.pool.free == engine.pool.pages
 
 
 def test_closed_and_busy_sessions_are_refused(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
     job = engine.submit(session, SamplingParams(5))
     with pytest.raises(PalestraError, match="being sampled"):
@@ -244,7 +244,9 @@ async def _many_rollouts(policy: LocalPolicy, rollouts: int) -> dict[str, int]:
 
 
 def test_a_thousand_rollouts_with_delays_and_cancellations_lose_nothing(model: Any) -> None:
-    policy = LocalPolicy(model, kv_memory_gib=3000 * BYTES_PER_TOKEN / (1 << 30), page_size=8, max_running=64)
+    policy = LocalPolicy(
+        model, kv_memory_gib=3000 * BYTES_PER_TOKEN / (1 << 30), page_size=8, max_running=64, self_check=False
+    )
     asyncio.run(_many_rollouts(policy, 100))  # buffers reach their size
     tracemalloc.start()
     before = tracemalloc.take_snapshot()
@@ -263,7 +265,7 @@ def test_a_thousand_rollouts_with_delays_and_cancellations_lose_nothing(model: A
 
 
 def test_a_turn_that_meets_an_update_has_both_versions(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.01)
+    engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
     job = engine.submit(session, SamplingParams(8, temperature=0.0))
     while len(job.logprobs) < 3:

@@ -50,8 +50,8 @@ def fails_at(engine: Engine, *steps: int) -> None:
 def test_sampling_goes_on_with_half_of_the_cache_and_the_same_tokens(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = sample(Engine(model, kv_memory_gib=0.001))
-    engine = Engine(model, kv_memory_gib=0.001)
+    expected = sample(Engine(model, kv_memory_gib=0.001, self_check=False))
+    engine = Engine(model, kv_memory_gib=0.001, self_check=False)
     pages = engine.pool.pages
     fails_at(engine, 2, 6, 7)
     with caplog.at_level(logging.WARNING):
@@ -62,14 +62,14 @@ def test_sampling_goes_on_with_half_of_the_cache_and_the_same_tokens(
 
 
 def test_a_cache_that_would_not_hold_a_rollout_any_more_is_an_error_with_its_remedy(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.001)
+    engine = Engine(model, kv_memory_gib=0.001, self_check=False)
     fails_at(engine, *range(100))
     with pytest.raises(PalestraError, match=r"does not hold a rollout of 4\d; lower rollout.max_new_tokens"):
         sample(engine)
 
 
 def test_waking_up_takes_what_memory_there_is(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.001)
+    engine = Engine(model, kv_memory_gib=0.001, self_check=False)
     pages, reserve = engine.pool.pages, engine.runner.reserve_memory
 
     def crowded(count: int) -> None:

@@ -55,13 +55,13 @@ def nap(engine: Engine) -> None:
 
 
 def test_open_sessions_give_the_same_tokens_after_a_sleep(model: Any) -> None:
-    expected = two_turns(Engine(model, kv_memory_gib=0.1), lambda engine: None)
-    assert two_turns(Engine(model, kv_memory_gib=0.1), nap) == expected
+    expected = two_turns(Engine(model, kv_memory_gib=0.1, self_check=False), lambda engine: None)
+    assert two_turns(Engine(model, kv_memory_gib=0.1, self_check=False), nap) == expected
 
 
 def test_a_turn_under_way_goes_on_after_a_sleep(model: Any) -> None:
     def turn(sleeps: bool) -> tuple[list[int], list[int]]:
-        engine = Engine(model, kv_memory_gib=0.1)
+        engine = Engine(model, kv_memory_gib=0.1, self_check=False)
         job = engine.submit(engine.open([5, 9, 33]), SamplingParams(12, seed=4))
         while len(job.logprobs) < 5:
             engine.step()
@@ -91,7 +91,7 @@ def test_sleep_gives_the_memory_back_to_the_operating_system(model: Any) -> None
 
 
 def test_sampling_while_asleep_is_refused_and_closing_is_not(model: Any) -> None:
-    engine = Engine(model, kv_memory_gib=0.1)
+    engine = Engine(model, kv_memory_gib=0.1, self_check=False)
     session: Session = engine.open([5, 9])
     engine.sample([session], SamplingParams(2))
     engine.sleep()

@@ -1,4 +1,4 @@
-"""A small model of each family, trained for a moment so that it prefers some tokens to others, as real models do."""
+"""A small model of each family that prefers some tokens to others, as real models do."""
 
 from __future__ import annotations
 
@@ -81,9 +81,8 @@ FAMILIES = {
 }
 
 
-@cache
-def trained(family: str) -> tuple[Any, Any]:
-    """The family's small model, which knows the corpus well, and its tokenizer. Three rows have no token."""
+def _random(family: str) -> tuple[Any, Any]:
+    """The family's small model and its tokenizer. Three rows have no token."""
     kind, tokenizer = FAMILIES[family], FAMILIES[family].tokenizer()
     torch.manual_seed(0)
     config = kind.config(**{**_SHAPE, "vocab_size": len(tokenizer) + 3, **kind.settings})
@@ -92,6 +91,25 @@ def trained(family: str) -> tuple[Any, Any]:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases that do nothing would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval(), tokenizer
+
+
+@cache
+def sharp(family: str) -> tuple[Any, Any]:
+    """One with weights so large that it prefers some tokens, and positions, to others without a training."""
+    model, tokenizer = _random(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    return model, tokenizer
+
+
+@cache
+def trained(family: str) -> tuple[Any, Any]:
+    """One that knows the corpus well."""
+    model, tokenizer = _random(family)
+    model.train()
     lines = [tokenizer(line).input_ids for line in CORPUS]
     longest = max(map(len, lines))
     inputs = torch.tensor([line + line[-1:] * (longest - len(line)) for line in lines])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("gguf", reason="pip install 'palestra[gguf]'")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_models import FAMILIES, prompts_of, trained
+from small_models import FAMILIES, prompts_of, sharp
 from small_tokenizers import CONVERSATION, CORPUS, LLAMA3, TOOLS, make_byte_level, make_sentencepiece, unicode_strings
 
 from palestra.core.errors import PalestraError
@@ -36,13 +36,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_exported_loads_as_the_same_model_and_tokenizer(family: str, tmp_path: Path) -> None:
-    model, tokenizer = trained(family)
+    model, tokenizer = sharp(family)
     path = write_gguf(model.state_dict(), model.config, tokenizer, tmp_path / "m.gguf", type="f32")
     loaded = load_model(str(path), dtype="float32", device="cpu")
     for prompt in prompts_of(tokenizer)[-4:]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
     texts = [*unicode_strings(200), "<|im_start|>user\n the lamp<|im_end|>\n  and <|im_end|>\n"]
     if family.startswith("qwen"):  # Qwen's own tokenizers compose letters and accents first, these small ones do not
         texts = [unicodedata.normalize("NFC", text) for text in texts]
@@ -121,7 +121,7 @@ def test_every_key_of_the_tables_is_one_of_ggufs(family: str) -> None:
     keys = {
         value for section in vars(gguf.Keys).values() if isinstance(section, type) for value in vars(section).values()
     }
-    model, tokenizer = trained(family)
+    model, tokenizer = sharp(family)
     written = {*(f"{{arch}}.{key}" for key in config_to_gguf(model.config)), *tokenizer_to_gguf(tokenizer, 480)}
     assert written <= keys
 

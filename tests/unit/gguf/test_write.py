@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_models import trained
+from small_models import sharp
 
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
@@ -78,10 +78,10 @@ def test_rows_that_blocks_do_not_divide_stay_16_bit(tiny: Any, tmp_path: Path) -
 
 
 def test_a_window_that_llama_cpp_lacks_ends_the_context() -> None:
-    model, _ = trained("mistral")
+    model, _ = sharp("mistral")
     assert (model.config.max_position_embeddings, model.config.sliding_window) == (256, 128)
     assert config_to_gguf(model.config)["context_length"] == 128
-    gemma, _ = trained("gemma2")
+    gemma, _ = sharp("gemma2")
     assert config_to_gguf(gemma.config)["context_length"] == 256
 
 

@@ -80,7 +80,7 @@ class FakeVllm:
         if rank > self.max_lora_rank:
             return error(500, f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}.")
         module = PeftModel.from_pretrained(copy.deepcopy(self.policy.engine.model), folder)
-        self.adapters[name] = LocalPolicy(module.eval(), self.tokenizer, kv_memory_gib=0.02)
+        self.adapters[name] = LocalPolicy(module.eval(), self.tokenizer, kv_memory_gib=0.02, self_check=False)
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:

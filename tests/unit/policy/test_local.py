@@ -38,14 +38,14 @@ def model() -> Qwen3ForCausalLM:
 @pytest.fixture(params=["in turns", "overlapped"])
 def policy(model: Qwen3ForCausalLM, request: pytest.FixtureRequest) -> LocalPolicy:
     """`overlapped`: as on a GPU, where callers go on while the next step computes."""
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     policy.engine.runner.overlaps = request.param == "overlapped"
     return policy
 
 
 def overlapping_policy(model: Qwen3ForCausalLM) -> tuple[LocalPolicy, list[str]]:
     """A policy as on a GPU, and a list to which it adds its steps."""
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     policy.engine.runner.overlaps = True
     events: list[str] = []
     launch = policy.engine.runner.launch
@@ -138,7 +138,7 @@ def test_where_steps_overlap_turns_that_ended_together_are_handed_out_in_portion
 
 def test_turns_that_come_one_upon_the_other_begin_with_the_same_step(model: Qwen3ForCausalLM) -> None:
     """As those of agents that are programs: the next request is read from its socket while the last one is handled."""
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     sizes: list[int] = []
     step = policy.engine.runner.step
 
@@ -242,7 +242,7 @@ def test_policy_works_in_a_second_event_loop(policy: LocalPolicy) -> None:
 
 
 def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> None:
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
 
     async def turn() -> Turn:
         return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
@@ -293,7 +293,7 @@ def test_weights_of_the_engines_own_module_are_not_copied(model: Qwen3ForCausalL
     def read() -> dict[str, torch.Tensor]:
         raise AssertionError("nothing needs reading")
 
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     before = [parameter.data_ptr() for parameter in model.parameters()]
     policy.update(Weights(3, read, model))
     assert policy.version == 3
@@ -302,7 +302,7 @@ def test_weights_of_the_engines_own_module_are_not_copied(model: Qwen3ForCausalL
 
 def test_named_tensors_are_copied_into_the_module(model: Qwen3ForCausalLM) -> None:
     own = copy.deepcopy(model)
-    policy = LocalPolicy(own, kv_memory_gib=0.01)
+    policy = LocalPolicy(own, kv_memory_gib=0.01, self_check=False)
     head = torch.randn_like(model.lm_head.weight)
     policy.update(Weights(1, lambda: {"lm_head.weight": head}))
     assert torch.equal(own.lm_head.weight, head)
@@ -321,7 +321,7 @@ def test_named_tensors_are_copied_into_the_module(model: Qwen3ForCausalLM) -> No
 def test_weights_of_another_model_are_refused_and_change_nothing(
     model: Qwen3ForCausalLM, tensors: dict[str, torch.Tensor], complaint: str
 ) -> None:
-    policy = LocalPolicy(model, kv_memory_gib=0.01)
+    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     norm = model.model.norm.weight
     before = norm.clone()
     with pytest.raises(PalestraError, match=complaint):

@@ -53,7 +53,7 @@ def weights_of(model: Any, version: int) -> Weights:
 
 @pytest.fixture
 def fake(tiny_tokenizer: Any) -> FakeVllm:
-    own = LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02)
+    own = LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02, self_check=False)
     return FakeVllm(own, tiny_tokenizer, context=200, adapters={})
 
 

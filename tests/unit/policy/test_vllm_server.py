@@ -47,7 +47,9 @@ def weights_of(model: Any, version: int) -> Weights:
 
 @pytest.fixture
 def fake(tiny_tokenizer: Any) -> FakeVllm:
-    return FakeVllm(LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02), tiny_tokenizer, context=200)
+    return FakeVllm(
+        LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02, self_check=False), tiny_tokenizer, context=200
+    )
 
 
 @pytest.fixture

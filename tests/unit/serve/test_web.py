@@ -33,6 +33,8 @@ async def end_while_asked(path: str) -> httpx.Response:
     server = Server(make_app([Route("/hang", hang), Route("/stream", stream_and_hang)]), grace_s=0)
     socket = open_port("127.0.0.1", 0, None)
     serving = asyncio.create_task(server.serve(sockets=[socket]))
+    while not server.started:
+        await asyncio.sleep(0.01)
     async with httpx.AsyncClient(base_url=url_of(socket), timeout=20, trust_env=False) as client:
         asking = asyncio.create_task(client.get(path))
         while not server.server_state.tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.tracking.open import open_trackers
 
-pytest.importorskip("wandb")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
 def test_online_without_a_key_is_refused_before_training(tmp_path: Path) -> None:

@@ -217,7 +217,9 @@ class RegistersAndLooks:
 
 
 async def health(url: str) -> int:
-    return (await asyncio.to_thread(httpx.get, f"{url}/health", timeout=20)).status_code
+    """The server begins to listen when the loop of this coroutine runs: an early connection is tried again."""
+    with httpx.Client(transport=httpx.HTTPTransport(retries=4), timeout=20) as client:
+        return (await asyncio.to_thread(client.get, f"{url}/health")).status_code
 
 
 def test_the_model_is_served_once_its_weights_can_be_loaded_and_no_longer_than_its_source(api, tmp_path):
@@ -233,7 +235,7 @@ def test_the_model_is_served_once_its_weights_can_be_loaded_and_no_longer_than_i
         served=lambda url, tokenizer: urls.append(url),
     )
     with asyncio.Runner() as runner:
-        policy = LocalPolicy(task.loaded.model, task.loaded.tokenizer, kv_memory_gib=0.05)
+        policy = LocalPolicy(task.loaded.model, task.loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         source = task.source(Parts(config, policy, task.loaded.tokenizer, runner, Watcher()))
         assert api.get("/info").json()["batch_size"] == 8
         assert not client.was_served
@@ -249,7 +251,7 @@ def test_an_environment_of_ours_scores_the_model_and_weighs_its_measures(api, tm
     environment = load_env("calculator", {"held_out_size": "3"})
     task, config = task_of(api, tmp_path, scored_by=EnvironmentTask(environment))
     with asyncio.Runner() as runner:
-        policy = LocalPolicy(task.loaded.model, task.loaded.tokenizer, kv_memory_gib=0.05)
+        policy = LocalPolicy(task.loaded.model, task.loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         parts = Parts(config, policy, task.loaded.tokenizer, runner, Watcher())
         source, evaluator = task.source(parts), task.evaluator(parts)
         assert source.reward_weights == environment.reward_weights
