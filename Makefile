@@ -15,7 +15,7 @@ demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
 
 # The tests are imported, on one core, while mypy has the other.
-check:  ## style, types, unit and contract tests: 3 to 5 minutes, for every commit
+check:  ## style, types, unit and contract tests: under 5 minutes, for every commit
 	@$(MAKE) --no-print-directory -j2 lint run-tests TESTS="tests/unit tests/contract tests/test_layers.py"
 
 test:  ## everything that CI runs

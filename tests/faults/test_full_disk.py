@@ -9,8 +9,8 @@ from forkserver import Forkserver
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_and_no_other(forkserver: Forkserver, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     """The system itself refuses to write on: no file may be longer than 200 kB in that process."""
+    pytest.importorskip("gguf")
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"the old one")
     script = f"""

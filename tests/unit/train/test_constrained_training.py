@@ -14,7 +14,7 @@ from palestra.train import StepTrainer
 
 STEP = {
     "train.max_steps": 1,
-    "train.problems_per_step": 2,
+    "train.problems_per_step": 4,
     "train.filter_equal_groups": False,
     "eval.cases": 2,
     "rollout.temperature": 1.6,  # hot enough for calls to go wrong
