@@ -1,13 +1,11 @@
 """Shared by all tests: offline, deterministic, and the embedded model at hand."""
 
-import asyncio
 import copy
 import gc
 import os
 import ssl
 import sys
-import threading
-import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -127,22 +125,7 @@ def forkserver(request):
 @pytest.fixture(scope="module")
 def serve():
     """Call it with an application to get its URL on a free loopback port; it ends with the module."""
-    from palestra.serve.web import Server, open_port, url_of
+    from served import served
 
-    running = []
-
-    def start(app, **options):
-        server, sock = Server(app, **options), open_port("127.0.0.1", 0, None)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-        thread.start()
-        running.append((server, thread))
-        while not server.started:
-            time.sleep(0.01)
-        return url_of(sock)
-
-    yield start
-    for server, _ in running:
-        server.should_exit = True
-    for _, thread in running:
-        thread.join(10)
-        assert not thread.is_alive()
+    with ExitStack() as running:
+        yield lambda app, **options: running.enter_context(served(app, **options))

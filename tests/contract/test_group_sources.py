@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from served import served
 
 from palestra.cluster.actor import PackedWeights
 from palestra.cluster.pool import PoolPolicy, RolloutPool
@@ -30,7 +29,6 @@ from palestra.core.types import Group
 from palestra.envs.load import load_env
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
-from palestra.serve.web import Server, open_port, url_of
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts
@@ -159,19 +157,6 @@ def actors(room: Room) -> Iterator[Kind]:
 
 
 KINDS = {"agent loop": agent_loop, "rollout_func": rollout_func, "wire": wire, "queue": queue, "actors": actors}
-
-
-@contextmanager
-def served(app: Any) -> Iterator[str]:
-    server, sock = Server(app), open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield url_of(sock)
-    server.should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def columns(number: int, **changes: Any) -> dict[str, Any]:

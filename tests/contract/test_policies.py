@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "policy"))
 
-from fake_vllm import FakeVllm, served
+from fake_vllm import FakeVllm
+from served import served
 
 from palestra import function_tool
 from palestra.chat.template import ChatFormat
@@ -84,29 +83,19 @@ def remote(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against our own inference server, in a thread."""
     from palestra.serve.completer import Completer
     from palestra.serve.inference import inference_app
-    from palestra.serve.web import Server, open_port, url_of
 
     completer = Completer(
         LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, "random", CONTEXT
     )
-    server = Server(inference_app(completer, weights_folder=folder))
-    sock = open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield RemotePolicy(url_of(sock), weights_folder=folder)
-    server.should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()
+    with served(inference_app(completer, weights_folder=folder)) as url:
+        yield RemotePolicy(url, weights_folder=folder)
 
 
 @contextmanager
 def vllm(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against a server that answers as vLLM does; `make test-vllm` has the real one."""
-    with served(
-        FakeVllm(LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, CONTEXT)
-    ) as url:
+    fake = FakeVllm(LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, CONTEXT)
+    with served(fake.app()) as url:
         yield VllmServerPolicy(url, tokenizer, weights_folder=folder, temperature=1.0)
 
 

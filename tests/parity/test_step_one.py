@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from served import served
 from transformers import AutoModelForCausalLM
 
 from palestra import Agent, Env, EvalSuite, measure, train_grpo
@@ -31,7 +31,6 @@ from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import seed_of
-from palestra.serve.web import Server, open_port, url_of
 from palestra.train import StepTrainer
 from palestra.train.group_source import draw
 from palestra.wire.client import WireClient
@@ -181,14 +180,8 @@ def test_a_rollout_func_that_keeps_to_the_seed_rule(model: str, tmp_path: Path, 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[str]:
     """A trajectory API on loopback."""
-    server, sock = Server(trajectory_app(tmp_path / "api")), open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield url_of(sock)
-    server.should_exit = True
-    thread.join(10)
+    with served(trajectory_app(tmp_path / "api")) as url:
+        yield url
 
 
 def by_wire(env: RunningEnv, config: RunConfig, api: str, folder: Path) -> dict[str, float]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import served
 
 from palestra.models.loading import LoadedModel, load_model
-from palestra.serve.web import Server, open_port, url_of
 from palestra.tinker.base_model import BaseModel
 from palestra.tinker.server import tinker_app
 from palestra.tinker.service import Service, ServiceLimits
@@ -41,17 +38,8 @@ def first_layer() -> BaseModel:
 
 @contextmanager
 def serving(service: Service, token: str | None = None, long_poll_s: float = 30.0) -> Iterator[Running]:
-    sock = open_port("127.0.0.1", 0, token)
-    server = Server(tinker_app(service, token=token, long_poll_s=long_poll_s))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield Running(url_of(sock), service)
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with served(tinker_app(service, token=token, long_poll_s=long_poll_s), token) as url:
+        yield Running(url, service)
 
 
 @contextmanager

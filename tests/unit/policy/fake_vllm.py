@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,6 @@ from starlette.routing import Route
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
 from palestra.policy.local import LocalPolicy
-from palestra.serve.web import Server, open_port, url_of
 
 _RENAMED = {"max_tokens": "max_new_tokens"}
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -138,16 +132,3 @@ class FakeVllm:
 
 def error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
-
-
-@contextmanager
-def served(fake: FakeVllm) -> Iterator[str]:
-    server, sock = Server(fake.app()), open_port("127.0.0.1", 0, None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield url_of(sock)
-    server.should_exit = True
-    thread.join(10)
-    assert not thread.is_alive()

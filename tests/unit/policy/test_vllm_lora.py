@@ -13,7 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_vllm import FakeVllm, served
+from fake_vllm import FakeVllm
+from served import served
 from test_vllm_server import small_model, turn
 
 from palestra.cluster.actor import GroupSampler, PackedWeights
@@ -59,7 +60,7 @@ def fake(tiny_tokenizer: Any) -> FakeVllm:
 
 @pytest.fixture
 def url(fake: FakeVllm) -> Iterator[str]:
-    with served(fake) as url:
+    with served(fake.app()) as url:
         yield url
 
 
@@ -154,7 +155,7 @@ def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(
 ) -> None:
     for name, value in started.items():
         setattr(fake, name, value)
-    with served(fake) as url, pytest.raises(PalestraError, match=f"did not load the adapter.*{complaint}"):
+    with served(fake.app()) as url, pytest.raises(PalestraError, match=f"did not load the adapter.*{complaint}"):
         policy(url, tiny_tokenizer, tmp_path).update(weights_of(adapted(0), 0))
 
 

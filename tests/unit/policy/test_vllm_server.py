@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_vllm import FakeVllm, served
+from fake_vllm import FakeVllm
+from served import served
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, RolloutError
@@ -54,7 +55,7 @@ def fake(tiny_tokenizer: Any) -> FakeVllm:
 
 @pytest.fixture
 def url(fake: FakeVllm) -> Iterator[str]:
-    with served(fake) as url:
+    with served(fake.app()) as url:
         yield url
 
 
@@ -131,7 +132,7 @@ def test_no_server_is_an_error_with_the_command_that_starts_one(
 def test_a_server_that_is_lost_ends_the_run_not_its_rollouts_within_the_time_limit(
     fake: FakeVllm, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    with served(fake) as url:
+    with served(fake.app()) as url:
         sampler = VllmServerPolicy(url, tiny_tokenizer, weights_folder=tmp_path, temperature=1.0, timeout_s=0.2)
     with pytest.raises(ConnectionError, match=r"vLLM was lost for 0.2 s \(vllm.timeout_s\): .*could not be asked"):
         turn(sampler, SamplingParams(4), [5])

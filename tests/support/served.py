@@ -1,0 +1,28 @@
+"""An application on a free loopback port, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from palestra.serve.web import Server, open_port, url_of
+
+
+@contextmanager
+def served(app: Any, token: str | None = None, **options: Any) -> Iterator[str]:
+    """Its URL; it has ended afterwards. `options` are the server's."""
+    server, sock = Server(app, **options), open_port("127.0.0.1", 0, token)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield url_of(sock)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    assert not thread.is_alive()
