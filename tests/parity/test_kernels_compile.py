@@ -1,4 +1,4 @@
-"""The kernels at few rows compile for a GPU, which takes none: the interpreter takes code that the compiler refuses."""
+"""Kernels compile for a GPU, which takes none: the interpreter takes what the compiler refuses, and has no races."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia.compiler")
 
-POINTERS = {"SQUARES": "*fp32", "SUMS": "*fp32", "ARRIVED": "*i32", "IDS": "*i32"}  # the others hold bfloat16
-NUMBERS = {"rows": "i32", "width": "i32", "eps": "fp32"}
+KINDS = {"ARRIVED": "*i32", "IDS": "*i32", "eps": "fp32"}
+KINDS |= dict.fromkeys(["SQUARES", "SUMS", "LSE", "HALF_LSE"], "*fp32")
 
 
 def ptx_of(kernel: Any, **constants: Any) -> str:
@@ -19,7 +19,7 @@ def ptx_of(kernel: Any, **constants: Any) -> str:
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    kinds = {name: POINTERS.get(name, NUMBERS.get(name, "*bf16")) for name in names}
+    kinds = {name: KINDS.get(name, "*bf16" if name.isupper() else "i32") for name in names}
     kinds |= dict.fromkeys(constants, "constexpr")
     aligned = [i for i, name in enumerate(names) if kinds[name].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
@@ -57,3 +57,14 @@ def test_a_product_that_is_added_compiles_and_overlaps_its_launch(kernels: Any, 
 
 def test_the_embedding_compiles(kernels: Any) -> None:
     assert "st.global" in ptx_of(kernels.embed, WIDTH=576, BLOCK=1024, PARTS=18, PADDED=32)
+
+
+def test_merged_halves_are_written_only_when_every_warp_has_read_what_they_overwrite() -> None:
+    from palestra.learner import tree_kernels
+
+    if not hasattr(tree_kernels._merge, "arg_names"):
+        pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
+    ptx = ptx_of(tree_kernels._merge, ROWS=32, SIZE=64)
+    log_sum_exps = [at for at in range(len(ptx)) if ptx.startswith("ld.global.b32", at)]
+    assert len(log_sum_exps) >= 2
+    assert max(log_sum_exps) < ptx.index("bar.sync") < ptx.index("st.global")

@@ -74,6 +74,16 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
             assert float(error) < 0.1
 
 
+def test_the_same_pass_gives_the_same_bits_each_time() -> None:
+    scorer = Scorer(build().to("cuda", torch.bfloat16), compile_layers=False)
+    samples = [sample for number in range(64) for sample in group(100, (40,) * 8, number)]
+    whole = pack_batch(samples, max_tokens=100_000, share_prefix=True, echo=False, device=torch.device("cuda"))
+    [batch] = whole.micro_batches
+    with scorer.session(), torch.no_grad():
+        first, *others = (scorer(batch)[0] for _ in range(20))
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_the_heads_gradients_at_once_are_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", {"cuda": 0})  # chunks of 128 tokens

@@ -23,6 +23,7 @@ def _merge(
     other = tl.load(HALF_LSE + head * half_lse_stride + token, mask=inside, other=0.0)
     top = tl.maximum(own, other)
     both = top + tl.log(tl.exp(own - top) + tl.exp(other - top))
+    tl.debug_barrier()  # every warp reads LSE for itself: none may come after the one that overwrites it
     tl.store(LSE + head * lse_stride + token, both, mask=inside)
     column = tl.arange(0, SIZE)
     row = token.to(tl.int64)[:, None]
