@@ -12,6 +12,7 @@ from palestra.core.types import Sample
 from palestra.learner import head
 from palestra.learner.forward import Scorer
 from palestra.learner.packed import pack_batch
+from palestra.learner.rounding import Shapes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -82,6 +83,37 @@ def test_the_same_pass_gives_the_same_bits_each_time() -> None:
     with scorer.session(), torch.no_grad():
         first, *others = (scorer(batch)[0] for _ in range(20))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_passes_give_the_numbers_of_plain_ones(compiled: bool) -> None:
+    model = build().to("cuda", torch.bfloat16)
+    scorer = Scorer(model, compile_layers=compiled)
+    assert scorer.graphs is not None
+    shapes = Shapes(10_000)
+    for number in range(5):
+        samples = group(90 + number, (40, 9, 33 - number), number) + group(70, (50, 12), 10 + number)
+        results = []
+        for some in (shapes, None):
+            packed = pack_batch(
+                samples, max_tokens=200, share_prefix=True, echo=False, device=torch.device("cuda"), shapes=some
+            )
+            assert len(packed.micro_batches) == 2
+            model.zero_grad()
+            found = []
+            for batch in packed.micro_batches:
+                with scorer.session():
+                    logprobs = scorer(batch)[0]
+                    (logprobs * torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")).sum().backward()
+                found.append(logprobs.detach())
+                del logprobs  # its autograd graph is of another stream than the one that captures
+            gradients = [weight.grad.float().clone() for weight in model.parameters() if weight.grad is not None]
+            results.append((torch.cat(found), gradients))
+        (ours, gradients), (theirs, expected) = results
+        assert float((ours - theirs).abs().max()) < 0.03
+        for mine, other in zip(gradients, expected, strict=True):
+            assert float((mine - other).norm() / other.norm()) < 0.05
+    assert scorer.graphs.captured == 1  # both micro-batches have one shape
 
 
 def test_the_heads_gradients_at_once_are_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,11 @@ class Tree:
     def length(self) -> int:
         return self.prompt_length + sum(self.completion_lengths)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether completions look at a prompt that is not theirs alone."""
+        return self.prompt_length > 0 and bool(self.completion_lengths)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

@@ -63,7 +63,7 @@ def adamw(
     gradients: Sequence[Tensor],
     moments: tuple[Sequence[Tensor], Sequence[Tensor]],
     weights: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    steps: Tensor,  # [n]
     decay: Sequence[float],
     *,
     factor: Tensor,
@@ -82,7 +82,7 @@ def adamw(
     logs = [[math.log(beta) if beta else -math.inf] for beta in (beta1, beta2)]
     small = (torch.tensor(numbers, dtype=torch.float32) for numbers in (decay, logs))
     pointer_table, decays, log_betas = to_device((torch.from_numpy(table), *small), device)
-    corrections = -torch.expm1(log_betas * torch.stack(list(steps)))  # [2, n]: 1 - beta^step
+    corrections = -torch.expm1(log_betas * steps)  # [2, n]: 1 - beta^step
     chunk_tensors, chunks = _chunks(tuple(table[0].tolist()), device)
     _adamw[(len(chunks),)](
         pointer_table, decays, corrections, chunk_tensors, chunks, factor, finite,

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from palestra.algo.batching import MicroBatch
 from palestra.engine.lora import base_model
+from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LossGradient, ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
@@ -28,7 +29,7 @@ from palestra.learner.logit_rule import logit_rule
 from palestra.learner.norms import FastNorms
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.self_check import choose_mode
-from palestra.learner.tree_attention import use_tree_attention
+from palestra.learner.tree_attention import Layout, use_tree_attention
 
 Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
@@ -65,8 +66,11 @@ class Scorer(nn.Module):
         self.in_shards = in_shards
         self.mode: Mode = mode or "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
+        self.graphs: Graphs | None = None
         if mode is None:
             choose_mode(self)
+        captures = self.mode == "trees" and not in_shards and can_be_captured(self.model)
+        self.graphs = Graphs(self.model, self._layers) if captures else None
 
     @property
     def shares_prefix(self) -> bool:
@@ -107,17 +111,19 @@ class Scorer(nn.Module):
     def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[T, H] in the layout's order; right at the places that the batch reads."""
         batch, layout = micro.batch, micro.layout
+        ids, positions = layout.reorder(batch.token_ids), layout.reorder(batch.position_ids)
+        if self.graphs is not None and layout.bounds.shape is not None and torch.is_grad_enabled():
+            return self.graphs.hidden(ids, positions, layout)
         # A compiled or recomputed layer must be the same each time.
         again = self.compiled or self.model.is_gradient_checkpointing
         layers = [] if again or self.model.device.type != "cpu" else decoder_layers(self.model)
         with last_mlp_at(layers, batch.source, len(batch.token_ids)):
-            out = self.model.base_model(
-                input_ids=layout.reorder(batch.token_ids)[None],
-                position_ids=layout.reorder(batch.position_ids)[None],
-                use_cache=False,
-                layout=layout,
-            )
-        return out.last_hidden_state[0]
+            return self._layers(ids, positions, layout)
+
+    def _layers(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        out = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""

@@ -28,11 +28,12 @@ from palestra.engine.lora import base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import Batch
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batch import micro_batch_tokens
+from palestra.learner.micro_batch import captured_tokens, micro_batch_tokens
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 from palestra.learner.replicas import Replicas, can_be_replicated
+from palestra.learner.rounding import Shapes
 from palestra.learner.shard import shard
 from palestra.learner.sharded_state import is_sharded, load_sharded
 from palestra.learner.token_loss import TokenLoss
@@ -156,6 +157,8 @@ class LocalLearner:
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
         self._limit = MicroBatchLimit(tokens)
+        captured = captured_tokens(config, base_model(model).config, self.device)
+        self._shapes = Shapes(captured) if captured and self._scorer.graphs is not None else None
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
         if config.train.beta > 0 and self._has_adapter:
@@ -261,6 +264,8 @@ class LocalLearner:
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
         """The rows of these micro-batches, of which the first did not fit, in smaller ones."""
         failed = micros[0]
+        if self._scorer.graphs is not None:
+            self._scorer.graphs.forget()
         self._limit.halve(len(failed.batch.token_ids), len(set(failed.row.tolist())))
         batch.packed = None  # the next pass packs it as is found to fit
         rows = {row for micro in micros for row in micro.row.tolist()}
@@ -331,6 +336,7 @@ class LocalLearner:
                 device=self.device,
                 rows=rows,
                 at_least=self._parts_of(batch),
+                shapes=self._shapes,
             )
 
     def _forward(

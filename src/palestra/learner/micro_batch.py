@@ -11,6 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.machine import memory_gib
 from palestra.plan.device import GIB, Device, cpu, find_device
+from palestra.plan.memory import captured_micro_batch
 from palestra.plan.of_config import work_of
 from palestra.plan.shape import shape_of
 from palestra.plan.work import MICRO_BATCH
@@ -35,3 +36,11 @@ def micro_batch_tokens(config: RunConfig, model_config: Any, where: torch.device
     if shape is None or device is None or whole_logits:
         return config.train.tokens_per_micro_batch or MICRO_BATCH
     return work_of(config, shape, device, prompt_tokens=1).tokens_per_micro_batch
+
+
+def captured_tokens(config: RunConfig, model_config: Any, where: torch.device) -> int:
+    """The tokens of the largest micro-batch whose pass is worth capturing, padding included."""
+    shape, device = shape_of(model_config), device_of(where)
+    if shape is None or device is None:
+        return 0
+    return captured_micro_batch(shape, device, work_of(config, shape, device, prompt_tokens=1))

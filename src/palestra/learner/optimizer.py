@@ -46,6 +46,7 @@ class Optimizer:
         )
 
         self._clip_factor: Tensor | None = None  # of gradients that the kernel will scale
+        self._steps: tuple[Tensor, ...] = ()  # of the masters that the kernel updated last, parts of one tensor
 
     @property
     def can_skip(self) -> bool:
@@ -122,8 +123,7 @@ class Optimizer:
         states = [self.adamw.state[master] or self._new_state(master) for master in masters]
         one = torch.ones((), device=masters[0].device)
         counted = one if finite is None else finite.float()
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, counted)
+        steps = self._counters(states).add_(counted)
         group = self.adamw.param_groups[0]
         decay = {id(p): g["weight_decay"] for g in self.adamw.param_groups for p in g["params"]}
         adamw(
@@ -139,6 +139,17 @@ class Optimizer:
             betas=group["betas"],
             eps=group["eps"],
         )
+
+    def _counters(self, states: Sequence[dict[str, Tensor]]) -> Tensor:
+        """[n] the steps of these states in one tensor, of which they hold parts: one launch counts them all."""
+        known = len(self._steps) == len(states)
+        if not known or any(state["step"] is not part for state, part in zip(states, self._steps, strict=True)):
+            self._steps = torch.stack([state["step"] for state in states]).unbind()
+            for state, part in zip(states, self._steps, strict=True):
+                state["step"] = part
+        whole = self._steps[0]._base
+        assert whole is not None
+        return whole
 
     @torch.no_grad()
     def round_masters(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from palestra.algo.batching import MicroBatch, nothing_scored, pack
 from palestra.core.transfer import to_device
 from palestra.core.types import Array, Sample
+from palestra.learner.rounding import Shapes
 from palestra.learner.tree_attention import Layout
 
 
@@ -49,10 +50,12 @@ def pack_batch(
     device: torch.device,
     rows: Collection[int] | None = None,
     at_least: int = 1,
+    shapes: Shapes | None = None,
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone.
 
-    `at_least` so many micro-batches, where there are enough groups.
+    `at_least` so many micro-batches, where there are enough groups. They are padded to one of
+    `shapes`, if they fit in.
     """
     evenly = device.type == "cuda" or at_least > 1  # where the largest one needs the memory, or is waited for
     batches = pack(
@@ -65,7 +68,7 @@ def pack_batch(
         at_least=at_least,
     )
     lengths = to_device((_row_lengths(batches, len(samples), name) for name in ("policy_mask", "echo_mask")), device)
-    return PackedBatch([_to_device(batch, echo, device) for batch in batches], *lengths)
+    return PackedBatch([_to_device(batch, echo, device, shapes) for batch in batches], *lengths)
 
 
 def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
@@ -84,7 +87,7 @@ def tokens_to_rows(parts: Sequence[tuple[PackedMicroBatch, Tensor]], samples: Se
     return [whole[start:end] for start, end in pairwise(ends.tolist())]
 
 
-def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMicroBatch:
+def _to_device(batch: MicroBatch, echo: bool, device: torch.device, shapes: Shapes | None = None) -> PackedMicroBatch:
     # Found before the copy: a GPU would have to be waited for.
     policy = np.flatnonzero(batch.policy_mask.numpy())
     observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
@@ -93,7 +96,7 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device) -> PackedMic
         batch.to(device),
         policy_on,
         observed_on,
-        Layout(batch.trees, device),
+        Layout(batch.trees, device, shapes),
         batch.row.numpy(),
         batch.place.numpy(),
     )

@@ -6,6 +6,7 @@ interface; the layout of the packed tokens reaches it as the keyword `layout`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
+from palestra.learner.rounding import Shapes
 from palestra.learner.tree_attention_cpu import cpu_trees
 from palestra.learner.tree_attention_cpu import fits as cpu_fits
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
@@ -28,20 +30,26 @@ MAX_REPEATS = 4
 class Layout:
     """Where the trees lie, with the index tensors and masks that every layer uses again.
 
-    Layers compute tokens in an order of their own, the one of `bounds`, if `is_reordered`.
+    Layers compute tokens in an order of their own, the one of `bounds`, if `is_reordered`, padded to one of `shapes`.
     """
 
-    def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
+    def __init__(self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None) -> None:
         self.trees = trees
         self.device = device
         self.longest_row = max((t.prompt_length + max(t.completion_lengths, default=0) for t in trees), default=0)
-        self.bounds = Bounds(trees, device)
+        self.bounds = Bounds(trees, device, shapes)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def copy(self) -> Layout:
+        """The same, with bounds of its own."""
+        other = copy.copy(self)
+        other.bounds = self.bounds.copy()
+        return other
+
     @property
     def is_reordered(self) -> bool:
-        return self.device.type == "cuda" and self.bounds.has_shared
+        return self.device.type == "cuda" and (self.bounds.has_shared or self.bounds.shape is not None)
 
     def reorder(self, tokens: Tensor) -> Tensor:
         """[T, …] of the trees' tokens as layers compute them."""
@@ -122,6 +130,8 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
 def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]) -> Tensor:
     """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention walks the trees of the micro-batch, which the next one does not have")
     q, k, v = (layout.restore(x) for x in (q, k, v))
     outputs = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)]
     return layout.reorder(torch.cat(outputs))

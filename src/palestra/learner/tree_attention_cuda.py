@@ -10,6 +10,7 @@ layer takes more launches than all else, and small models wait for launches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, count
@@ -23,8 +24,10 @@ from torch import Tensor
 from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.transfer import to_device
 from palestra.core.types import Array
+from palestra.learner.rounding import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
+Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the longest of each, causal
 
 
 _alive: WeakValueDictionary[int, Bounds] = WeakValueDictionary()
@@ -38,30 +41,57 @@ class Bounds:
     Compiled layers know them only by `handle`, so that no layout makes them compile again; whoever
     runs a forward and backward pass must keep the object. `own` bounds every prompt and every
     completion, `shared` the completions and the prompt of each tree that has both, which are the tokens in
-    `completions` and `prompts`; each goes (query bounds, key bounds, longest of each, causal).
+    `completions` and `prompts`.
+
+    With a `shape`, one of `shapes`, each section ends with padding, which repeats the first token. Bounds of one shape
+    differ in the numbers of their tensors alone.
     """
 
-    def __init__(self, trees: tuple[Tree, ...], device: torch.device) -> None:
-        shared = [tree for tree in trees if tree.prompt_length and tree.completion_lengths]
+    def __init__(self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None) -> None:
+        shared = [tree for tree in trees if tree.is_shared]
         prompts = [(tree.start, tree.prompt_length) for tree in shared]
         completions = [run for tree in shared for run in _runs(tree)[1:]]
-        others = [run for tree in trees if not (tree.prompt_length and tree.completion_lengths) for run in _runs(tree)]
-        order = _places([*prompts, *completions, *others])
-        lengths = [n for _, n in (*prompts, *completions, *others)]
-        prompt_lengths = [n for _, n in prompts]
+        others = [run for tree in trees if not tree.is_shared for run in _runs(tree)]
+        sections = [[n for _, n in runs] for runs in (prompts, completions, others)]
         siblings = [sum(tree.completion_lengths) for tree in shared]
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        indices = (order, place, *map(_bounds, (lengths, siblings, prompt_lengths)))
-        self.order, self.place, own, queries, keys = to_device(map(torch.from_numpy, indices), device)
-        longest = max(lengths, default=1)
-        self.own = (own, own, longest, longest, True)
-        self.shared = (queries, keys, max(siblings, default=1), max(prompt_lengths, default=1), False)
-        self.prompts = slice(0, sum(prompt_lengths))
-        self.completions = slice(self.prompts.stop, self.prompts.stop + sum(siblings))
+        lengths = Lengths(sections[0], sections[1], siblings, sections[2])
+        fitted = None if shapes is None else shapes.fit(lengths)
+        self.shape = None if fitted is None else fitted[0]
+        padding = NO_PADDING if fitted is None else fitted[1]
+        padded = [runs + more for runs, more in zip(sections, padding.sections, strict=True)]
+        no_trees = [0] * padding.empty_trees
+        keys, queries = padded[0] + no_trees, siblings + padding.siblings + no_trees
+        own = [*padded[0], *padded[1], *padded[2], *[0] * padding.empty_runs]
+        order, place = _order((prompts, completions, others), padding.sections)
+        indices = (order, place, *map(_bounds, (own, queries, keys)))
+        self.order, self.place, *self.numbers = to_device(map(torch.from_numpy, indices), device)
+        self.longest = [max(lengths, default=1) for lengths in (own, queries, keys)]
+        if self.shape is not None:
+            self.longest = [self.shape.longest_run, self.shape.longest_tree, self.shape.longest_prompt]
+        self.prompts = slice(0, sum(keys))
+        self.completions = slice(self.prompts.stop, self.prompts.stop + sum(queries))
+        self._register()
+
+    def copy(self) -> Bounds:
+        """The same, with numbers of its own."""
+        other = copy.copy(self)
+        other.numbers = [numbers.clone() for numbers in self.numbers]
+        other._register()
+        return other
+
+    def _register(self) -> None:
         number = next(_handles)
         self.handle = torch.tensor(number)
         _alive[number] = self
+
+    @property
+    def own(self) -> Half:
+        bounds, longest = self.numbers[0], self.longest[0]
+        return bounds, bounds, longest, longest, True
+
+    @property
+    def shared(self) -> Half:
+        return self.numbers[1], self.numbers[2], self.longest[1], self.longest[2], False
 
     @property
     def has_shared(self) -> bool:
@@ -216,6 +246,16 @@ def _runs(tree: Tree) -> list[tuple[int, int]]:
     """(start, length) of the prompt, if there is one, and of each completion."""
     lengths = [n for n in (tree.prompt_length, *tree.completion_lengths) if n]
     return list(zip(accumulate(lengths, initial=tree.start), lengths, strict=False))
+
+
+def _order(sections: Sequence[Sequence[tuple[int, int]]], padding: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """(which token comes at each place, the reverse); padding repeats the first token."""
+    parts = [part for runs, more in zip(sections, padding, strict=True) for part in (_places(runs), [-1] * sum(more))]
+    order = np.concatenate(parts).astype(np.int64)
+    real = (order >= 0).nonzero()[0]
+    place = np.empty_like(real)
+    place[order[real]] = real
+    return np.maximum(order, 0), place
 
 
 def _places(runs: Sequence[tuple[int, int]]) -> Array:

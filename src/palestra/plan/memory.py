@@ -17,6 +17,9 @@ MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside 
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.64 * GIB  # of the libraries' products, of graphs and of the sampler
 MAX_MICRO_BATCH = 4 * MICRO_BATCH  # tokens; the host launches no faster for more of them
+CAPTURED_SHARE = 0.08  # of a GPU's memory, for activations of captured passes
+LAYER_LAUNCHES_S = 3.5e-3  # the host's for one layer, forward and backward
+SMALL_FLOP_SHARE = 0.2  # of the FLOP/s that a small model's layers reach
 ACTIVATIONS_SHARE = 0.2  # of a GPU's memory, for activations of micro-batches of more than MICRO_BATCH tokens
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
 
@@ -107,6 +110,18 @@ def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int
         while tokens < MAX_MICRO_BATCH and 2 * tokens <= room:
             tokens *= 2
     return tokens
+
+
+def captured_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
+    """Tokens of the largest micro-batch whose kernels take less time than the host's launches of them.
+
+    Its activations stay allocated from step to step, so they may take little of the memory.
+    """
+    if not device.is_gpu:
+        return 0
+    by_time = LAYER_LAUNCHES_S * SMALL_FLOP_SHARE * device.flops / (6 * shape.layer_weights)
+    by_memory = CAPTURED_SHARE * device.memory_gib * GIB / token_activations(shape, device, work)
+    return int(min(by_time, by_memory))
 
 
 def is_compiled(shape: ModelShape, device: Device) -> bool:

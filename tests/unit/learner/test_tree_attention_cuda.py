@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.batching import Tree
 from palestra.learner import tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
+from palestra.learner.rounding import Shapes
 from palestra.learner.tree_attention import Layout, masked_trees
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
@@ -75,8 +79,9 @@ def formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tree_attention_cuda, "_half_backward", half_backward)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_merged_halves_equal_masked_attention(device: str) -> None:
+def test_merged_halves_equal_masked_attention(device: str, padded: bool) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tokens, heads, kv_heads, size = 30, 4, 2, 32
@@ -86,7 +91,7 @@ def test_merged_halves_equal_masked_attention(device: str) -> None:
     )
     weight = torch.randn(tokens, heads, size, device=device, dtype=dtype)
     results = []
-    bounds, layout = Bounds(TREES, q.device), Layout(TREES, q.device)
+    bounds, layout = Bounds(TREES, q.device, Shapes(10_000) if padded else None), Layout(TREES, q.device)
     for merged in (True, False):
         if merged:
             out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3)[bounds.place]
@@ -98,6 +103,47 @@ def test_merged_halves_equal_masked_attention(device: str) -> None:
     tolerance = 1e-5 if device == "cpu" else 5e-2
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padding_is_seen_by_itself_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    trees, start = [], 0
+    for _ in range(rng.randint(1, 40)):
+        prompt = rng.choice([0, 0, rng.randint(1, 300)])
+        tree = Tree(start, prompt, tuple(rng.randint(1, 400) for _ in range(rng.randint(0 if prompt else 1, 9))))
+        trees.append(tree)
+        start += tree.length
+    bounds = Bounds(tuple(trees), torch.device("cpu"), Shapes(100_000))
+    assert bounds.shape is not None
+    plain = Bounds(tuple(trees), torch.device("cpu"))
+    assert bounds.order[bounds.place].tolist() == list(range(start))
+    assert start <= len(bounds.order) <= 1.8 * start + 3 * 128 + 64
+    own, queries, keys = (numbers.tolist() for numbers in bounds.numbers)
+    assert own[-1] == len(bounds.order)
+    assert (queries[-1], keys[-1]) == (
+        bounds.completions.stop - bounds.completions.start,
+        bounds.prompts.stop,
+    )
+    for lengths, longest in zip(map(pairwise, (own, queries, keys)), bounds.longest, strict=True):
+        assert all(0 <= b - a <= longest for a, b in lengths)
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        assert d > c or a == b  # a query without a key has no softmax
+    for half, other in ((bounds.numbers[0], plain.numbers[0]), (bounds.numbers[1], plain.numbers[1])):
+        runs, known = ([b - a for a, b in pairwise(numbers.tolist())] for numbers in (half, other))
+        assert len(half) >= len(other)
+        assert not Counter(known) - Counter(runs)
+
+
+def test_a_shape_serves_other_layouts() -> None:
+    layouts = [(Tree(0, 200 + n, (40, 50 + n, 60)), Tree(350 + 2 * n, 210, (30, 30))) for n in range(20)]
+    shapes = Shapes(2000)
+    bounds = [Bounds(trees, torch.device("cpu"), shapes) for trees in layouts]
+    assert len({some.shape for some in bounds}) == 1
+    assert {tuple(len(numbers) for numbers in some.numbers) for some in bounds} == {(17, 9, 9)}
+    [lone, too_large] = (Bounds((Tree(0, 0, (n,)),), torch.device("cpu"), shapes) for n in (100, 2001))
+    assert lone.shape not in (None, bounds[0].shape)
+    assert too_large.shape is None
 
 
 def test_the_operator_is_registered_as_compilers_need_it() -> None:

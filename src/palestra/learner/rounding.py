@@ -1,0 +1,164 @@
+"""Micro-batches padded to few shapes: what is captured for one of them serves many others.
+
+Padding tokens are trees of their own, which no real token sees, so they change no number and get no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A known shape serves micro-batches that it fills but for so many tokens: their share of them, and as many more.
+WASTED_SHARE, WASTED_TOKENS = 0.3, 4096
+ROOM = 1.2  # of a new shape, beside the micro-batch that it is made for: others are a little larger
+SPARE_KEYS = 64  # padding prompts have at least so many tokens: each padding completion needs one to look at
+SHORTEST_RUN = 128  # what attention computes at once; telling shorter ones apart saves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of the runs of a micro-batch, in tokens."""
+
+    prompts: list[int]  # that completions share
+    completions: list[int]
+    siblings: list[int]  # the completions of each of these prompts together
+    others: list[int]  # rows by themselves
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.prompts) + sum(self.completions) + sum(self.others)
+
+    @property
+    def runs(self) -> int:
+        return len(self.prompts) + len(self.completions) + len(self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of each section, how many runs and trees there are at most, and how long they are."""
+
+    prompts: int
+    completions: int
+    others: int
+    runs: int
+    trees: int
+    longest_run: int
+    longest_tree: int  # its completions together
+    longest_prompt: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts + self.completions + self.others
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What fills a shape up: lengths of runs behind each section, and as many of length 0 as are still missing."""
+
+    prompts: list[int]
+    completions: list[int]
+    others: list[int]
+    siblings: list[int]  # how many tokens of the padding completions look at each of the padding prompts
+    empty_runs: int
+    empty_trees: int
+
+    @property
+    def sections(self) -> tuple[list[int], list[int], list[int]]:
+        return self.prompts, self.completions, self.others
+
+
+NO_PADDING = Padding([], [], [], [], 0, 0)
+
+
+class Shapes:
+    """The shapes that micro-batches were given so far; of no more than `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._known: list[Shape] = []
+
+    def fit(self, lengths: Lengths) -> tuple[Shape, Padding] | None:
+        """The smallest known shape that holds these runs, or a new one; None if it were too large."""
+        most = lengths.tokens * (1 + WASTED_SHARE) + WASTED_TOKENS
+        for shape in sorted(self._known, key=lambda shape: shape.tokens):
+            if shape.tokens <= most and (padding := padding_in(shape, lengths)):
+                return shape, padding
+        made = shape_for(lengths)
+        padding = padding_in(made, lengths)
+        if padding is None or made.tokens > self.limit:
+            return None
+        self._known.append(made)
+        return made, padding
+
+
+def shape_for(lengths: Lengths) -> Shape:
+    """
+    >>> made = shape_for(Lengths([100, 90], [30, 40, 50, 10], [70, 60], []))
+    >>> made.prompts, made.completions, made.others, made.runs, made.trees, made.longest_run
+    (384, 192, 0, 16, 8, 256)
+    """
+    run = _power(2 * max((*lengths.prompts, *lengths.completions, *lengths.others), default=1), SHORTEST_RUN)
+    tree, prompt = (_power(2 * max(part, default=1), SHORTEST_RUN) for part in (lengths.siblings, lengths.prompts))
+    prompts, completions, others = (
+        _size(int(ROOM * sum(part))) for part in (lengths.prompts, lengths.completions, lengths.others)
+    )
+    prompts = _size(int(ROOM * sum(lengths.prompts)) + SPARE_KEYS) if prompts else 0
+    trees = int(ROOM * len(lengths.siblings)) + prompts // prompt + completions // tree + 2 if prompts else 0
+    runs = int(ROOM * lengths.runs) + trees + (completions + others) // run + 2
+    return Shape(prompts, completions, others, _power(runs, 16), _power(trees, 8) if trees else 0, run, tree, prompt)
+
+
+def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
+    """What is missing of the shape; None if the runs do not fit in.
+
+    >>> lengths = Lengths([100, 90], [30, 40, 50, 10], [70, 60], [])
+    >>> padding_in(shape_for(lengths), lengths)
+    Padding(prompts=[194], completions=[62], others=[], siblings=[62], empty_runs=8, empty_trees=5)
+    """
+    prompts = shape.prompts - sum(lengths.prompts)
+    completions, others = shape.completions - sum(lengths.completions), shape.others - sum(lengths.others)
+    trees = max(-(-prompts // shape.longest_prompt), -(-completions // shape.longest_tree)) if shape.prompts else 0
+    padding_runs = -(-completions // shape.longest_run), -(-others // shape.longest_run)
+    empty_runs = shape.runs - lengths.runs - trees - sum(padding_runs)
+    empty_trees = shape.trees - len(lengths.siblings) - trees
+    longest = max((*lengths.prompts, *lengths.completions, *lengths.others), default=0)
+    fits = (
+        min(prompts - trees, completions, others, empty_runs, empty_trees) >= 0
+        and longest <= shape.longest_run
+        and max(lengths.siblings, default=0) <= shape.longest_tree
+        and max(lengths.prompts, default=0) <= shape.longest_prompt
+    )
+    if not fits:
+        return None
+    return Padding(
+        _divided(prompts, trees),
+        _divided(completions, padding_runs[0]),
+        _divided(others, padding_runs[1]),
+        _divided(completions, trees),
+        empty_runs,
+        empty_trees,
+    )
+
+
+def _size(tokens: int) -> int:
+    """The next of 128, 192, 256, 384, 512, …; 0 stays 0.
+
+    >>> [_size(n) for n in (0, 1, 129, 200, 385)]
+    [0, 128, 192, 256, 512]
+    """
+    if not tokens:
+        return 0
+    whole = _power(tokens, SHORTEST_RUN)
+    return whole * 3 // 4 if whole > SHORTEST_RUN and tokens <= whole * 3 // 4 else whole
+
+
+def _power(n: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def _divided(n: int, parts: int) -> list[int]:
+    """
+    >>> _divided(7, 3), _divided(0, 2), _divided(0, 0)
+    ([2, 2, 3], [0, 0], [])
+    """
+    return [n * (i + 1) // parts - n * i // parts for i in range(parts)]
