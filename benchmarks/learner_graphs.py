@@ -78,7 +78,7 @@ def main() -> None:
         for way in (True, False):
             step(batches[0], captured=way)
         before, (capture, _) = graphs.captured, step(batches[0], captured=True)
-        assert graphs.captured > before, "not captured"
+        noted = f"{capture * 1e3:.0f}" if graphs.captured > before else "a known shape, or too large"
         times: dict[bool, list[float]] = {True: [], False: []}
         norms = []
         for batch in batches[2:]:
@@ -90,7 +90,7 @@ def main() -> None:
         tokens = len(learner._pack(Batch(batches[1]), echo=False).micro_batches[0].batch.token_ids)
         captured, launched = (statistics.median(times[way]) * 1e3 for way in (True, False))
         print(
-            f"| {tokens} | {captured:.1f} | {launched:.1f} | {capture * 1e3:.0f} | {float(apart.max()):.3f}, mean "
+            f"| {tokens} | {captured:.1f} | {launched:.1f} | {noted} | {float(apart.max()):.3f}, mean "
             f"{float(apart.mean()):.4f} | {max(norms):.4f} | {torch.cuda.memory_reserved() / 2**30:.1f} |",
             flush=True,
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palestra.core.capture import capture
 from palestra.learner.tree_attention import Layout
 from palestra.learner.tree_attention_cuda import HALF
 
@@ -126,11 +127,10 @@ class Captured:
         self._trained, self._gradients = trained, gradients
         self.anchor = torch.zeros((), device=ids.device, requires_grad=True)  # else autograd would leave the pass out
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        mode: Any = "thread_local"  # other threads may use the GPU meanwhile
-        with torch.cuda.graph(self._forward, pool=pool, capture_error_mode=mode):
+        with capture(self._forward, pool):
             hidden = run(self._ids, self._positions, self._layout)
         self._gradient = torch.empty_like(hidden)
-        with torch.cuda.graph(self._backward, pool=pool, capture_error_mode=mode):
+        with capture(self._backward, pool):
             found = torch.autograd.grad(hidden, trained, self._gradient, allow_unused=True)
             pairs = [pair for pair in zip(gradients, found, strict=True) if pair[1] is not None]
             torch._foreach_copy_([own for own, _ in pairs], [new for _, new in pairs])

@@ -263,10 +263,11 @@ class LocalLearner:
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
         """The rows of these micro-batches, of which the first did not fit, in smaller ones."""
-        failed = micros[0]
-        if self._scorer.graphs is not None:
-            self._scorer.graphs.forget()
-        self._limit.halve(len(failed.batch.token_ids), len(set(failed.row.tolist())))
+        failed, graphs = micros[0], self._scorer.graphs
+        if graphs is not None and graphs.captured:
+            graphs.forget()  # its memory may be enough
+        else:
+            self._limit.halve(len(failed.batch.token_ids), len(set(failed.row.tolist())))
         batch.packed = None  # the next pass packs it as is found to fit
         rows = {row for micro in micros for row in micro.row.tolist()}
         return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 # A known shape serves micro-batches that it fills but for so many tokens: their share of them, and as many more.
 WASTED_SHARE, WASTED_TOKENS = 0.3, 4096
-ROOM = 1.2  # of a new shape, beside the micro-batch that it is made for: others are a little larger
+ROOM, MOST_ROOM = 0.2, 1024  # a new shape has for micro-batches that are larger: a share, but not more tokens than that
 SPARE_KEYS = 64  # padding prompts have at least so many tokens: each padding completion needs one to look at
 SHORTEST_RUN = 128  # what attention computes at once; telling shorter ones apart saves nothing
 
@@ -94,16 +94,14 @@ def shape_for(lengths: Lengths) -> Shape:
     """
     >>> made = shape_for(Lengths([100, 90], [30, 40, 50, 10], [70, 60], []))
     >>> made.prompts, made.completions, made.others, made.runs, made.trees, made.longest_run
-    (384, 192, 0, 16, 8, 256)
+    (320, 160, 0, 16, 8, 256)
     """
     run = _power(2 * max((*lengths.prompts, *lengths.completions, *lengths.others), default=1), SHORTEST_RUN)
     tree, prompt = (_power(2 * max(part, default=1), SHORTEST_RUN) for part in (lengths.siblings, lengths.prompts))
-    prompts, completions, others = (
-        _size(int(ROOM * sum(part))) for part in (lengths.prompts, lengths.completions, lengths.others)
-    )
-    prompts = _size(int(ROOM * sum(lengths.prompts)) + SPARE_KEYS) if prompts else 0
-    trees = int(ROOM * len(lengths.siblings)) + prompts // prompt + completions // tree + 2 if prompts else 0
-    runs = int(ROOM * lengths.runs) + trees + (completions + others) // run + 2
+    prompts = _size(sum(lengths.prompts), SPARE_KEYS)
+    completions, others = _size(sum(lengths.completions)), _size(sum(lengths.others))
+    trees = _with_room(len(lengths.siblings)) + prompts // prompt + completions // tree + 2 if prompts else 0
+    runs = _with_room(lengths.runs) + trees + (completions + others) // run + 2
     return Shape(prompts, completions, others, _power(runs, 16), _power(trees, 8) if trees else 0, run, tree, prompt)
 
 
@@ -112,7 +110,7 @@ def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
 
     >>> lengths = Lengths([100, 90], [30, 40, 50, 10], [70, 60], [])
     >>> padding_in(shape_for(lengths), lengths)
-    Padding(prompts=[194], completions=[62], others=[], siblings=[62], empty_runs=8, empty_trees=5)
+    Padding(prompts=[130], completions=[30], others=[], siblings=[30], empty_runs=8, empty_trees=5)
     """
     prompts = shape.prompts - sum(lengths.prompts)
     completions, others = shape.completions - sum(lengths.completions), shape.others - sum(lengths.others)
@@ -139,16 +137,21 @@ def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
     )
 
 
-def _size(tokens: int) -> int:
-    """The next of 128, 192, 256, 384, 512, …; 0 stays 0.
+def _size(tokens: int, more: int = 0) -> int:
+    """The tokens of a section with room, and some more; 0 stays 0. Eight sizes for each doubling, at least 128.
 
-    >>> [_size(n) for n in (0, 1, 129, 200, 385)]
-    [0, 128, 192, 256, 512]
+    >>> [_size(n) for n in (0, 1, 129, 5000, 9000)]
+    [0, 128, 160, 6144, 10240]
     """
     if not tokens:
         return 0
-    whole = _power(tokens, SHORTEST_RUN)
-    return whole * 3 // 4 if whole > SHORTEST_RUN and tokens <= whole * 3 // 4 else whole
+    tokens = max(SHORTEST_RUN, _with_room(tokens) + more)
+    step = _power(tokens, 1) // 16
+    return -(-tokens // step) * step
+
+
+def _with_room(n: int) -> int:
+    return n + min(int(ROOM * n), MOST_ROOM)
 
 
 def _power(n: int, least: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from palestra.core.capture import capture
 from palestra.core.errors import UnsupportedModel
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
@@ -317,9 +318,8 @@ class CudaRunner:
                 for _ in range(2):
                     forward()
             torch.cuda.current_stream().wait_stream(stream)
-            captured = torch.cuda.CUDAGraph()
-            # thread_local: the learner may allocate meanwhile in its own thread (rollout.max_staleness)
-            with torch.cuda.graph(captured, pool=self._graph_pool, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph()
+            with capture(graph, self._graph_pool):
                 logits = forward()
         except Exception as error:
             error.add_note(f"A step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
@@ -327,8 +327,8 @@ class CudaRunner:
         finally:
             state.lens.copy_(alive[0])
             state.left.copy_(alive[1])
-        self._graph_pool = self._graph_pool or captured.pool()
-        return Graph(captured.replay, logits)
+        self._graph_pool = self._graph_pool or graph.pool()
+        return Graph(graph.replay, logits)
 
     def _module_logits(self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor) -> Tensor:
         """[rows, V] logits of the module with our attention."""
