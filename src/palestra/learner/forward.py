@@ -69,7 +69,7 @@ class Scorer(nn.Module):
         self.graphs: Graphs | None = None
         if mode is None:
             choose_mode(self)
-        captures = self.mode == "trees" and not in_shards and can_be_captured(self.model)
+        captures = self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)
         self.graphs = Graphs(self.model, self._layers) if captures else None
 
     @property

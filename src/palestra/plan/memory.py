@@ -115,9 +115,9 @@ def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int
 def captured_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int:
     """Tokens of the largest micro-batch whose kernels take less time than the host's launches of them.
 
-    Its activations stay allocated from step to step, so they may take little of the memory.
+    Its activations stay allocated from step to step, so they may take little of the memory. 0 where none is captured.
     """
-    if not device.is_gpu:
+    if not is_compiled(shape, device) or work.method != "full" or work.gpus > 1 or work.gradient_checkpointing:
         return 0
     by_time = LAYER_LAUNCHES_S * SMALL_FLOP_SHARE * device.flops / (6 * shape.layer_weights)
     by_memory = CAPTURED_SHARE * device.memory_gib * GIB / token_activations(shape, device, work)

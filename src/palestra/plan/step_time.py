@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from palestra.plan.device import GPUS_OF_A_NODE, Device, Efficiency
-from palestra.plan.memory import MODULE_PATH_FACTOR, Memory, is_compiled
+from palestra.plan.memory import MODULE_PATH_FACTOR, Memory, captured_micro_batch, is_compiled
 from palestra.plan.shape import ModelShape
 from palestra.plan.work import MAX_RUNNING, StepWork
 
@@ -18,6 +18,8 @@ BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt onc
 SHARED_RATE = 0.71  # of the bandwidth, where they do;
 SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
 NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
+CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, beside those without
+REPLAY_S = 0.015  # the host's time for one of them: head, loss and optimizer
 LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 
@@ -164,6 +166,8 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     )
     launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
     launching *= 1.0 if full else LORA_LAUNCHES
+    if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
+        launching = packed.micro_batches * REPLAY_S * work.iterations
     working = max(computing, launching)
     return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
 
