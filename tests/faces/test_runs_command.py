@@ -87,6 +87,17 @@ def test_a_run_is_shown_by_the_beginning_of_its_id_or_by_its_folder(cli, add_run
     assert data["results"]["model_path"] is None
 
 
+def test_a_folder_that_the_index_does_not_list_is_shown_and_compared(cli, add_run, home):
+    copied = add_run("aaaa2222", [0.0, 0.5]).rename(home.parent / "from-elsewhere")
+    add_run("bbbb3333", [0.25])
+    shown = json.loads(cli("runs", "show", str(copied), "--json").out)
+    assert (shown["folder"], shown["results"]["final_metrics"]["reward_mean"]) == (str(copied), 0.5)
+    assert "from-elsewhere" in cli("runs", "show", "from-elsewhere").out
+    data = json.loads(cli("runs", "compare", "from-elsewhere", "bbbb", "--json").out)
+    assert [run["reward_last"] for run in data["runs"]] == [0.5, 0.25]
+    assert "not in the index" in cli("runs", "watch", str(copied)).err
+
+
 def test_an_unknown_run_is_refused_with_the_remedy(cli, home):
     answer = cli("runs", "show", "nosuch")
     assert answer.code == 2

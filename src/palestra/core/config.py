@@ -108,6 +108,7 @@ class RunConfig(Section):
         """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
         merged: dict[str, Any] = {}
         for layer in layers:
+            _refuse_twice(layer)
             _overlay(merged, layer)
         try:
             return cls.model_validate(merged)
@@ -142,6 +143,25 @@ class RunConfig(Section):
     def settings(cls) -> dict[str, FieldInfo]:
         """Every setting by its dotted key."""
         return dict(_walk(cls, ""))
+
+
+def _refuse_twice(layer: Mapping[str, Any]) -> None:
+    """A setting that one layer gives two values, in its section and by its dotted name: either may be meant.
+
+    >>> _refuse_twice({"lora": {"r": 8}, "lora.r": 16})
+    Traceback (most recent call last):
+    palestra.core.errors.PalestraError: lora.r is given twice, as 8 and as 16; give it once
+    """
+    found: dict[str, Any] = {}
+
+    def note(prefix: str, content: Any) -> None:
+        if isinstance(content, Mapping) and content:
+            for name, value in content.items():
+                note(f"{prefix}.{name}" if prefix else str(name), value)
+        elif found.setdefault(prefix, content) != content:
+            raise PalestraError(f"{prefix} is given twice, as {found[prefix]!r} and as {content!r}; give it once")
+
+    note("", layer)
 
 
 def _overlay(base: dict[str, Any], layer: Mapping[str, Any]) -> None:

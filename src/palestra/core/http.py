@@ -38,7 +38,7 @@ class HttpError(PalestraError):
     @property
     def is_retryable(self) -> bool:
         """Whether the same request may be answered later."""
-        return self.status is None or self.status == 429 or self.status >= 500
+        return self.status is None or self.status == 429 or (self.status >= 500 and self.status != 501)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Request:
         try:
             return json.loads(reply.body)
         except ValueError as error:
-            raise HttpError(self.url, f"its answer is not JSON: {error}") from None
+            raise HttpError(self.url, f"its answer is not JSON: {error}", reply.status) from None
 
     def _client(self) -> dict[str, Any]:
         import httpx

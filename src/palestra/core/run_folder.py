@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -287,7 +288,7 @@ class Resume:
         if int(steps) < done:
             raise PalestraError(
                 f"train.max_steps={steps}, but {self.folder} has {done} steps already; give {done} or more, "
-                "or go back with --from-checkpoint"
+                f"or go back: palestra train --resume {shlex.quote(str(self.folder))} --from-checkpoint STEP"
             )
         return config
 

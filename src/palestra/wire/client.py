@@ -15,6 +15,7 @@ from palestra.core.run_folder import RunFolder
 _GIVE_UP_S = 600.0
 _SLOW_S = 30.0  # after which a request without an answer is logged
 _MAX_BATCH_BYTES = 4 * 2**30
+NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,12 @@ class WireClient:
             "starting_step": starting_step,
             "num_steps": config.train.max_steps,
         }
-        await self.call("/register", body)
+        try:
+            await self.call("/register", body)
+        except HttpError as error:
+            if error.status in NOT_THIS_API:
+                raise PalestraError(f"{error}. This is no trajectory API; `palestra trajectory` starts one") from None
+            raise
 
     async def batch(
         self, after: int, saved: int | None = None, step: int | None = None

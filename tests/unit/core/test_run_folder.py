@@ -183,7 +183,10 @@ def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path, steps: 
 
 def test_a_run_cannot_have_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     run = make(tmp_path, {"epochs": 2})
-    with pytest.raises(PalestraError, match="has 60 steps already; give 60 or more, or go back with --from-checkpoint"):
+    with pytest.raises(
+        PalestraError,
+        match="has 60 steps already; give 60 or more, or go back: palestra train --resume ",
+    ):
         Resume(run.path, max_steps=59).config(run.config, done=60)
 
 

@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from palestra.core import http
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Reply
+from palestra.core.run_folder import RunFolder
 from palestra.wire.client import NoBatch, WireClient
 
 
@@ -46,3 +48,12 @@ def test_an_api_that_forgot_its_trainer_ends_the_run_instead_of_an_endless_wait(
         asyncio.run(WireClient("http://127.0.0.1:9").batch(3))
     answers += [(200, b'{"batch": null, "message": "groups of 4 never add up"}')]
     assert asyncio.run(WireClient("http://127.0.0.1:9").batch(3)) == NoBatch("groups of 4 never add up")
+
+
+@pytest.mark.parametrize("answer", [(404, b"Not Found"), (501, b"Unsupported method"), (200, b"<html>")])
+def test_a_server_that_is_no_trajectory_api_is_told_at_once(replies, answer, tmp_path):
+    answers, _ = replies
+    answers += [answer]
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
+    with pytest.raises(PalestraError, match="no trajectory API; `palestra trajectory` starts one"):
+        asyncio.run(WireClient("http://127.0.0.1:9").register(folder.config, 0, 512, folder))

@@ -18,6 +18,7 @@ from palestra.core.show import show_path
 
 if TYPE_CHECKING:
     from palestra.runs.index import Row
+    from palestra.runs.reader import Run, RunReader
 
 RUNS = Path("runs")
 _MAX_LISTED = 5
@@ -79,6 +80,14 @@ def require_run_id(word: str) -> str:
             f"`palestra train --resume {shlex.quote(str(run.folder.path))}` continues it"
         )
     return run.run_id
+
+
+def read_run(reader: RunReader, word: str) -> Run:
+    """The run that is meant, as it stands; also one in a folder that the index does not list."""
+    found = find_run(word)
+    if found is not None and found.run_id is None:
+        return reader.of_folder(RunFolder.open(found.folder.path.absolute()))
+    return reader.get(word if found is None or found.run_id is None else found.run_id)
 
 
 def model_of(word: str) -> tuple[str, Path]:

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_seconds, sparkline
 from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
-from palestra.runs.reader import Run, RunReader
+from palestra.runs.reader import Run
 from palestra.runs.settings import differing_keys, settings_of
 
 _SPARKLINE_WIDTH = 60
@@ -36,8 +37,8 @@ class ComparedRun:
         return {**head, **self.summary, "settings": self.settings, "rewards": self.rewards}
 
 
-def compare_runs(reader: RunReader, run_id: str) -> ComparedRun:
-    run, folder = reader.get(run_id), reader.folder(run_id)
+def compare_run(run: Run) -> ComparedRun:
+    folder = RunFolder(run.folder)
     rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
     summary: dict[str, float | None] = {
