@@ -26,6 +26,7 @@ from palestra.chat.pieces import (
 )
 from palestra.chat.render import render
 from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.surroundings import Surroundings
 from palestra.chat.toolcalls import parse_assistant, strip_thinking
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
@@ -78,9 +79,11 @@ class ChatFormat:
         self._template = str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
+        self._special_text = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
+        self._surroundings: dict[Any, Surroundings] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self._shows_tools = False  # not known yet
@@ -169,6 +172,10 @@ class ChatFormat:
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
         bodies = [reply.text for reply in replies]
+        if len(bodies) == 1 and after_stop_token and PLAIN.fullmatch(bodies[0]) and not self._has_special(bodies[0]):
+            make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
+            if turns := _remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
+                return turns
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
             between = zip(bodies, scaffold[1:], strict=True)
@@ -278,7 +285,7 @@ class ChatFormat:
         return render(self._tokenizer, plain, tools, add_generation_prompt, **variables)
 
     def _has_special(self, text: str) -> bool:
-        return any(token in text for token in self._special)
+        return self._special_text.search(text) is not None
 
     def _encode(self, pieces: Sequence[Piece]) -> TokenRuns:
         """Token ids with their makers. The text is tokenised as a whole, save for bodies that contain
