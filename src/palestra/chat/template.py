@@ -191,7 +191,7 @@ class ChatFormat:
 
     def read(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
-        ids = np.asarray(token_ids, np.int32).tolist()
+        ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         written = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

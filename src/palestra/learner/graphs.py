@@ -1,7 +1,7 @@
 """The layers' forward and backward pass as CUDA graphs, for micro-batches so small that the host's launches are what
 takes the time.
 
-Micro-batches are padded to few shapes (`rounding`). One of a shape that was not met before is computed as any
+Micro-batches are padded to few shapes (`shapes`). One of a shape that was not met before is computed as any
 other; when its shape comes again, its passes are captured, and replayed from then on.
 """
 

@@ -33,7 +33,7 @@ from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 from palestra.learner.replicas import Replicas, can_be_replicated
-from palestra.learner.rounding import Shapes
+from palestra.learner.shapes import Shapes
 from palestra.learner.shard import shard
 from palestra.learner.sharded_state import is_sharded, load_sharded
 from palestra.learner.token_loss import TokenLoss

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
-from palestra.learner.rounding import Shapes
+from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cpu import cpu_trees
 from palestra.learner.tree_attention_cpu import fits as cpu_fits
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees

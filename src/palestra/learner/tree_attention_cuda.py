@@ -24,7 +24,7 @@ from torch import Tensor
 from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.transfer import to_device
 from palestra.core.types import Array
-from palestra.learner.rounding import NO_PADDING, Lengths, Shapes
+from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
 Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the longest of each, causal

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.batching import Tree
 from palestra.learner import tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
-from palestra.learner.rounding import Shapes
+from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention import Layout, masked_trees
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
