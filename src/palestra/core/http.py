@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -19,6 +20,7 @@ from palestra.core.errors import PalestraError
 _CONNECT_S = 30.0
 _MAX_RETRY_AFTER_S = 60.0
 _QUOTED = 300  # characters of an error's body that its message repeats
+_MARKUP = re.compile(r"<(head|style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -118,7 +120,7 @@ class Request:
     def check(self, reply: Reply) -> None:
         """HttpError for an error status."""
         if not 200 <= reply.status < 300:
-            reason = reply.body[:_QUOTED].decode(errors="replace")
+            reason = _said(reply.body)
             if target := reply.headers.get("Location"):
                 reason = f"it redirects to {target}, which is not followed with a key or a body; give that URL itself"
             raise HttpError(self.url, reason, reply.status, _retry_after_s(reply))
@@ -232,6 +234,18 @@ class ConcurrencyLimit:
 def _ssl() -> ssl.SSLContext:
     """The system's certificates, read once: reading them takes longer than a request."""
     return ssl.create_default_context()
+
+
+def _said(body: bytes) -> str:
+    """The beginning of an error's body; of a page its text.
+
+    >>> _said(b"<html><head><title>Error</title></head>\\n<body><h1>No</h1> such <b>path</b></body></html>")
+    'No such path'
+    """
+    text = body[: 8 * _QUOTED].decode(errors="replace")
+    if "<html" in text.lower():
+        text = " ".join(_MARKUP.sub(" ", text).split())
+    return text[:_QUOTED]
 
 
 def _retry_after_s(reply: Reply) -> float | None:
