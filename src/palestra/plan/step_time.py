@@ -19,7 +19,7 @@ SHARED_RATE = 0.71  # of the bandwidth, where they do;
 SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
 NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
 CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, beside those without
-REPLAY_S = 0.015  # the host's time for one of them: head, loss and optimizer
+REPLAY_S = 0.015  # the host's time beside that of the GPU for one of them: packing, loss and optimizer
 LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 
@@ -166,9 +166,9 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     )
     launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
     launching *= 1.0 if full else LORA_LAUNCHES
-    if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
-        launching = packed.micro_batches * REPLAY_S * work.iterations
     working = max(computing, launching)
+    if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
+        working = min(working, computing * CAPTURED_PADDING + packed.micro_batches * REPLAY_S * work.iterations)
     return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
 
 
