@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -96,6 +97,16 @@ def test_a_folder_that_the_index_does_not_list_is_shown_and_compared(cli, add_ru
     data = json.loads(cli("runs", "compare", "from-elsewhere", "bbbb", "--json").out)
     assert [run["reward_last"] for run in data["runs"]] == [0.5, 0.25]
     assert "not in the index" in cli("runs", "watch", str(copied)).err
+
+
+def test_a_copy_of_a_run_is_told_from_it_by_its_folder(cli, add_run, tmp_path):
+    folder = add_run("aaaa2222", [0.0, 0.5])
+    shutil.copytree(folder, tmp_path / "copy")
+    answer = cli("runs", "compare", "aaaa", "copy", "--plot", "curves.svg")
+    assert answer.code == 0, answer.err
+    assert "copy  " in answer.out
+    svg = ET.fromstring((tmp_path / "curves.svg").read_text())
+    assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) == 4  # a curve each, and a line below it
 
 
 def test_an_unknown_run_is_refused_with_the_remedy(cli, home):

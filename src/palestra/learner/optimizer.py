@@ -46,7 +46,8 @@ class Optimizer:
         )
 
         self._clip_factor: Tensor | None = None  # of gradients that the kernel will scale
-        self._steps: tuple[Tensor, ...] = ()  # of the masters that the kernel updated last, parts of one tensor
+        # How many steps the masters that the kernel updated last have had: one tensor, and its parts in their states.
+        self._steps: tuple[Tensor, Sequence[Tensor]] = (torch.empty(0), ())
 
     @property
     def can_skip(self) -> bool:
@@ -142,13 +143,12 @@ class Optimizer:
 
     def _counters(self, states: Sequence[dict[str, Tensor]]) -> Tensor:
         """[n] the steps of these states in one tensor, of which they hold parts: one launch counts them all."""
-        known = len(self._steps) == len(states)
-        if not known or any(state["step"] is not part for state, part in zip(states, self._steps, strict=True)):
-            self._steps = torch.stack([state["step"] for state in states]).unbind()
-            for state, part in zip(states, self._steps, strict=True):
+        whole, parts = self._steps
+        if len(parts) != len(states) or any(s["step"] is not part for s, part in zip(states, parts, strict=True)):
+            whole = torch.stack([state["step"] for state in states])
+            self._steps = whole, whole.unbind()
+            for state, part in zip(states, self._steps[1], strict=True):
                 state["step"] = part
-        whole = self._steps[0]._base
-        assert whole is not None
         return whole
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from palestra.core.secrets import redact
 from palestra.core.show import visible
 from palestra.faces.cli.common import debug_option, json_line_option, plot_option
 from palestra.faces.cli.find_run import read_run, require_run, require_run_id, run_argument
-from palestra.faces.cli.runs_compare import compare_run, compare_table, draw, print_curves
+from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_prune import prune
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
 from palestra.runs.manager import RunManager
@@ -209,7 +209,7 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     reader = RunReader()
-    compared = [compare_run(read_run(reader, word)) for word in runs]
+    compared = compare_runs([read_run(reader, word) for word in runs])
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
     if as_json:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_seconds, sparkline
+from palestra.core.show import show_path, show_seconds, sparkline
 from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
@@ -27,6 +27,7 @@ class ComparedRun:
     """One of the runs: its settings, results and curves."""
 
     run: Run
+    label: str  # its id; the folder of one that was copied, with its id
     settings: dict[str, Any]
     summary: dict[str, float | None]
     pass_rates: list[Point]
@@ -37,7 +38,12 @@ class ComparedRun:
         return {**head, **self.summary, "settings": self.settings, "rewards": self.rewards}
 
 
-def compare_run(run: Run) -> ComparedRun:
+def compare_runs(runs: Sequence[Run]) -> list[ComparedRun]:
+    ids = [run.run_id for run in runs]
+    return [_compared(run, run.run_id if ids.count(run.run_id) == 1 else show_path(run.folder)) for run in runs]
+
+
+def _compared(run: Run, label: str) -> ComparedRun:
     folder = RunFolder(run.folder)
     rows, report = folder.metrics(), folder.report() or {}
     trained = [row for row in rows if "reward_mean" in row]
@@ -51,6 +57,7 @@ def compare_run(run: Run) -> ComparedRun:
     }
     return ComparedRun(
         run,
+        label,
         settings_of(folder),
         summary,
         [(row["step"], row["pass_rate"]) for row in trained if "pass_rate" in row],
@@ -60,7 +67,7 @@ def compare_run(run: Run) -> ComparedRun:
 
 def draw(compared: Sequence[ComparedRun]) -> str:
     """The reward curves as SVG."""
-    curves = {f"{one.run.run_id} {one.run.name}": one.rewards for one in compared if one.rewards}
+    curves = {f"{one.label} {one.run.name}": one.rewards for one in compared if one.rewards}
     if not curves:
         raise PalestraError("none of these runs has finished a step; there is no curve to draw yet")
     bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
@@ -72,7 +79,7 @@ def compare_table(compared: Sequence[ComparedRun]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
     for one in compared:
-        table.add_column(f"{one.run.run_id}\n{one.run.name}", justify="right")
+        table.add_column(f"{one.label}\n{one.run.name}", justify="right")
     table.add_row("state", *[Text(one.run.state, style=STATE_COLOURS.get(one.run.state, "")) for one in compared])
     for name in compared[0].summary:
         table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
@@ -86,7 +93,7 @@ def print_curves(console: Console, compared: Sequence[ComparedRun]) -> None:
     for one in compared:
         if one.pass_rates:
             bars = sparkline([rate for _, rate in one.pass_rates], _SPARKLINE_WIDTH)
-            console.print(Text.assemble(f"{one.run.run_id}  ", (bars, "green"), ("  pass rate", "dim")))
+            console.print(Text.assemble(f"{one.label}  ", (bars, "green"), ("  pass rate", "dim")))
 
 
 def _show_result(name: str, value: float | None) -> str:
