@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from palestra.chat.remembered import remembered
 from palestra.chat.segments import SegmentTokenizer
 from palestra.core.types import Turn
 
@@ -47,8 +48,4 @@ class Surroundings:
 
     def _turn(self, ids: tuple[int, ...]) -> Turn:
         """Nearly always the same as for the reply before."""
-        if ids not in self._made:
-            if len(self._made) > 64:
-                self._made.clear()
-            self._made[ids] = Turn("template", np.array(ids, np.int32))
-        return self._made[ids]
+        return remembered(self._made, ids, lambda: Turn("template", np.array(ids, np.int32)))

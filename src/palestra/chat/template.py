@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, product
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from palestra.chat.pieces import (
     split_at_marks,
     with_texts,
 )
+from palestra.chat.remembered import remembered
 from palestra.chat.render import render
 from palestra.chat.segments import SegmentTokenizer
 from palestra.chat.surroundings import Surroundings
@@ -43,11 +44,10 @@ _END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 1024, 4096
+MAX_REMEMBERED_CHARS = 4096
 MAX_OPENINGS = 8
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
 _IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ChatFormat:
         unusual = variables or not after_stop_token or any(r.tool_calls for r in replies)
         if unusual or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
             return make()
-        return _remembered(self._continuations, tuple(replies), make)
+        return remembered(self._continuations, tuple(replies), make)
 
     def _continuation(
         self, replies: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
@@ -174,7 +174,7 @@ class ChatFormat:
         bodies = [reply.text for reply in replies]
         if len(bodies) == 1 and after_stop_token and PLAIN.fullmatch(bodies[0]) and not self._has_special(bodies[0]):
             make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
-            if turns := _remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
+            if turns := remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
                 return turns
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
@@ -222,7 +222,7 @@ class ChatFormat:
 
         if variables or any(reply.tool_calls for reply in replies):
             return make()
-        return _remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
+        return remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
 
     def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
@@ -238,7 +238,7 @@ class ChatFormat:
             key = (system, tuple((call.id, call.name) for call in tool_calls))
             try:
                 write = partial(self._render, opening, **variables)
-                before = write() if variables else _remembered(self._openings, key, write)
+                before = write() if variables else remembered(self._openings, key, write)
                 after = self._render([*opening, *replies], add_generation_prompt=True, **variables)
             except PalestraError as error:
                 refusal = error
@@ -320,15 +320,6 @@ class ChatFormat:
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
             runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
-
-
-def _remembered(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
-    """What `make` gave for this key before. What a model makes up must not fill the memory, hence the limit."""
-    if key not in known:
-        if len(known) >= MAX_REMEMBERED:
-            known.clear()
-        known[key] = make()
-    return known[key]
 
 
 def _with_short_ids(message: Message) -> Message:

@@ -1,5 +1,5 @@
-"""CUDA graphs are captured one at a time: sampler and learner may have a thread each, and a capture begins by waiting
-for the whole GPU, which another one that is under way does not stand."""
+"""CUDA graphs are captured one at a time: sampler and learner may have a thread each, and a capture begins by
+synchronising the GPU, which could break another one in progress."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ other; when its shape comes again, its passes are captured, and replayed from th
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,12 +47,12 @@ class Graphs:
 
     def __init__(self, model: nn.Module, run: Pass) -> None:
         self._weights, self._run = list(model.parameters()), run  # to walk over all modules takes milliseconds
-        self._seen: Counter[Any] = Counter()
+        self._seen: set[Any] = set()
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
         self._gradients: list[Tensor] = []  # of all graphs, one for each trained weight
         self._pool: Any = None
         self._addresses: list[int] = []
-        self._is_off = False
+        self.is_off = False  # for good, once a capture failed or its memory was needed
 
     @property
     def captured(self) -> int:
@@ -61,11 +61,9 @@ class Graphs:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """What `run` gives, with its gradient. It must be read before the next call, which overwrites it."""
-        shape = layout.bounds.shape
-        self._seen[shape] += 1
-        if self._seen[shape] == 1:
-            return self._run(ids, positions, layout)
-        found = self._found(ids, positions, layout)
+        is_new = layout.bounds.shape not in self._seen
+        self._seen.add(layout.bounds.shape)
+        found = None if is_new else self._found(ids, positions, layout)
         if found is None:
             return self._run(ids, positions, layout)
         found.load(ids, positions, layout)
@@ -75,14 +73,14 @@ class Graphs:
     def forget(self) -> None:
         """Give their memory back, and capture no more."""
         self._captured.clear()
-        self._gradients, self._pool, self._is_off = [], None, True
+        self._gradients, self._pool, self.is_off = [], None, True
 
     def _found(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured | None:
         shape = layout.bounds.shape
         if self._captured and self._addresses != self._weights_at():  # graphs read weights where they were
             self._captured.clear()
             self._pool = None
-        if self._is_off:
+        if self.is_off:
             return None
         if shape in self._captured:
             self._captured.move_to_end(shape)

@@ -157,8 +157,9 @@ class LocalLearner:
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
         self._limit = MicroBatchLimit(tokens)
-        captured = captured_tokens(config, base_model(model).config, self.device)
-        self._shapes = Shapes(captured) if captured and self._scorer.graphs is not None else None
+        graphs = self._scorer.graphs
+        limit = 0 if graphs is None else captured_tokens(config, base_model(model).config, self.device)
+        self._shapes = Shapes(limit) if limit else None
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._reference: Scorer | None = None
         if config.train.beta > 0 and self._has_adapter:
@@ -328,6 +329,7 @@ class LocalLearner:
         return 1 if self._replicas is None else self._replicas.parts_of(batch.samples)
 
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
+        graphs = self._scorer.graphs
         with phases("packing"):
             return pack_batch(
                 batch.samples,
@@ -337,7 +339,7 @@ class LocalLearner:
                 device=self.device,
                 rows=rows,
                 at_least=self._parts_of(batch),
-                shapes=self._shapes,
+                shapes=None if graphs is None or graphs.is_off else self._shapes,
             )
 
     def _forward(

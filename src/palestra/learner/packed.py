@@ -54,8 +54,7 @@ def pack_batch(
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone.
 
-    `at_least` so many micro-batches, where there are enough groups. They are padded to one of
-    `shapes`, if they fit in.
+    `at_least` so many micro-batches, where there are enough groups. Those that fit one of `shapes` are padded to it.
     """
     evenly = device.type == "cuda" or at_least > 1  # where the largest one needs the memory, or is waited for
     batches = pack(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A known shape serves micro-batches that it fills but for so many tokens: their share of them, and as many more.
+# How much padding a known shape may mean for a micro-batch: a share of its tokens, plus so many. Else one is made.
 WASTED_SHARE, WASTED_TOKENS = 0.3, 4096
-ROOM, MOST_ROOM = 0.2, 1024  # a new shape has for micro-batches that are larger: a share, but not more tokens than that
+# What a new shape has beyond its micro-batch, for later ones that are larger: a share of it, at most so many.
+ROOM, MOST_ROOM = 0.2, 1024
 SPARE_KEYS = 64  # padding prompts have at least so many tokens: each padding completion needs one to look at
 SHORTEST_RUN = 128  # what attention computes at once; telling shorter ones apart saves nothing
 

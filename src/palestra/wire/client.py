@@ -15,7 +15,7 @@ from palestra.core.run_folder import RunFolder
 _GIVE_UP_S = 600.0
 _SLOW_S = 30.0  # after which a request without an answer is logged
 _MAX_BATCH_BYTES = 4 * 2**30
-NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
+_NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class WireClient:
         try:
             await self.call("/register", body)
         except HttpError as error:
-            if error.status in NOT_THIS_API:
+            if error.status in _NOT_THIS_API:
                 raise PalestraError(f"{error}. This is no trajectory API; `palestra trajectory` starts one") from None
             raise
 

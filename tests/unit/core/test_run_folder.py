@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -183,10 +184,8 @@ def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path, steps: 
 
 def test_a_run_cannot_have_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
     run = make(tmp_path, {"epochs": 2})
-    with pytest.raises(
-        PalestraError,
-        match="has 60 steps already; give 60 or more, or go back: palestra train --resume ",
-    ):
+    go_back = f"or go back: palestra train --resume {run.path} --from-checkpoint STEP"
+    with pytest.raises(PalestraError, match=re.escape(f"has 60 steps already; give 60 or more, {go_back}")):
         Resume(run.path, max_steps=59).config(run.config, done=60)
 
 

@@ -14,8 +14,11 @@ from torch import nn
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
+from palestra.learner.base import Batch
+from palestra.learner.graphs import Graphs
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
+from palestra.learner.shapes import Shapes
 from palestra.train.schedule import coefficients_at, learning_rate_at, next_entropy
 from palestra.train.update import update
 
@@ -97,6 +100,18 @@ def test_the_size_of_micro_batches_changes_nothing(loss: str) -> None:
         assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3 * 0.2)
+
+
+def test_micro_batches_are_padded_only_while_their_passes_may_be_captured() -> None:
+    learner = Steps(build(), config=settings()).learner
+    learner._shapes = Shapes(10_000)
+    learner._scorer.graphs = Graphs(learner.model, learner._scorer._layers)
+    shapes = []
+    for _ in range(2):
+        packed = learner._packed(Batch(make_samples()), echo=False)
+        shapes += [micro.layout.bounds.shape for micro in packed.micro_batches]
+        learner._scorer.graphs.forget()
+    assert [shape is None for shape in shapes] == [False, True]
 
 
 def test_sharing_the_prompt_changes_nothing() -> None:

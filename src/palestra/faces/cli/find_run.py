@@ -82,12 +82,14 @@ def require_run_id(word: str) -> str:
     return run.run_id
 
 
-def read_run(reader: RunReader, word: str) -> Run:
+def run_of(reader: RunReader, word: str) -> Run:
     """The run that is meant, as it stands; also one in a folder that the index does not list."""
     found = find_run(word)
-    if found is not None and found.run_id is None:
+    if found is None:
+        return reader.get(word)
+    if found.run_id is None:
         return reader.of_folder(RunFolder.open(found.folder.path.absolute()))
-    return reader.get(word if found is None or found.run_id is None else found.run_id)
+    return reader.get(found.run_id)
 
 
 def model_of(word: str) -> tuple[str, Path]:

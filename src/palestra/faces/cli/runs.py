@@ -18,7 +18,7 @@ from palestra.core.run_folder import Resume
 from palestra.core.secrets import redact
 from palestra.core.show import visible
 from palestra.faces.cli.common import debug_option, json_line_option, plot_option
-from palestra.faces.cli.find_run import read_run, require_run, require_run_id, run_argument
+from palestra.faces.cli.find_run import require_run, require_run_id, run_argument, run_of
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_prune import prune
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
@@ -68,7 +68,7 @@ def list_command(show_all: bool, as_json: bool) -> None:
 @run_argument()
 def show(run: str, as_json: bool) -> None:
     """Show one run: its state and why, its processes, metrics and files."""
-    found = read_run(RunReader(), run)
+    found = run_of(RunReader(), run)
     if as_json:
         click.echo(json.dumps({**found.to_dict(), "results": results(found)}))
     else:
@@ -209,7 +209,7 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     reader = RunReader()
-    compared = compare_runs([read_run(reader, word) for word in runs])
+    compared = compare_runs([run_of(reader, word) for word in runs])
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
     if as_json:
