@@ -2,11 +2,13 @@
 GPU's runner but no model behind it, and a learner that only packs. On a GPU this is what keeps it waiting.
 
     python benchmarks/host.py [--steps 8] [--problems 64] [--group 8] [--profile cumtime]
-    python benchmarks/host.py --gpu 0.8 0.001 0.0008     as if a GPU took so long: how well the two overlap
+    python benchmarks/host.py --gpu 0.75 0.003 0.004 100     as if a GPU took so long: how well the two overlap
 
 Takes half a minute on one core. To compare two versions, run both at once, on a core each, and swapped. `--gpu` has
-the milliseconds of a decode step, of each of its rows, and of each token of a prefill; those above are about SmolLM2's
-on an H200. Then the seconds that sampling takes are printed, too, and how many of them the host waited for the GPU.
+the milliseconds of a decode step, of each of its rows, of each token of a prefill, and of an update; those above are
+about SmolLM2's on an H200. Then the seconds of a step are printed, too, and how many of them the host waited for the
+GPU; records are written while the next step is sampled, as in a training, so the milliseconds of a rollout's parts are
+those of `--gpu` only by the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from palestra.engine.sampler import SamplingRow
 from palestra.engine.session import Chunk, Job
 from palestra.envs.library.calculator import Calculator, CalculatorConfig
 from palestra.envs.running import RunningEnv
-from palestra.learner.base import Batch
+from palestra.learner.base import Batch, nothing
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.tracking.jsonl import JsonlTracker
@@ -54,7 +56,7 @@ from palestra.train.watcher import Watcher
 SETTINGS = {"rollout.max_new_tokens": 96, "rollout.max_tool_rounds": 2, "checkpoint.every": 0, "train.learning_rate": 1}
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call><|im_end|>'
 KEY = 24  # tokens at the end of a prompt that tell problems apart
-PHASES = ("template", "planning", "prefill", "decode", "learner", "packing", "publishing", "records")
+PHASES = ("template", "planning", "prefill", "decode", "learner", "packing", "preparing", "publishing", "records")
 RIGHT = 0.07  # of the answers: about as many groups have signal as in the training of benchmarks/training.py
 
 
@@ -95,6 +97,7 @@ class PretendedGpu:
     step_ms: float
     row_ms: float
     token_ms: float
+    update_ms: float
     free_at: float = 0.0
     busy_s: float = 0.0
     waited_s: float = 0.0
@@ -187,15 +190,23 @@ class Zeros:
         return {"loss": 0.0}
 
 
+@dataclass
 class PackingLearner:
     """Packs what it is given, as the real one does before its first kernel."""
+
+    gpu: PretendedGpu
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> Zeros:
         with phases("packing"):
             pack(batch.samples, max_tokens=16384, echo=loss.echo_coefficient > 0)
         return Zeros(batch)
 
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+    def optim_step(
+        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
+    ) -> float:
+        self.gpu.launch(self.gpu.update_ms)
+        meanwhile()
+        self.gpu.wait(self.gpu.free_at)
         return 1.0
 
     def weights(self, version: int) -> Weights:
@@ -226,21 +237,24 @@ def build(options: argparse.Namespace, folder: Path, counter: Counter) -> Traini
     policy.engine.runner.scripts = Scripts(parts, environment)  # type: ignore[attr-defined]
     source = EnvironmentTask(environment).source(parts)
     tracker = JsonlTracker(RunFolder(folder))
-    return Training(config, source, policy, PackingLearner(), tracker, None, runner=runner)  # type: ignore[arg-type]
+    return Training(config, source, policy, PackingLearner(ScriptedRunner.gpu), tracker, 1 << 30, runner=runner)  # type: ignore[arg-type]
 
 
 def measured(training: Training, counter: Counter) -> dict[str, float]:
     """Milliseconds of CPU a rollout that one step drew: all, of the main thread by part, and of the other threads."""
     drawn, cpu, own = counter.drawn, time.process_time(), time.thread_time()
+    began = time.perf_counter()
     metrics = training.step()
-    training.tracker.flush()
+    seconds = time.perf_counter() - began
+    if not ScriptedRunner.gpu.update_ms:
+        training.tracker.flush()
     cpu, own = time.process_time() - cpu, time.thread_time() - own
     parts = {name: metrics.get(f"{name}_seconds", 0.0) for name in PHASES}
     script = metrics["script_seconds"]
     agents = own - script - sum(parts.values())
     found = {"all": cpu - script, "other threads": cpu - own, "agents and loop": agents, **parts}
     a_rollout = {name: 1e3 * seconds / (counter.drawn - drawn) for name, seconds in found.items()}
-    return a_rollout | {"sampling_s": metrics["sample_seconds"] - script}
+    return a_rollout | {"step_s": seconds - script, "sampling_s": metrics["sample_seconds"] - script}
 
 
 def checksum(folder: Path) -> str:
@@ -260,14 +274,18 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument(
-        "--gpu", type=float, nargs=3, metavar="MS", help="of a decode step, a row of it, a token of a prefill"
+        "--gpu",
+        type=float,
+        nargs=4,
+        metavar="MS",
+        help="of a decode step, a row, a token of a prefill, an update",
     )
     parser.add_argument("--profile", choices=("cumtime", "tottime"), help="print the functions that took most of it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     phases_module.perf_counter = time.thread_time  # type: ignore[attr-defined]  # CPU time: others may use the core, too
     folder, counter, profile = Path(tempfile.mkdtemp()), Counter(), cProfile.Profile()
-    ScriptedRunner.gpu = gpu = PretendedGpu(*(options.gpu or (0.0, 0.0, 0.0)))
+    ScriptedRunner.gpu = gpu = PretendedGpu(*(options.gpu or (0.0,) * 4))
     training = build(options, folder, counter)
     with interpreter_for_many_rollouts():
         for _ in range(2):
@@ -277,10 +295,11 @@ def main() -> None:
             profile.enable()
         rows = [measured(training, counter) for _ in range(options.steps)]
         profile.disable()
+        training.tracker.flush()
     print(f"{(counter.drawn - before) / options.steps:.0f} rollouts a step; records {checksum(folder)}")
-    sampling = [row.pop("sampling_s") for row in rows]
+    steps, sampling = ([row.pop(name) for row in rows] for name in ("step_s", "sampling_s"))
     if options.gpu:
-        shares = {"sampling": sum(sampling), "GPU busy": gpu.busy_s, "waited for it": gpu.waited_s}
+        shares = {"all": sum(steps), "sampling": sum(sampling), "GPU busy": gpu.busy_s, "waited for it": gpu.waited_s}
         print({f"{name}, s a step": round(seconds / options.steps, 3) for name, seconds in shares.items()}, end=" ")
         print(f"{gpu.decode_steps / options.steps:.0f} decode steps")
     quickest = min(rows, key=lambda row: row["all"])  # the one that others on the machine disturbed least

@@ -192,7 +192,7 @@ def measure(
     planned = planned_for(loaded.model, config, prompt)
     measured = statistics.median(seconds)
     phases = {
-        name.removesuffix("_seconds"): statistics.median(m[name] for m in metrics)
+        name.removesuffix("_seconds"): statistics.median(m.get(name, 0.0) for m in metrics)
         for name in metrics[0]
         if name.endswith("_seconds") and name != "elapsed_seconds"
     }

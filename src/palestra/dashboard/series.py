@@ -13,7 +13,10 @@ from palestra.runs.reader import merge_last_step, sample
 Row = Mapping[str, Any]
 _SPARKLINE_POINTS = 60
 # of a step, in their order; "agent_loop" is what is left: tools, environments and measures that rollouts waited for
-_PHASES = ("prefill", "decode", "planning", "template", "agent_loop", "learner", "packing", "publishing", "records")
+_PHASES = (
+    *("prefill", "decode", "planning", "template", "agent_loop"),
+    *("learner", "packing", "preparing", "publishing", "records"),
+)
 
 # title, unit, and the names or beginnings of names ("score/") of a chart, in the order of display
 _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

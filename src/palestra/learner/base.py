@@ -5,7 +5,7 @@ What is learned when (schedules, minibatches, iterations, coefficients) is the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,10 @@ class Outputs(Protocol):
         ...
 
 
+def nothing() -> None:
+    """There is no work that could be done meanwhile."""
+
+
 class Learner(Protocol):
     """Something that improves a model. It may live in another process, or in many."""
 
@@ -55,9 +59,12 @@ class Learner(Protocol):
         """
         ...
 
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+    def optim_step(
+        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
+    ) -> float:
         """Clip, update the weights, forget the gradient; gives its norm before clipping, NaN where it is not known.
 
+        `meanwhile` is called before the host waits for a device or a server: work that has nothing to do with weights.
         A NaN or an infinity in the loss or the gradient raises PalestraError, and the weights stay as they are.
         """
         ...

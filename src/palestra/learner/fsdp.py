@@ -4,7 +4,7 @@ whole step, so that loss, gradient and update are those of one process."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -21,7 +21,7 @@ from palestra.core.ranks import Ranks
 from palestra.core.types import Array, Sample
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
-from palestra.learner.base import Batch
+from palestra.learner.base import Batch, nothing
 from palestra.learner.local import LocalLearner, LocalOutputs, loss_metrics
 from palestra.learner.sharded_state import is_sharded, load_sharded, load_whole, save_sharded
 
@@ -91,8 +91,10 @@ class FsdpLearner:
     def forward_backward(self, batch: Batch, loss: Any) -> GatheredOutputs:
         return GatheredOutputs(self._local.forward_backward(self._own_rows(batch), loss), self._ranks)
 
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
-        return self._local.optim_step(learning_rate, max_grad_norm=max_grad_norm)
+    def optim_step(
+        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
+    ) -> float:
+        return self._local.optim_step(learning_rate, max_grad_norm=max_grad_norm, meanwhile=meanwhile)
 
     @torch.no_grad()
     def weights(self, version: int) -> Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.engine.lora import base_model
 from palestra.learner import state as learner_state
-from palestra.learner.base import Batch
+from palestra.learner.base import Batch, nothing
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batch import captured_tokens, micro_batch_tokens
 from palestra.learner.optimizer import Optimizer
@@ -273,7 +273,9 @@ class LocalLearner:
         rows = {row for micro in micros for row in micro.row.tolist()}
         return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)
 
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float) -> float:
+    def optim_step(
+        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
+    ) -> float:
         pending, self._pending = self._pending, []
         if not any(found.token_logprobs for found in pending):
             return 0.0
@@ -282,6 +284,7 @@ class LocalLearner:
         ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
+        meanwhile()
         own_loss, grad_norm = checks.tolist()
         loss = sum(self._ranks.gather(own_loss))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

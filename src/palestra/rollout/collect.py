@@ -16,13 +16,27 @@ from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
-from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes
+from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes, close_now
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
 BEGUN_AT_ONCE = 128  # rollouts
 ROUNDS_BETWEEN = 4  # of the event loop: the first of them are being sampled then
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A group whose conversations have begun; nothing is sampled yet."""
+
+    problem: Problem
+    episodes: Sequence[Episode]
+    speakers: Sequence[Speaker]
+
+    def abandon(self) -> None:
+        for speaker in self.speakers:
+            speaker.close()
+        close_now(self.episodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class Collector:
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 1024
     _opener: Opener = field(init=False, repr=False, compare=False)
+    _prepared: list[Started] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_opener", Opener(self.environment))
@@ -48,14 +63,18 @@ class Collector:
     ) -> list[Group]:
         """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
         at_once = self.groups_at_once(group_size)
+        started = self._take_prepared(problems, group_size)
         opening = {
             i: asyncio.create_task(self._opener.open(problem, group_size))
             for i, problem in enumerate(problems[:at_once])
+            if i not in started
         }
         slots = asyncio.Semaphore(at_once)
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
+                if i in started:
+                    return await self._attempts(started.pop(i), key, on_rollout)
                 opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
                 opening.pop(i, None)  # from here on the group closes them
                 if isinstance(opened, NotOpened):
@@ -72,6 +91,44 @@ class Collector:
             return await all_groups(tasks, self.rewards)
         finally:
             abandon(opening.values())
+            for group in started.values():
+                group.abandon()
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        """Where episodes open at once: who needs a container or a server keeps it no longer than it is used."""
+        self.abandon()
+        if not self._opener.is_quick or getattr(self.environment, "max_episodes", None) is not None:
+            return
+        problems = problems[: self.groups_at_once(group_size)]
+        opening = [asyncio.create_task(self._opener.open(problem, group_size)) for problem in problems]
+        try:
+            await asyncio.wait(opening)
+            for problem in problems:
+                opened = opening[0].result()
+                if isinstance(opened, NotOpened):
+                    return  # `collect` will try again, and say so
+                speakers = self.start(opened)
+                self._prepared.append(Started(problem, opened, speakers))
+                del opening[0]
+        except PalestraError:  # a prompt that is refused, as it will be again
+            return
+        finally:
+            abandon(opening)
+
+    def abandon(self) -> None:
+        while self._prepared:
+            self._prepared.pop().abandon()
+
+    def _take_prepared(self, problems: Sequence[Problem], group_size: int) -> dict[int, Started]:
+        """What was prepared of these groups, by their number; the rest is given up."""
+        prepared, self._prepared[:] = list(self._prepared), []
+        found = dict[int, Started]()
+        for i, group in enumerate(prepared):
+            if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
+                found[i] = group
+            else:
+                group.abandon()
+        return found
 
     def groups_at_once(self, group_size: int) -> int:
         """How many groups may be in progress together."""
@@ -91,9 +148,13 @@ class Collector:
         except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
             await close_episodes(episodes)
             return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
+        return await self._attempts(Started(problem, episodes, speakers), seed_key, on_rollout)
+
+    async def _attempts(self, group: Started, seed_key: str, on_rollout: OnRollout) -> Group:
+        problem, episodes = group.problem, group.episodes
         tasks = [
             asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
-            for i, (episode, speaker) in enumerate(zip(episodes, speakers, strict=True))
+            for i, (episode, speaker) in enumerate(zip(episodes, group.speakers, strict=True))
         ]
         try:
             rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))

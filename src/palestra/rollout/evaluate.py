@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from palestra.core.types import Group, Problem
 from palestra.evals.report import EvalReport
@@ -20,6 +20,19 @@ class CollectsGroups(Protocol):
 
     def groups_at_once(self, group_size: int) -> int:
         """How many groups may be in progress together."""
+        ...
+
+
+@runtime_checkable
+class PreparesGroups(Protocol):
+    """A collector that can begin before the policy may be asked."""
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        """Make ready what needs no policy, for the problems that `collect` will be given next."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody will collect what was prepared."""
         ...
 
 

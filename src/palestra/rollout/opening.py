@@ -30,13 +30,13 @@ class Opener:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._is_quick = False
+        self.is_quick = False
 
     async def open(self, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S) -> list[Episode] | NotOpened:
         """All of them or none."""
         opening = _Opening(self._environment, problem)
         try:
-            if self._is_quick:
+            if self.is_quick:
                 await call_with_limit(opening.open_while_quick, count, timeout_s=limit_s)
             await calls_with_limit([opening.open] * (count - len(opening.episodes)), timeout_s=limit_s)
         except CallTimeout as error:
@@ -48,7 +48,7 @@ class Opener:
         except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
             opening.abandon()
             raise
-        self._is_quick = opening.slowest_s < QUICK_S
+        self.is_quick = opening.slowest_s < QUICK_S
         return opening.episodes
 
 

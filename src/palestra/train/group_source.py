@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, oldest_version
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.samples import group_advantages, has_signal
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
@@ -69,6 +69,15 @@ class GroupSource(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class PreparesSteps(Protocol):
+    """A source that has something to do while the learner works."""
+
+    async def prepare(self, count: int) -> None:
+        """Make ready what the next `count` groups need before they are sampled. `state` stays as it is."""
+        ...
+
+
 @dataclass(slots=True)
 class ProblemSource:
     """Problems of an environment in an endless shuffled stream, attempted by a collector."""
@@ -92,6 +101,10 @@ class ProblemSource:
         self.drawn += count
         return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
 
+    async def prepare(self, count: int) -> None:
+        if isinstance(self.collector, PreparesGroups):
+            await self.collector.prepare(draw(self.problems, self.drawn, count, self.seed), self.group_size)
+
     def give_back(self, count: int) -> None:
         self.drawn -= count
 
@@ -105,6 +118,8 @@ class ProblemSource:
         """Nothing is kept: the seed makes it again."""
 
     def close(self) -> None:
+        if isinstance(self.collector, PreparesGroups):
+            self.collector.abandon()
         self.on_close()
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from palestra.core.errors import PalestraError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.evals.findings import run_findings
-from palestra.learner.base import Learner
+from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
 from palestra.tracking.base import Tracker
@@ -34,7 +34,7 @@ from palestra.train.checkpoint import (
     save_checkpoint,
     step_folder,
 )
-from palestra.train.group_source import GroupSource, StepRollouts, gather
+from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, trainable_samples
@@ -165,24 +165,33 @@ class Training:
         began, state, config = time.perf_counter(), self.state, self.config
         groups = rollouts.groups
         advantages = group_advantages(groups, config.train, self.source.reward_weights)
-        metrics = {"peak_memory_gib": peak_memory_gib()} | rollout_metrics(groups, advantages, state.policy_version)
-        if rollouts.dropped:
-            metrics["stale_groups_dropped"] = float(rollouts.dropped)
-        if hung := hung_calls():
-            metrics["hung_calls"] = float(hung)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
         version = state.policy_version
         record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
+        metrics: dict[str, float] = {}
+        learned: dict[str, float] = {}
+
+        def beside() -> None:
+            """What needs no weights is done while a GPU changes them."""
+            if not metrics:
+                self._prepare_next()
+                metrics.update(self._rollout_metrics(rollouts, advantages))
+                with phases("records"):
+                    self.tracker.rollouts(state.step + 1, groups)
+
         if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
             with self._policy_asleep(), phases("learner"):
-                learn = partial(update, self.learner, samples, config, coefficients, version, record)
-                metrics |= self._compute(learn)
+                meanwhile = beside if self.learner_thread is None else nothing
+                learn = partial(update, self.learner, samples, config, coefficients, version, record, meanwhile)
+                learned = self._compute(learn)
             if config.train.target_entropy is not None:
-                metrics["entropy_coefficient"] = coefficients.entropy
+                learned["entropy_coefficient"] = coefficients.entropy
             version += 1
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
+        beside()
+        metrics |= learned
         after = replace(
             state,
             step=state.step + 1,
@@ -199,9 +208,8 @@ class Training:
             "elapsed_seconds": self.elapsed_s,
             "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
         }
-        with phases("records"):
-            self.tracker.rollouts(after.step, groups)
-            if record is not None:
+        if record is not None:
+            with phases("records"):
                 self.tracker.tokens(after.step, partial(record.table, groups, advantages, samples))
         spent = Counter(times)  # with groups ahead, the engine decodes while this step samples and while it learns
         spent.update(phases.take())
@@ -209,6 +217,21 @@ class Training:
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
+        found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
+        if rollouts.dropped:
+            found["stale_groups_dropped"] = float(rollouts.dropped)
+        if hung := hung_calls():
+            found["hung_calls"] = float(hung)
+        return {"peak_memory_gib": peak_memory_gib()} | found
+
+    def _prepare_next(self) -> None:
+        """Let the source begin with the next step; not before an evaluation, whose episodes may need the room."""
+        goes_on = self.steps_left is not None and self.steps_left > 1 and not self.evaluates_after(self.state.step + 1)
+        if goes_on and self.learner_thread is None and isinstance(self.source, PreparesSteps):
+            with phases("preparing"):
+                self.runner.run(self.source.prepare(self.config.train.problems_per_step))
 
     def _compute(self, work: Callable[[], T]) -> T:
         """The learner's work; where groups are sampled ahead, the event loop turns meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
-from palestra.learner.base import Batch, Learner
+from palestra.learner.base import Batch, Learner, nothing
 from palestra.train.schedule import Coefficients
 from palestra.train.token_record import TokenRecord
 
@@ -31,10 +31,11 @@ def update(
     coefficients: Coefficients,
     version: int,
     record: TokenRecord | None = None,
+    meanwhile: Callable[[], None] = nothing,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
-    `record` takes down what is found for each token.
+    `record` takes down what is found for each token; `meanwhile` is called once, while the first step is computed.
     """
     started, train = time.perf_counter(), config.train
     check_samples(samples)
@@ -45,13 +46,17 @@ def update(
             batch.ref_logprobs = learner.forward(batch, reference=True)
     for batch in batches:
         batch.old_logprobs = behaviour_logprobs(learner, batch, version, several=len(batches) > 1)
-    updates = []
+    updates: list[dict[str, float]] = []
     for _ in range(train.iterations):
         for batch, loss in zip(batches, losses, strict=True):
             if not loss.policy_tokens and not loss.echo_tokens:
                 continue
             outputs = learner.forward_backward(batch, loss)
-            norm = learner.optim_step(coefficients.learning_rate, max_grad_norm=train.max_grad_norm)
+            norm = learner.optim_step(
+                coefficients.learning_rate,
+                max_grad_norm=train.max_grad_norm,
+                meanwhile=nothing if updates else meanwhile,
+            )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
             updates.append(outputs.metrics() | known)
             if record is not None:

@@ -11,6 +11,8 @@ import torch
 from small_learner import build, make_samples, settings
 from torch import nn
 
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
@@ -217,6 +219,17 @@ def test_an_infinite_loss_names_its_group_and_changes_no_weight() -> None:
         learner.step(samples)
     assert same(before, weights(learner.model))
     learner.step(make_samples())  # and the learner can go on
+
+
+def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
+    learner, samples, seen = LocalLearner(build(), config=settings()), make_samples(), list[bool]()
+    before = weights(learner.model)
+    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(same(before, weights(learner.model))))
+    assert seen == [True]  # a CPU has nothing to wait for: the update comes after it
+    assert not same(before, weights(learner.model))
+    assert learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(False)) == 0.0
+    assert seen == [True]  # without a gradient there is no step
 
 
 def test_a_nan_advantage_is_refused_by_group() -> None:

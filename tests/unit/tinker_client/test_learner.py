@@ -173,6 +173,16 @@ def test_metrics_are_those_of_the_local_learner() -> None:
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
 
 
+def test_other_work_is_done_before_the_servers_answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, samples, said = learner_on(FakeServer()), rows(), list[str]()
+    answer = learner.model.answer
+    monkeypatch.setattr(learner.model, "answer", lambda change: said.append("answer") or answer(change))
+    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: said.append("other work"))
+    assert said[0] == "other work"
+    assert set(said[1:]) == {"answer"}
+
+
 @pytest.mark.parametrize("where", ["before it is sent", "in the answer"])
 def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> None:
     server, samples = FakeServer(), rows()

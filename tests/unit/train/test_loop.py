@@ -13,13 +13,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from loop_fakes import PROBLEMS, attempt, make_loop
+from loop_fakes import PROBLEMS, FakeCollector, attempt, make_loop
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Rollout, Score, Turn
+from palestra.core.types import Group, Problem, Rollout, Score, Turn
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
-from palestra.train.group_source import StepRollouts, draw
+from palestra.train.group_source import ProblemSource, StepRollouts, draw
 from palestra.train.loop import Interrupted, total_steps
 from palestra.train.schedule import learning_rate_at
 from palestra.train.watcher import Watcher
@@ -51,6 +51,47 @@ def test_a_step_gathers_learns_and_then_gives_the_policy_the_next_version() -> N
     assert [step for step, _ in loop.tracker.rows] == [1, 2]
     assert loop.tracker.groups == [(1, 2), (2, 2)]
     assert loop.tracker.rows[0][1]["loss"] == 0.5
+
+
+@dataclass
+class AheadCollector(FakeCollector):
+    """Says what it prepares."""
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        self.calls.append(f"prepare {', '.join(problem.id for problem in problems)}")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+
+def test_records_and_the_next_steps_episodes_are_made_ready_while_the_learner_works() -> None:
+    loop = make_loop({"eval.every": 3}, steps=5)
+    source = loop.training.source
+    assert isinstance(source, ProblemSource)
+    source.collector = collector = AheadCollector(loop.calls, loop.policy)
+    loop.tracker.rollouts = lambda step, groups: loop.calls.append(f"records {step}")  # type: ignore[method-assign]
+    loop.training.run(evaluate=lambda step: loop.calls.append("evaluate") or 0.0)
+    ids = [problem.id for problem in draw(PROBLEMS, 0, 10, seed=loop.training.config.seed)]
+    learns = ["forward_backward", "optim_step"]
+    expected = []
+    for step in range(1, 6):
+        # the last step has no next one, and before the fourth an evaluation may need the room
+        ahead = [] if step in (3, 5) else [f"prepare {ids[2 * step]}, {ids[2 * step + 1]}"]
+        expected += ["collect 2", *learns, *ahead, f"records {step}", f"update {step}"]
+        expected += ["evaluate"] if step == 3 else []
+    assert loop.calls == expected
+    assert collector.keys[-2:] == ["0/8", "0/9"]
+
+
+def test_a_step_without_signal_is_recorded_and_the_next_one_prepared_all_the_same() -> None:
+    loop = make_loop({"train.refill_limit": 0}, steps=2)
+    source = loop.training.source
+    assert isinstance(source, ProblemSource)
+    source.collector = AheadCollector(loop.calls, loop.policy, play=equal)
+    loop.training.run()
+    assert [call.split()[0] for call in loop.calls] == ["collect", "prepare", "collect"]
+    assert loop.tracker.groups == [(1, 2), (2, 2)]
+    assert loop.tracker.rows[0][1]["groups"] == 2.0
 
 
 def test_the_seed_of_a_group_is_the_runs_seed_and_the_number_of_its_draw() -> None:

@@ -121,3 +121,14 @@ def test_combined_metrics_are_means_maxima_and_sums_over_a_pass() -> None:
     second = {"loss": 3.0, "ratio_max": 1.0, "tokens_computed": 6.0}
     found = combine([first, second, first, second], iterations=2)
     assert found == {"loss": 2.0, "ratio_max": 2.0, "tokens_computed": 16.0, "echo_loss": 4.0}
+
+
+def test_what_can_be_done_meanwhile_is_done_once_in_the_first_optimizer_step() -> None:
+    learner = Recorded()
+    config = RunConfig.build(SMALL, {"train": {"minibatches": 2, "iterations": 2}})
+    coefficients = Coefficients(0.1, echo=0.0, entropy=0.0)
+    update(learner, numbered(4), config, coefficients, NOW, meanwhile=lambda: learner.calls.append("meanwhile"))
+    assert [call for call in learner.calls if call != "forward"][:4] == [
+        "forward_backward", "optim_step", "meanwhile", "forward_backward",
+    ]  # fmt: skip
+    assert learner.calls.count("meanwhile") == 1
