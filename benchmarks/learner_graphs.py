@@ -1,6 +1,6 @@
 """The learner's small updates as CUDA graphs and launched one by one, in turn in one process, on a GPU.
 
-    python benchmarks/learner_graphs.py [--shape 135M] [--groups 3 4 8 16 24] [--repeats 8]
+    python benchmarks/learner_graphs.py [--shape 135M] [--groups 3 4 8 16 24] [--repeats 8] [--lora 8]
 
 Groups of 8 rows like the calculator's. Each update has other lengths, so that one graph serves several layouts. Prints
 the median of each way, how long a capture takes, and how far both are apart in log-probabilities and gradient norm.
@@ -16,10 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from learner import SHAPES, build, learner_for
+from learner import SETTINGS, SHAPES, build, learner_for
 
+from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
 from palestra.learner.base import Batch
+from palestra.learner.lora import add_lora
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
 
@@ -45,8 +47,16 @@ def main() -> None:
     parser.add_argument("--shape", default="135M", choices=SHAPES)
     parser.add_argument("--groups", type=int, nargs="+", default=[3, 4, 8, 16, 24])
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     arguments = parser.parse_args()
-    learner, config = learner_for(build(arguments.shape, torch.bfloat16, "cuda"), None)
+    model = build(arguments.shape, torch.bfloat16, "cuda")
+    if arguments.lora:
+        SETTINGS["lora.r"] = arguments.lora
+        model = add_lora(model, LoraSection(r=arguments.lora))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # zeros at first, of which half of the gradients are zero, too
+                torch.nn.init.normal_(weight, std=0.02)
+    learner, config = learner_for(model, None)
     graphs: Any = learner._scorer.graphs
     assert graphs is not None
     shapes = learner._shapes

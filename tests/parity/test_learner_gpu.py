@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
 from palestra.learner import head
 from palestra.learner.forward import Scorer
+from palestra.learner.lora import add_lora
 from palestra.learner.packed import pack_batch
 from palestra.learner.shapes import Shapes
 
@@ -85,8 +87,18 @@ def test_the_same_pass_gives_the_same_bits_each_time() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_captured_passes_give_the_numbers_of_plain_ones() -> None:
+def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    adapted = add_lora(model, LoraSection(r=8))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:  # zeros at first: then half of the gradients are zero, too
+            torch.nn.init.normal_(weight, std=0.05)
+    return adapted
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_captured_passes_give_the_numbers_of_plain_ones(lora: bool) -> None:
     model = build().to("cuda", torch.bfloat16)
+    model = with_adapters(model) if lora else model
     scorer = Scorer(model, compile_layers=True)
     assert scorer.graphs is not None
     shapes = Shapes(10_000)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -34,7 +36,7 @@ def is_linear(linear: Any) -> bool:
         return False
     if linear is base_linear(linear):
         return True
-    is_ordinary = type(linear).__module__ == "peft.tuners.lora.layer" and type(linear).__name__ == "Linear"
+    is_ordinary = any((t.__module__, t.__name__) == PEFT_LINEAR for t in type(linear).__mro__[:2])  # or the learner's
     if not is_ordinary or linear.merged or linear.disable_adapters or len(linear.active_adapters) != 1:
         return False
     name = linear.active_adapters[0]

@@ -26,6 +26,7 @@ from palestra.learner.head import LossGradient, ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
 from palestra.learner.logit_rule import logit_rule
+from palestra.learner.lora import compute_in_model_dtype
 from palestra.learner.norms import FastNorms
 from palestra.learner.packed import PackedMicroBatch
 from palestra.learner.self_check import choose_mode
@@ -67,6 +68,8 @@ class Scorer(nn.Module):
         self.mode: Mode = mode or "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
+        if self.model.device.type == "cuda":
+            compute_in_model_dtype(self.model)
         if mode is None:
             choose_mode(self)
         captures = self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)

@@ -29,14 +29,14 @@ Pass = Callable[[Tensor, Tensor, Layout], Tensor]  # token ids, positions and la
 def can_be_captured(model: Any) -> bool:
     """Whether all that layers do is decided by a micro-batch's shape, and done without the host.
 
-    Attention within a window, or with more than a softmax, walks the trees. Adapters are left alone: graphs of them
-    have not been compared with plain passes on a GPU so far.
+    Attention within a window, or with more than a softmax, walks the trees; dropout draws other numbers each time.
     """
     config = model.config.get_text_config()
     return (
         model.device.type == "cuda"
         and not model.is_gradient_checkpointing
-        and all(weight.dtype in HALF and weight.requires_grad for weight in model.parameters())
+        and all(weight.dtype in HALF or "lora_" in name for name, weight in model.named_parameters())
+        and not any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
         and getattr(config, "sliding_window", None) is None
         and not any(name in vars(config) for name in NOT_CAPTURED)
     )

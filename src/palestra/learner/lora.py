@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
+from palestra.engine.lora import adapter_of, base_linear, is_linear
+from palestra.learner.tree_attention_cuda import HALF
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,6 +45,31 @@ def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
         return get_peft_model(model, config)
     except ValueError as error:
         raise PalestraError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
+
+
+def compute_in_model_dtype(model: nn.Module) -> None:
+    """Let ordinary adapters of a half-precision model compute in its dtype, as the sampler does; their weights, and so
+    the sums of their updates, stay in float32. peft turns the layer's input into float32 instead, and so its output.
+    """
+    for module in model.modules():
+        if is_linear(module) and adapter_of(module) is not None and base_linear(module).weight.dtype in HALF:
+            module.__class__ = _half_precision_linear()
+
+
+@cache
+def _half_precision_linear() -> type[nn.Module]:
+    from peft.tuners.lora.layer import Linear
+
+    class HalfPrecisionLinear(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+                return super().forward(x, *args, **kwargs)
+            [name] = self.active_adapters
+            down, up = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
+            low = F.linear(self.lora_dropout[name](x), down) * self.scaling[name]
+            return self.base_layer(x) + F.linear(low, up)
+
+    return HalfPrecisionLinear
 
 
 def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) -> Any | None:

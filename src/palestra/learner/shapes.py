@@ -139,15 +139,16 @@ def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
 
 
 def _size(tokens: int, more: int = 0) -> int:
-    """The tokens of a section with room, and some more; 0 stays 0. Eight sizes for each doubling, at least 128.
+    """The tokens of a section with room, and some more; 0 stays 0. Eight sizes for each doubling, at least 128, or
+    multiples of 1,024.
 
-    >>> [_size(n) for n in (0, 1, 129, 5000, 9000)]
-    [0, 128, 160, 6144, 10240]
+    >>> [_size(n) for n in (0, 1, 129, 5000, 9000, 29000)]
+    [0, 128, 160, 6144, 10240, 30720]
     """
     if not tokens:
         return 0
     tokens = max(SHORTEST_RUN, _with_room(tokens) + more)
-    step = _power(tokens, 1) // 16
+    step = min(_power(tokens, 1) // 16, 1024)
     return -(-tokens // step) * step
 
 

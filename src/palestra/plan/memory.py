@@ -11,14 +11,14 @@ from palestra.plan.work import MICRO_BATCH, StepWork
 QUANTISED_BYTES = 0.516  # nf4 with double quantisation
 LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward pass; of more than that
 LOGITS_CHUNK = 2**30  # it has one chunk at a time, forward and backward
-LORA_OUTPUT_BYTES = 4  # adapters compute in float32
+QLORA_OUTPUT_BYTES = 4  # adapters of 4-bit layers compute in float32, others in the model's dtype
 LORA_LAYERS = 1.3  # layers whose adapters' outputs are there at once in the backward pass, computed again
 MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.64 * GIB  # of the libraries' products, of graphs and of the sampler
 MAX_MICRO_BATCH = 4 * MICRO_BATCH  # tokens; the host launches no faster for more of them
-CAPTURED_SHARE = 0.08  # of a GPU's memory, for activations of captured passes
-LAYER_LAUNCHES_S = 4.5e-3  # the host's for one layer, forward and backward, in a training
+CAPTURED_SHARE = 0.125  # of a GPU's memory, for activations of captured passes
+LAYER_LAUNCHES_S = 5.5e-3  # the host's for one layer, forward and backward, and what it could do meanwhile
 SMALL_FLOP_SHARE = 0.2  # of the FLOP/s that a small model's layers reach
 ACTIVATIONS_SHARE = 0.2  # of a GPU's memory, for activations of micro-batches of more than MICRO_BATCH tokens
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
@@ -83,7 +83,7 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     """Bytes that the backward pass needs of one token."""
     size = work.weight_bytes
     layer = layer_activations(shape, work)
-    adapters = 0.0 if work.method == "full" else float(shape.linear_outputs * LORA_OUTPUT_BYTES)
+    adapters = float(shape.linear_outputs * adapter_bytes(work))
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
         return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR
@@ -92,9 +92,14 @@ def token_activations(shape: ModelShape, device: Device, work: StepWork) -> floa
     return shape.layers * layer + LORA_LAYERS * adapters
 
 
+def adapter_bytes(work: StepWork) -> int:
+    """Of each number that adapters compute."""
+    return {"full": 0, "lora": work.weight_bytes, "qlora": QLORA_OUTPUT_BYTES}[work.method]
+
+
 def layer_activations(shape: ModelShape, work: StepWork) -> float:
     """Bytes of a token that one compiled layer keeps: log-sum-exps, too, and what adapters have inside."""
-    inside = 0 if work.method == "full" else 7 * work.lora_rank * LORA_OUTPUT_BYTES
+    inside = 7 * work.lora_rank * adapter_bytes(work)
     return float(shape.layer_outputs * work.weight_bytes + 4 * shape.heads + inside)
 
 
@@ -117,7 +122,7 @@ def captured_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> i
 
     Its activations stay allocated from step to step, so they may take little of the memory. 0 where none is captured.
     """
-    if not is_compiled(shape, device) or work.method != "full" or work.gpus > 1 or work.gradient_checkpointing:
+    if not is_compiled(shape, device) or work.method == "qlora" or work.gpus > 1 or work.gradient_checkpointing:
         return 0
     by_time = LAYER_LAUNCHES_S * SMALL_FLOP_SHARE * device.flops / (6 * shape.layer_weights)
     by_memory = CAPTURED_SHARE * device.memory_gib * GIB / token_activations(shape, device, work)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
+from palestra.engine.lora import is_linear
 from palestra.learner.forward import _what_to_keep
-from palestra.learner.lora import add_lora, build_peft_config, quantization_config
+from palestra.learner.lora import add_lora, build_peft_config, compute_in_model_dtype, quantization_config
 from palestra.train import setup
 
 
@@ -92,6 +95,75 @@ def test_compiled_layers_keep_the_products_of_weights_but_not_of_adapters(
     arguments = [torch.empty(2048), *inputs] if operation == "addmm" else inputs
     found = _what_to_keep(None, getattr(torch.ops.aten, operation).default, *arguments)
     assert (found == CheckpointPolicy.MUST_SAVE) is kept
+
+
+def adapted(**lora: Any) -> Any:
+    """A bfloat16 model whose adapters are not zero."""
+    torch.manual_seed(0)
+    model = add_lora(build().to(torch.bfloat16), LoraSection(r=4, **lora))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+def logits_and_gradients(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model.zero_grad()
+    logits = model(torch.arange(1, 25)[None]).logits.float()
+    torch.log_softmax(logits, -1)[..., 3].sum().backward()
+    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad and p.grad is not None]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_adapters_of_a_half_precision_model_compute_in_its_dtype_and_give_the_numbers_of_peft() -> None:
+    model = adapted()
+    exact, exact_gradients = logits_and_gradients(copy.deepcopy(model).float())
+    expected, gradients = logits_and_gradients(model)
+    compute_in_model_dtype(model)
+    linears = [m for m in model.modules() if type(m).__name__ == "HalfPrecisionLinear"]
+    assert len(linears) == 7 * model.config.num_hidden_layers
+    assert all(is_linear(linear) for linear in linears), "the sampler still knows them"
+    found, own = logits_and_gradients(model)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert not torch.equal(found, expected), "they are computed in another way"
+    assert error(found, exact) < 1.5 * error(expected, exact) + 0.01
+    assert len(own) == len(gradients) == 14
+    for mine, theirs, right in zip(own, gradients, exact_gradients, strict=True):
+        assert error(mine, right) < error(theirs, right) + 0.05
+
+
+def test_an_adapter_that_is_switched_off_or_merged_adds_nothing() -> None:
+    model = adapted()
+    with model.disable_adapter(), torch.no_grad():
+        expected = model(torch.arange(1, 25)[None]).logits
+    compute_in_model_dtype(model)
+    with torch.no_grad():
+        with model.disable_adapter():
+            assert torch.equal(model(torch.arange(1, 25)[None]).logits, expected)
+        own = model(torch.arange(1, 25)[None]).logits.float()
+        merged = model.merge_and_unload()(torch.arange(1, 25)[None]).logits.float()
+    assert not torch.equal(own, expected.float())
+    assert error(merged, own) < 0.05
+
+
+def test_adapters_drop_out_as_they_are_told() -> None:
+    model = adapted(dropout=0.5)
+    compute_in_model_dtype(model)
+    with torch.no_grad():
+        one, other = (model.train()(torch.arange(1, 25)[None]).logits for _ in range(2))
+        assert not torch.equal(one, other)
+        one, other = (model.eval()(torch.arange(1, 25)[None]).logits for _ in range(2))
+        assert torch.equal(one, other)
+
+
+def test_adapters_of_a_float32_model_and_other_kinds_stay_as_peft_made_them() -> None:
+    dora = get_peft_model(build().to(torch.bfloat16), LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    for model in (add_lora(build(), LoraSection(r=4)), dora):
+        compute_in_model_dtype(model)
+        assert not any(type(m).__name__ == "HalfPrecisionLinear" for m in model.modules())
 
 
 def test_weights_in_4_bits_are_counted_two_in_a_byte() -> None:
