@@ -308,20 +308,22 @@ class Sample:
 
 
 def _set(owner: object, name: str, value: Array) -> None:
-    value.setflags(write=False)
+    if value.flags.writeable:
+        value.setflags(write=False)
     object.__setattr__(owner, name, value)  # the dataclass is frozen
 
 
 def _array(values: Any, kind: Any) -> Array:
     """A view, so that making it read-only does not change the caller's array."""
-    return np.asarray(values, dtype=kind).view()
+    array = np.asarray(values, dtype=kind)
+    return array.view() if array.flags.writeable else array
 
 
 def _filled(values: Any, count: int, kind: Any) -> Array:
     if isinstance(values, int | float):
         return np.full(count, values, kind) if count else np.empty(0, kind)
-    array = np.asarray(values, dtype=kind)
-    return np.full(count, array) if array.ndim == 0 else array.view()
+    array = _array(values, kind)
+    return np.full(count, array) if array.ndim == 0 else array
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -101,7 +101,10 @@ class TurnColumns:
         logprobs, versions = np.zeros(len(by_model), np.float32), np.zeros(len(by_model), np.int32)
         logprobs[by_model] = np.concatenate([turn.logprobs for turn in turns])  # empty unless the model made the turn
         versions[by_model] = np.concatenate([turn.versions for turn in turns])
-        return cls(np.concatenate([turn.token_ids for turn in turns]), by_model, by_environment, logprobs, versions)
+        token_ids = np.concatenate([turn.token_ids for turn in turns])
+        for column in (token_ids, by_model, by_environment, logprobs, versions):
+            column.setflags(write=False)  # a part of one is taken as it is
+        return cls(token_ids, by_model, by_environment, logprobs, versions)
 
 
 def to_samples(
@@ -125,18 +128,23 @@ def to_samples(
     if not rows:
         return []
     columns = TurnColumns.of([turn for _, conversation, _ in rows for turn in conversation.turns])
+    lengths = [sum([len(turn.token_ids) for turn in conversation.turns]) for _, conversation, _ in rows]
+    worth = np.repeat(np.array([advantage for *_, advantage in rows], np.float32), lengths)
+    no_tokens = np.zeros(len(worth), np.bool_)
+    for column in (worth, no_tokens):
+        column.setflags(write=False)
     samples, start = [], 0
-    for g, conversation, advantage in rows:
-        part = slice(start, start + sum(len(turn.token_ids) for turn in conversation.turns))
+    for (g, conversation, _), length in zip(rows, lengths, strict=True):
+        part = slice(start, start + length)
         masked = mask_truncated and conversation.stop in CUT_OFF
         own = conversation.advantages if isinstance(conversation, Rollout) else None
         samples.append(
             Sample(
                 token_ids=columns.token_ids[part],
-                policy_mask=columns.by_model[part] & (not masked),
-                echo_mask=columns.by_environment[part] & (not masked),
+                policy_mask=(no_tokens if masked else columns.by_model)[part],
+                echo_mask=(no_tokens if masked else columns.by_environment)[part],
                 logprobs=columns.logprobs[part],
-                advantages=advantage if own is None else own,  # type: ignore[arg-type]
+                advantages=worth[part] if own is None else own,
                 group=g,
                 prompt_length=len(conversation.turns[0].token_ids),
                 versions=columns.versions[part],
