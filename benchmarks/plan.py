@@ -185,7 +185,10 @@ def measure(
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    graphs = getattr(getattr(learner, "_scorer", None), "graphs", None)
+    replays = graphs is not None and graphs.captured  # these allocate nothing: what they keep is reserved
+    counted = torch.cuda.max_memory_reserved if replays else torch.cuda.max_memory_allocated
+    peak = counted() / GIB if cuda else 0.0
     lengths = run.training.tracker.lengths
     prompt, sampled = (round(statistics.mean(column)) for column in zip(*lengths, strict=True))
     config.rollout.max_new_tokens = sampled

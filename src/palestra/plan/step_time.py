@@ -20,6 +20,7 @@ SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read 
 NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
 CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, beside those without
 REPLAY_S = 0.015  # the host's time beside that of the GPU for one of them: packing, loss and optimizer
+ELEMENTWISE = {"full": 1.0, "lora": 1.3, "qlora": 2.0}  # what is moved between products, beside all weights' training
 LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 
@@ -157,7 +158,7 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     products = forward * (passes * work.iterations + forwards)
     attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
     activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
-    moved = activations * reached.elementwise_passes * (1.0 if full else 2.0) * work.iterations
+    moved = activations * reached.elementwise_passes * ELEMENTWISE[work.method] * work.iterations
     moved *= 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
     computing = (
         products / (device.flops * reached.learner_flop_share)

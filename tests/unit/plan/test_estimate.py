@@ -114,10 +114,11 @@ def test_decode_is_within_15_percent_of_what_an_h200_measured(rows: int, per_s: 
 MEASURED = [
     ("smollm2-135m", 0, 32, 8, 247, 255, 65536, 1.74, 1.55, 17.53),
     ("smollm2-135m", 0, 16, 8, 1527, 507, 65536, 2.13, 1.57, 21.02),
-    ("smollm2-135m", 16, 8, 8, 7671, 498, 65536, 2.22, 3.01, 21.39),
+    # its memory is of the version before: a replay of captured passes allocates nothing that torch would count
+    ("smollm2-135m", 16, 8, 8, 7671, 497, 65536, 2.22, 2.31, 21.39),
     ("qwen3-0.6b", 0, 16, 8, 247, 256, 32768, 4.33, 1.17, 30.45),
     ("qwen3-0.6b", 0, 4, 8, 7671, 512, 32768, 5.53, 2.57, 35.48),
-    ("qwen3-0.6b", 16, 16, 8, 1527, 511, 32768, 10.59, 4.14, 32.15),
+    ("qwen3-0.6b", 16, 16, 8, 1527, 511, 32768, 10.59, 3.49, 30.45),
     ("qwen3-1.7b", 0, 16, 8, 503, 512, 16384, 8.66, 4.46, 56.50),
     ("qwen3-1.7b", 16, 4, 8, 7671, 510, 16384, 5.53, 4.50, 25.89),
 ]
@@ -159,9 +160,18 @@ def test_a_plan_takes_the_suited_micro_batch_where_none_is_set() -> None:
     assert (planned(), planned(tokens_per_micro_batch=16384)) == (65536, 16384)
 
 
-@pytest.mark.parametrize(("groups", "ms"), [(3, 21.2), (8, 33.6), (16, 50.8), (32, 80.3), (44, 106.2)])
-def test_a_captured_update_is_within_25_percent_of_what_an_h200_measured(groups: int, ms: float) -> None:
+# benchmarks/learner_graphs.py on an H200, without and with --lora 8
+@pytest.mark.parametrize(
+    ("groups", "ms", "lora_ms"),
+    [(3, 21.2, 27.0), (8, 33.6, None), (16, 50.8, 62.4), (32, 80.3, None), (44, 106.2, 131.4)],
+)
+def test_a_captured_update_is_within_25_percent_of_what_an_h200_measured(
+    groups: int, ms: float, lora_ms: float | None
+) -> None:
     work = {"problems": groups, "group_size": 8, "prompt_tokens": 215, "new_tokens": 45}
+    if lora_ms is not None:
+        adapters = plan("smollm2-135m", **work, tokens_per_micro_batch=65536, method="lora", lora_rank=8).time
+        assert (adapters.learner_s + adapters.optimizer_s) * 1e3 == pytest.approx(lora_ms, rel=0.25)
     time = plan("smollm2-135m", **work, tokens_per_micro_batch=65536).time
     assert (time.learner_s + time.optimizer_s) * 1e3 == pytest.approx(ms, rel=0.25)
 
