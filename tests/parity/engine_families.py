@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mistral": {"sliding_window": 7},
-    "gemma2": {"head_dim": 32, "sliding_window": 7},
+    "gemma2": {"head_dim": 32, "sliding_window": 7, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 32, "sliding_window": 7},
     "phi3": {},
     "olmo2": {},
@@ -40,7 +40,9 @@ def tiny_model(family: str, **changes: Any) -> Any:
     extra = {**FAMILIES.get(family, {}), **changes}
     config = AutoConfig.for_model(family, **{**COMMON, **extra})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa would leave out
+    attention = {"attn_implementation": "eager"} if capped else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

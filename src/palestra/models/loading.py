@@ -94,6 +94,8 @@ def load_model(
         model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
     set_tokenizer_defaults(tokenizer)
     set_model_defaults(model, tokenizer)
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa, the default, leaves the cap of Gemma 2's attention logits out
     model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))

@@ -86,7 +86,8 @@ def _random(family: str) -> tuple[Any, Any]:
     kind, tokenizer = FAMILIES[family], FAMILIES[family].tokenizer()
     torch.manual_seed(0)
     config = kind.config(**{**_SHAPE, "vocab_size": len(tokenizer) + 3, **kind.settings})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # eager: transformers' other ways of attention leave out what softcaps logits (gemma2), which llama.cpp does
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases that do nothing would hide mistakes

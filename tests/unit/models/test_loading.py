@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from palestra.core.errors import PalestraError
 from palestra.models.loading import LoadedModel, canonical_name, choose_threads, idle_processors, load_model
@@ -117,6 +119,31 @@ def test_a_reason_that_is_a_list_is_told_whole(tmp_path: Path) -> None:
 def test_unknown_dtype_and_device_name_the_known_ones(option: str, value: str) -> None:
     with pytest.raises(PalestraError, match="auto"):
         load_model("palestra/tiny", **{"device": "cpu", option: value})
+
+
+def test_the_cap_of_attention_logits_counts_in_a_model_that_has_one(tiny: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=len(tiny.tokenizer),
+        attn_logit_softcapping=2.0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.weight, std=3.0)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        loaded = load_model(str(tmp_path), dtype="float32", device="cpu").model
+        torch.testing.assert_close(loaded(ids).logits, expected)
+        loaded.set_attn_implementation("sdpa")
+        assert not torch.allclose(loaded(ids).logits, expected, atol=0.01), "then it would not count"
 
 
 def test_padding_and_ends_are_set_where_a_model_has_none(tmp_path: Path) -> None:
