@@ -22,7 +22,8 @@ from palestra.core.types import Array, Sample
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
 from palestra.learner.base import Batch, nothing
-from palestra.learner.local import LocalLearner, LocalOutputs, loss_metrics
+from palestra.learner.local import LocalLearner
+from palestra.learner.outputs import LocalOutputs, loss_metrics
 from palestra.learner.sharded_state import is_sharded, load_sharded, load_whole, save_sharded
 
 

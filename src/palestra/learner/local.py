@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from palestra.algo.echo import world_model_loss
-from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -31,92 +29,13 @@ from palestra.learner.forward import Scorer
 from palestra.learner.micro_batch import captured_tokens, micro_batch_tokens
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
+from palestra.learner.outputs import LocalOutputs, MicroOutputs, explain_not_finite
 from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
 from palestra.learner.shard import shard
 from palestra.learner.sharded_state import is_sharded, load_sharded
 from palestra.learner.token_loss import TokenLoss
-
-
-@dataclass(slots=True)
-class LocalOutputs:
-    """The results of one forward_backward, still on the device."""
-
-    batch: Batch
-    loss: StepLoss
-    parts: Tensor  # [3] float64: policy loss, cross-entropy on tool results, entropy bonus
-    stats: TokenStats
-    token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for messages
-    token_logprobs: list[tuple[PackedMicroBatch, Tensor]]
-    token_entropies: list[tuple[PackedMicroBatch, Tensor]]
-
-    @classmethod
-    def empty(cls, batch: Batch, loss: StepLoss, device: torch.device) -> LocalOutputs:
-        return cls(batch, loss, torch.zeros(3, dtype=torch.float64, device=device), TokenStats(), [], [], [])
-
-    def logprobs(self) -> list[Array]:
-        return tokens_to_rows(self.token_logprobs, self.batch.samples)
-
-    def entropies(self) -> list[Array]:
-        return tokens_to_rows(self.token_entropies, self.batch.samples)
-
-    def metrics(self) -> dict[str, float]:
-        return loss_metrics(self.loss, self.parts, self.stats) | self.costs()
-
-    def costs(self) -> dict[str, float]:
-        """What it took on this machine."""
-        costs = {"tokens_computed": float(sum(len(micro.batch.token_ids) for micro, _ in self.token_logprobs))}
-        if self.parts.is_cuda:
-            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.parts.device) / 2**30
-        return costs
-
-    def add(self, micro: PackedMicroBatch, out: MicroOutputs) -> None:
-        self.parts += out.parts.detach()
-        self.stats += out.stats
-        self.token_losses.append((out.token_loss, out.row))
-        self.token_logprobs.append((micro, out.logprobs))
-        self.token_entropies.append((micro, out.entropies))
-
-    def groups_not_finite(self) -> set[int]:
-        """The groups of rows whose own loss is not finite."""
-        sums = torch.zeros(len(self.batch.samples), device=self.parts.device)
-        for token_loss, row in self.token_losses:
-            sums.index_add_(0, row, token_loss.float())
-        return {self.batch.samples[r].group for r in (~sums.isfinite()).nonzero().flatten().tolist()}
-
-
-@dataclass(frozen=True, slots=True)
-class MicroOutputs:
-    """What the forward pass of one micro-batch found."""
-
-    parts: Tensor  # [3], with their gradient
-    stats: TokenStats
-    token_loss: Tensor  # [N] as the others, without a gradient
-    row: Tensor
-    logprobs: Tensor
-    entropies: Tensor
-
-
-def loss_metrics(loss: StepLoss, parts: Tensor, stats: TokenStats) -> dict[str, float]:
-    policy, echo, bonus = parts.tolist()
-    metrics = {"loss": policy + loss.echo_coefficient * echo + bonus, "policy_loss": policy}
-    if loss.echo_tokens:
-        metrics["echo_loss"] = echo
-    return metrics | stats.finish()
-
-
-def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:
-    """Which groups brought a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
-    guilty = {group for found in pending for group in found.groups_not_finite()}
-    everyone = {sample.group for found in pending for sample in found.batch.samples}
-    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
-    groups = guilty or everyone
-    what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-    return (
-        f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
-        "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
-    )
 
 
 class LocalLearner:
@@ -284,7 +203,11 @@ class LocalLearner:
         ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
-        meanwhile()
+        try:
+            meanwhile()
+        except BaseException:
+            self._forget_gradients()
+            raise
         own_loss, grad_norm = checks.tolist()
         loss = sum(self._ranks.gather(own_loss))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

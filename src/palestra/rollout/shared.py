@@ -10,7 +10,7 @@ from palestra.core.errors import PalestraError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
 from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,14 @@ class SharedCollector:
             for rollout in group.rollouts:
                 on_rollout(rollout)
         return [found[i % size].groups[i // size] for i in range(len(problems))]
+
+    async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
+        if isinstance(self.inner, PreparesGroups):
+            await self.inner.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
+
+    def abandon(self) -> None:
+        if isinstance(self.inner, PreparesGroups):
+            self.inner.abandon()
 
     def groups_at_once(self, group_size: int) -> int:
         return self.inner.groups_at_once(group_size)

@@ -200,14 +200,7 @@ class Training:
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
         )
-        train_seconds = time.perf_counter() - began
-        sampling_s = rollouts.seconds + (train_seconds if self.learner_thread else 0.0)
-        metrics |= {
-            "sample_seconds": rollouts.seconds,  # that the learner waited for
-            "train_seconds": train_seconds,
-            "elapsed_seconds": self.elapsed_s,
-            "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
-        }
+        metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
             with phases("records"):
                 self.tracker.tokens(after.step, partial(record.table, groups, advantages, samples))
@@ -217,6 +210,16 @@ class Training:
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
+        """Of a step; `sample_s` is how long the learner waited for its rollouts."""
+        sampling_s = sample_s + (train_s if self.learner_thread else 0.0)
+        return {
+            "sample_seconds": sample_s,
+            "train_seconds": train_s,
+            "elapsed_seconds": self.elapsed_s,
+            "sample_tokens_per_second": sampled_tokens / max(sampling_s, 1e-9),
+        }
 
     def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
         found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)

@@ -232,6 +232,21 @@ def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
     assert seen == [True]  # without a gradient there is no step
 
 
+def test_other_work_that_fails_leaves_no_gradient_behind() -> None:
+    learner, samples = LocalLearner(build(), config=settings()), make_samples()
+    before = weights(learner.model)
+    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=fail)
+    assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0
+    assert all(weight.grad is None for weight in learner.model.parameters())
+    assert same(before, weights(learner.model))
+
+
 def test_a_nan_advantage_is_refused_by_group() -> None:
     sample = make_samples()[0]
     bad = replace(sample, advantages=float("nan"), group=3)

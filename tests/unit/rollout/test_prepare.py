@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from palestra.core.types import Problem, SamplingParams
 from palestra.rollout import opening
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
+from palestra.rollout.shared import SharedCollector
 from palestra.train.group_source import ProblemSource
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -126,6 +128,18 @@ def test_an_episode_that_does_not_open_is_left_to_the_attempt(world: Prepared, m
         [None] * 2,
         [None] * 2,
     ]
+    world.assert_all_closed()
+
+
+def test_each_of_several_ranks_prepares_its_own_problems(world: Prepared) -> None:
+    shared = SharedCollector(world.collector, SimpleNamespace(rank=1, size=2))  # type: ignore[arg-type]
+    asyncio.run(shared.prepare(PROBLEMS, 2))
+    world.collect(PROBLEMS[1], PROBLEMS[3])
+    assert [episode.prompt[-1].text for episode in world.environment.episodes] == [
+        problem.input for problem in (PROBLEMS[1], PROBLEMS[1], PROBLEMS[3], PROBLEMS[3])
+    ]
+    asyncio.run(shared.prepare(PROBLEMS, 2))
+    shared.abandon()
     world.assert_all_closed()
 
 
