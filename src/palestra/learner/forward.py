@@ -223,7 +223,7 @@ def _checkpoint_contexts() -> Any:
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products and attention, but not what an adapter adds: made from few columns, and wide as the layer in float32."""
+    """Products and attention, but not what an adapter adds: made from few columns, and wide as the layer."""
     if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         costly = args[-2].shape[1] > MAX_RECOMPUTED_COLUMNS
     else:

@@ -94,11 +94,16 @@ def load_model(
         model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
     set_tokenizer_defaults(tokenizer)
     set_model_defaults(model, tokenizer)
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa, the default, leaves the cap of Gemma 2's attention logits out
+    use_softcaps(model)
     model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
+
+
+def use_softcaps(model: Any) -> None:
+    """Let the cap of attention's logits count, where a model has one (Gemma 2): transformers' default leaves it out."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
 
 
 def load_config(name: str) -> Any:

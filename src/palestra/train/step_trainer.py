@@ -25,7 +25,7 @@ from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
-from palestra.models.loading import LoadedModel
+from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import build_policy
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.tracking.base import Trackers
@@ -109,6 +109,7 @@ class StepTrainer:
         )
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
+        use_softcaps(model)
         self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on
         self.tokenizer = tokenizer
         self.epoch = 0.0  # passes over the dataset of `train`
