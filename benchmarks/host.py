@@ -7,8 +7,7 @@ GPU's runner but no model behind it, and a learner that only packs. On a GPU thi
 Takes half a minute on one core. To compare two versions, run both at once, on a core each, and swapped. `--gpu` has
 the milliseconds of a decode step, of each of its rows, of each token of a prefill, and of an update; those above are
 about SmolLM2's on an H200. Then the seconds of a step are printed, too, and how many of them the host waited for the
-GPU; records are written while the next step is sampled, as in a training, so the milliseconds of a rollout's parts are
-those of `--gpu` only by the sum.
+GPU. Nobody waits for the records then, as in a training, so that a step's CPU time may have some of the step before.
 """
 
 from __future__ import annotations
