@@ -185,7 +185,7 @@ def measure(
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    graphs = getattr(getattr(learner, "_scorer", None), "graphs", None)
+    graphs = learner._scorer.graphs
     replays = graphs is not None and graphs.captured  # these allocate nothing: what they keep is reserved
     counted = torch.cuda.max_memory_reserved if replays else torch.cuda.max_memory_allocated
     peak = counted() / GIB if cuda else 0.0

@@ -14,8 +14,16 @@ Row = Mapping[str, Any]
 _SPARKLINE_POINTS = 60
 # of a step, in their order; "agent_loop" is what is left: tools, environments and measures that rollouts waited for
 _PHASES = (
-    *("prefill", "decode", "planning", "template", "agent_loop"),
-    *("learner", "packing", "preparing", "publishing", "records"),
+    "prefill",
+    "decode",
+    "planning",
+    "template",
+    "agent_loop",
+    "learner",
+    "packing",
+    "preparing",
+    "publishing",
+    "records",
 )
 
 # title, unit, and the names or beginnings of names ("score/") of a chart, in the order of display

@@ -52,7 +52,7 @@ def choose_mode(scorer: CheckedScorer) -> None:
     model = scorer.model
     training = model.training
     # As the learner will call it, so that what is compiled here serves there: one that learns nothing is a reference.
-    model.train(any(p.requires_grad for p in model.parameters()) and not _drops(model))
+    model.train(any(p.requires_grad for p in model.parameters()) and not drops(model))
     try:
         shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
@@ -72,7 +72,7 @@ def choose_mode(scorer: CheckedScorer) -> None:
         model.train(training)
 
 
-def _drops(model: nn.Module) -> bool:
+def drops(model: nn.Module) -> bool:
     """Whether training differs from evaluation by chance."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         return True

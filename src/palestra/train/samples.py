@@ -13,7 +13,7 @@ from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import CUT_OFF, Array, Group, Rollout, Sample, Turn
+from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Sample
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -83,17 +83,20 @@ def trainable_samples(
 
 @dataclass(frozen=True, slots=True)
 class TurnColumns:
-    """The tokens of turns laid end to end, all turns of a step at once: most are so short that a call of numpy for
-    each takes longer than its work."""
+    """The tokens of conversations laid end to end, all of a step at once: most turns are so short that a call of numpy
+    for each takes longer than its work. Nothing writes into them, so that a part is taken as it is."""
 
+    lengths: list[int]  # of the conversations
     token_ids: Array  # [T] int32
     by_model: Array  # [T] bool
     by_environment: Array  # [T] bool
     logprobs: Array  # [T] float32, 0 where the model did not make the token
     versions: Array  # [T] int32, 0 where the model did not make the token
+    advantages: Array  # [T] float32, that of the conversation
 
     @classmethod
-    def of(cls, turns: Sequence[Turn]) -> TurnColumns:
+    def of(cls, conversations: Sequence[Rollout | Lineage], advantages: Sequence[float]) -> TurnColumns:
+        turns = [turn for conversation in conversations for turn in conversation.turns]
         lengths = [len(turn.token_ids) for turn in turns]
         by_model, by_environment = (
             np.repeat(np.array([turn.maker == maker for turn in turns]), lengths) for maker in ("model", "environment")
@@ -102,9 +105,11 @@ class TurnColumns:
         logprobs[by_model] = np.concatenate([turn.logprobs for turn in turns])  # empty unless the model made the turn
         versions[by_model] = np.concatenate([turn.versions for turn in turns])
         token_ids = np.concatenate([turn.token_ids for turn in turns])
-        for column in (token_ids, by_model, by_environment, logprobs, versions):
-            column.setflags(write=False)  # a part of one is taken as it is
-        return cls(token_ids, by_model, by_environment, logprobs, versions)
+        whole = [sum([len(turn.token_ids) for turn in conversation.turns]) for conversation in conversations]
+        worth = np.repeat(np.array(advantages, np.float32), whole)
+        for column in (token_ids, by_model, by_environment, logprobs, versions, worth):
+            column.setflags(write=False)
+        return cls(whole, token_ids, by_model, by_environment, logprobs, versions, worth)
 
 
 def to_samples(
@@ -127,14 +132,11 @@ def to_samples(
     ]
     if not rows:
         return []
-    columns = TurnColumns.of([turn for _, conversation, _ in rows for turn in conversation.turns])
-    lengths = [sum([len(turn.token_ids) for turn in conversation.turns]) for _, conversation, _ in rows]
-    worth = np.repeat(np.array([advantage for *_, advantage in rows], np.float32), lengths)
-    no_tokens = np.zeros(len(worth), np.bool_)
-    for column in (worth, no_tokens):
-        column.setflags(write=False)
+    columns = TurnColumns.of([conversation for _, conversation, _ in rows], [advantage for *_, advantage in rows])
+    no_tokens = np.zeros(len(columns.token_ids), np.bool_)
+    no_tokens.setflags(write=False)
     samples, start = [], 0
-    for (g, conversation, _), length in zip(rows, lengths, strict=True):
+    for (g, conversation, _), length in zip(rows, columns.lengths, strict=True):
         part = slice(start, start + length)
         masked = mask_truncated and conversation.stop in CUT_OFF
         own = conversation.advantages if isinstance(conversation, Rollout) else None
@@ -144,7 +146,7 @@ def to_samples(
                 policy_mask=(no_tokens if masked else columns.by_model)[part],
                 echo_mask=(no_tokens if masked else columns.by_environment)[part],
                 logprobs=columns.logprobs[part],
-                advantages=worth[part] if own is None else own,
+                advantages=columns.advantages[part] if own is None else own,
                 group=g,
                 prompt_length=len(conversation.turns[0].token_ids),
                 versions=columns.versions[part],

@@ -61,12 +61,11 @@ class TokenRecord:
         ]
         if not rows:
             return np.zeros(0, TOKEN_COLUMNS)
-        columns = TurnColumns.of([turn for _, _, conversation, _ in rows for turn in conversation.turns])
-        lengths = [sum(len(turn.token_ids) for turn in conversation.turns) for _, _, conversation, _ in rows]
+        columns = TurnColumns.of([row[2] for row in rows], [row[3] for row in rows])
+        lengths, worth = columns.lengths, columns.advantages.copy()
         table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
         for name in ("learner_logprob", "ratio", "entropy"):
             table[name] = np.nan
-        worth = np.repeat(np.array([advantage for *_, advantage in rows], np.float32), lengths)
         is_sample, left, start = [], list(reversed(samples)), 0
         for (g, is_good, conversation, _), length in zip(rows, lengths, strict=True):
             part = slice(start, start + length)
