@@ -39,6 +39,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    format: str = field(default="", repr=False)  # name of the call format, if it is not the model's own
 
 
 @dataclass(frozen=True, slots=True)
