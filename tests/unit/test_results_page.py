@@ -14,7 +14,7 @@ def test_the_readme_and_the_page_show_the_table_that_the_files_give(monkeypatch)
     import results_page
 
     runs = {name: results_page._runs(results.DATA, name) for name in results.RECIPES}
-    table = results_page._table(results.RECIPES, runs)
+    table = results_page._tables(results.RECIPES, runs)
     assert all(len(members) == 3 for members in runs.values())
     assert all(run["after"]["pass_rate"]["n"] >= 500 for members in runs.values() for run in members)
     start, end = results_page.MARKS
