@@ -121,8 +121,8 @@ class GRPOTrainingResult:
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
         `context` is the state that tools with a Context parameter work on.
         """
+        from palestra.chat.reasoning import strip_reasoning
         from palestra.chat.template import ChatFormat
-        from palestra.chat.toolcalls import strip_thinking
         from palestra.core.event_loop import outside_event_loop
         from palestra.policy.build import build_policy
         from palestra.rollout.agent_loop import AttemptLimits
@@ -149,7 +149,7 @@ class GRPOTrainingResult:
         )
         if rollout.error:
             raise PalestraError(f"the model could not answer: {rollout.error}")
-        return strip_thinking(rollout.messages[-1].text).strip()
+        return strip_reasoning(rollout.messages[-1].text).strip()
 
     def _as_tool(self, tool: Any) -> Tool:
         if not isinstance(tool, Mapping):

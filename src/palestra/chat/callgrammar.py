@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callforms import CLOSE, HERMES, OPEN, CallForm
+from palestra.chat.callformats import HERMES, CallFormat
+from palestra.chat.calls_json import TOOL_CALL as OPEN
+from palestra.chat.calls_json import TOOL_CALL_END as CLOSE
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ A_NOTE = "Unknown format"  # a warning that can be passed over: a format may be 
 class CallGrammars:
     """Makes the grammars of tools, for one tokenizer."""
 
-    def __init__(self, tokenizer: Any, form: CallForm) -> None:
+    def __init__(self, tokenizer: Any, form: CallFormat) -> None:
         if form is not HERMES:
             raise PalestraError(
                 f"rollout.constrain_tool_calls knows the form {HERMES.example}; this model's chat template asks for "

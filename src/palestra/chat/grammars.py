@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from palestra.chat.callforms import form_of
+from palestra.chat.callformats import format_of
 from palestra.chat.callgrammar import CallGrammars
 from palestra.chat.turngrammar import TurnGrammars
 from palestra.core.types import Grammar
@@ -61,7 +61,7 @@ class _Compiler:
 
     @cached_property
     def _calls(self) -> CallGrammars:
-        return CallGrammars(self._tokenizer, form_of(getattr(self._tokenizer, "chat_template", None) or ""))
+        return CallGrammars(self._tokenizer, format_of(getattr(self._tokenizer, "chat_template", None) or ""))
 
     @cached_property
     def _turns(self) -> TurnGrammars:

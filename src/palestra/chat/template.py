@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from palestra.chat.callforms import MISTRAL, CallForm, form_of
+from palestra.chat.callformats import HARMONY, CallFormat, format_of
+from palestra.chat.calls_tokens import find_harmony
 from palestra.chat.pieces import (
     Piece,
     TokenRuns,
@@ -24,11 +25,12 @@ from palestra.chat.pieces import (
     split_at_marks,
     with_texts,
 )
+from palestra.chat.reasoning import ends_open, split_reasoning
 from palestra.chat.remembered import remembered
 from palestra.chat.render import render
 from palestra.chat.segments import SegmentTokenizer
 from palestra.chat.surroundings import Surroundings
-from palestra.chat.toolcalls import parse_assistant, strip_thinking
+from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -46,6 +48,7 @@ _END_OF_TURN = (
 )
 MAX_REMEMBERED_CHARS = 4096
 MAX_OPENINGS = 8
+PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
 _IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
@@ -87,7 +90,8 @@ class ChatFormat:
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self._shows_tools = False  # not known yet
-        self.call_form: CallForm = form_of(tokenizer.chat_template)
+        tokens = [str(token.content) for token in added.values()]
+        self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
     def prompt(
@@ -189,14 +193,41 @@ class ChatFormat:
             del found.runs[0][1][0]
         return found.turns()
 
-    def read(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message that sampled ids say: without stop token and thinking, its tool calls apart."""
+    def read(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: Sequence[int] = (),
+        unexpected: UnexpectedCalls = "execute",
+    ) -> Message:
+        """The assistant message of sampled ids: without stop token and reasoning, its tool calls apart.
+
+        `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
+        """
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        written = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        text, calls = parse_assistant(written, self.call_form)
-        return Message("assistant", strip_thinking(text), tool_calls=calls)
+        reply = self.parse(self._decode(ids), tools, self._decode(prompt_end[-PROMPT_END_TOKENS:]), unexpected)
+        return Message("assistant", reply.text, tool_calls=reply.calls)
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: str = "",
+        unexpected: UnexpectedCalls = "execute",
+    ) -> Reply:
+        """Reasoning, text and tool calls of an assistant's text."""
+        is_open = ends_open(prompt_end)
+        return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
+
+    def parse_text(self, text: str, prompt_end: str = "") -> Reply:
+        """Reasoning and text of an assistant who has no tools: what looks like a call is text."""
+        reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
+        return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
@@ -279,9 +310,9 @@ class ChatFormat:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        if self.call_form is MISTRAL:
+        if self.call_format.name in ("mistral", "mistral_args"):
             messages = [_with_short_ids(message) for message in messages]
-        plain = [to_dict(message) for message in messages]
+        plain = [to_dict(_without_formats(message)) for message in messages]
         return render(self._tokenizer, plain, tools, add_generation_prompt, **variables)
 
     def _has_special(self, text: str) -> bool:
@@ -320,6 +351,13 @@ class ChatFormat:
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
             runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
+
+
+def _without_formats(message: Message) -> Message:
+    """Some templates write all fields of a call; the format is only for the records."""
+    if not any(call.format for call in message.tool_calls):
+        return message
+    return replace(message, tool_calls=tuple(replace(call, format="") for call in message.tool_calls))
 
 
 def _with_short_ids(message: Message) -> Message:

@@ -1,73 +1,129 @@
-"""Tool calls out of an assistant's text, in the form that its family of models writes."""
+"""An assistant's text -> reasoning, text and tool calls, in the model's own call format or an unexpected one."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from palestra.chat.callforms import HERMES, MISTRAL, OPEN, CallForm, reason
-from palestra.chat.pycalls import Unreadable
+from palestra.chat.callformats import FORMATS, HERMES, JSON, LLAMA, CallFormat
+from palestra.chat.calls_json import Schemas, find_fenced, name_of, why_not_json
+from palestra.chat.calls_python import Unreadable
+from palestra.chat.reasoning import split_reasoning
 from palestra.core.types import ToolCall
 
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_LEFT_OPEN_BY_PROMPT = re.compile(r"\A(?:(?!<think>).)*?</think>", re.DOTALL)
+UnexpectedCalls = Literal["execute", "error"]
+# The formats whose models look for a result by the id that they gave, and what such an id looks like.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_KEEPS_ID = {"mistral": _MISTRAL_ID, "mistral_args": _MISTRAL_ID, "kimi": re.compile(r"\S+")}
 
 
-def parse_assistant(text: str, form: CallForm = HERMES) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text outside of the calls, and the calls. What cannot be read is a ToolCall with `.error`.
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an assistant's message says: reasoning and text apart from the calls."""
+
+    reasoning: str
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+def parse_assistant(
+    text: str,
+    format: CallFormat = HERMES,
+    tools: Iterable[Mapping[str, Any]] = (),
+    *,
+    reasoning_is_open: bool = False,
+    unexpected: UnexpectedCalls = "execute",
+) -> Reply:
+    """Read an assistant's message. A call that cannot be read is a ToolCall with `.error`.
+
+    `tools` are the tools' schemas. Calls that name one of them are also found in another format than the model's own:
+    they have `.format` set and, with `unexpected="error"`, an error that shows the expected format.
 
     >>> parse_assistant('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ('Let me see.', (ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
+    Reply(reasoning='', text='Let me see.', calls=(ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
     """
-    thinking, rest = split_thinking(text)
-    outside, found = HERMES.find(rest) if OPEN in rest else form.find(rest)
-    calls = tuple(_call_of(value, index, form) for index, value in enumerate(found))
-    return (thinking + outside).strip(), calls
+    reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
+    schemas = argument_schemas(tools)
+    outside, found = format.find(spoken, schemas)
+    calls = tuple(_call_of(value, index, format) for index, value in enumerate(found))
+    if schemas and all(call.error is not None for call in calls):
+        other = _find_unexpected(spoken, format, schemas, unexpected)
+        if other is not None:
+            outside, calls = other
+    return Reply(reasoning, outside.strip(), calls)
 
 
-def strip_thinking(text: str) -> str:
-    """The text without `<think>…</think>`, also where the prompt had opened it or nothing closed it."""
-    if "think>" not in text:
-        return text.strip()
-    return _THINKING.sub("", _LEFT_OPEN_BY_PROMPT.sub("", text, count=1)).strip()
+def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """The JSON schema of each tool's arguments, by the tool's name."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return {str(f.get("name")): f.get("parameters") or {} for f in functions if isinstance(f, Mapping)}
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """The thinking at the start, in which a call is text, not executed, and what follows."""
-    end = text.find("</think>")
-    opening = text.find(OPEN)
-    if end >= 0 and (text.lstrip().startswith("<think>") or opening < 0 or end < opening):
-        end += len("</think>")
-        return text[:end], text[end:]
-    return "", text
+def unexpected_opens(own: CallFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The texts that may begin a call in any format: anywhere, and at the beginning of a message."""
+    opens = dict.fromkeys([*own.opens, *(o for each in FORMATS for o in each.opens if each is not JSON)])
+    fences = ("```json", "```tool", "```\n") if own is not JSON else ("```",)
+    return (*opens, *fences), ("{", "[")
 
 
-def _call_of(value: Any, index: int, form: CallForm) -> ToolCall:
+def _find_unexpected(
+    text: str, own: CallFormat, schemas: Schemas, mode: UnexpectedCalls
+) -> tuple[str, tuple[ToolCall, ...]] | None:
+    """The text and the calls in the first other format in which every call names a tool."""
+    for each in FORMATS:
+        if each is own or each in (JSON, LLAMA) or not any(opening in text for opening in each.opens):
+            continue
+        outside, found = each.find(text, schemas)
+        if found and all(name_of(call) in schemas for call in found):
+            return outside, _unexpected_calls(found, each, own, mode)
+    if own is JSON:
+        return None
+    outside, found = find_fenced(text, schemas, known_tools_only=True)
+    return (outside, _unexpected_calls(found, JSON, own, mode)) if found else None
+
+
+def _unexpected_calls(
+    found: Sequence[Any], format: CallFormat, own: CallFormat, mode: UnexpectedCalls
+) -> tuple[ToolCall, ...]:
+    calls = []
+    for index, value in enumerate(found):
+        call = _call_of(value, index, format, own)
+        error = call.error
+        if error is None and mode == "error":
+            expected = own.write([(call.name, call.arguments)])
+            error = f"the call was not executed, because its format is wrong. Write it like this:\n{expected}"
+        calls.append(ToolCall(call.id, call.name, call.arguments, error, format.name))
+    return tuple(calls)
+
+
+def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | None = None) -> ToolCall:
     call_id = f"call_{index}"
 
     def broken(why: str, name: str = "") -> ToolCall:
-        return ToolCall(call_id, name, error=f"{why}. Write {form.example}.")
+        return ToolCall(call_id, name, error=f"{why}. Write {(expected or format).example}")
 
     if isinstance(value, Unreadable):
         return broken(value.reason, value.name)
     if not isinstance(value, dict):
         return broken("the tool call is not a JSON object")
     inner = value["function"] if isinstance(value.get("function"), dict) else value
-    name = inner.get("name")
+    name = inner.get("name", inner.get("tool_name"))
     if not isinstance(name, str) or not name:
         return broken('the tool call has no "name"')
-    key = "arguments" if "arguments" in inner or form is HERMES else "parameters"
+    key = "arguments" if "arguments" in inner or (format is HERMES and "parameters" not in inner) else "parameters"
     arguments: Any = inner.get(key, {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return broken(f'"{key}" is text that is not valid JSON ({reason(error)})', name)
+            return broken(f'"{key}" is text that is not valid JSON ({why_not_json(error)})', name)
     if not isinstance(arguments, dict):
         return broken(f'"{key}" is not a JSON object', name)
     own_id = value.get("id")
-    if form is MISTRAL and isinstance(own_id, str) and _MISTRAL_ID.fullmatch(own_id):
-        call_id = own_id  # the model's own, by which it will look for the result
+    keeps = _KEEPS_ID.get(format.name)
+    if keeps is not None and isinstance(own_id, str) and keeps.fullmatch(own_id):
+        call_id = own_id
     return ToolCall(call_id, name, arguments)

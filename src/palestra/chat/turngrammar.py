@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callforms import CLOSE, OPEN
 from palestra.chat.callgrammar import (
     A_NOTE,
     bits,
@@ -17,6 +16,8 @@ from palestra.chat.callgrammar import (
     tag_rule,
     why_not,
 )
+from palestra.chat.calls_json import TOOL_CALL as OPEN
+from palestra.chat.calls_json import TOOL_CALL_END as CLOSE
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:

@@ -168,6 +168,11 @@ class RolloutSection(Section):
         description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
         "train.importance_correction weighs it); needs palestra[constrain]",
     )
+    unexpected_call_format: Literal["execute", "error"] = Field(
+        "execute",
+        description="a call that names a tool but is not in the model's call format: execute it, or answer with an "
+        "error that shows the format",
+    )
     max_staleness: int = Field(
         0,
         ge=0,

@@ -289,6 +289,7 @@ def _message_fields(message: Message) -> dict[str, Any]:
         "text": message.text,
         "tool_calls": [
             {"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error}
+            | ({"format": call.format} if call.format else {})
             for call in message.tool_calls
         ],
         "tool_call_id": message.tool_call_id,
@@ -298,11 +299,11 @@ def _message_fields(message: Message) -> dict[str, Any]:
 
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:
     record = {"id": result.call.id, "name": result.call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
+    record |= {"format": result.call.format} if result.call.format else {}
     return record | ({"raised": True} if result.raised else {})
 
 
 def _result_from_dict(record: Mapping[str, Any]) -> ToolResult:
     """Its text is among the messages."""
-    return ToolResult(
-        ToolCall(record["id"], record["name"]), "", record["ok"], record["seconds"], record.get("raised", False)
-    )
+    call = ToolCall(record["id"], record["name"], format=record.get("format", ""))
+    return ToolResult(call, "", record["ok"], record["seconds"], record.get("raised", False))

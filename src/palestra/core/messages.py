@@ -17,6 +17,8 @@ def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, A
     row: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         row["tool_calls"] = [call_to_dict(call, arguments_as_text) for call in message.tool_calls]
+        for call, fields in zip(message.tool_calls, row["tool_calls"], strict=True):
+            fields |= {"format": call.format} if call.format else {}
     if message.tool_call_id is not None:
         row["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -75,7 +77,7 @@ def _call_from_dict(row: Mapping[str, Any], index: int) -> ToolCall:
             return ToolCall(call_id, name, error=f"the arguments of the call to {name!r} are not valid JSON")
     if not isinstance(arguments, dict):
         return ToolCall(call_id, name, error=f"the arguments of the call to {name!r} are not a JSON object")
-    return ToolCall(call_id, name, arguments)
+    return ToolCall(call_id, name, arguments, format=str(row.get("format") or ""))
 
 
 def _text(content: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palestra.chat.toolcalls import strip_thinking
+from palestra.chat.reasoning import strip_reasoning
 from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import as_messages
@@ -79,7 +79,7 @@ class EnvEpisode:
         self.env.messages = tuple(messages)
         answer = next((m.text for m in reversed(messages) if m.role == "assistant"), "")
         try:
-            return await call_with_limit(getattr(self.env, method), strip_thinking(answer), timeout_s=STEP_TIMEOUT_S)
+            return await call_with_limit(getattr(self.env, method), strip_reasoning(answer), timeout_s=STEP_TIMEOUT_S)
         except SystemExit as error:  # what a user's method does must not end the run
             raise RolloutError(f"{method} asked to exit with {error.code}") from None
 

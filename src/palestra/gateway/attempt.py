@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.chat.toolcalls import parse_assistant, strip_thinking
+from palestra.chat.reasoning import ends_open, strip_reasoning
+from palestra.chat.streaming import StreamedReply
+from palestra.chat.template import PROMPT_END_TOKENS
+from palestra.chat.toolcalls import Reply
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
 from palestra.gateway.lineages import Branch, Lineages, Node
-from palestra.gateway.reply_stream import ReplyStream
-from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of, thinking_of
+from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
-from palestra.serve.completer import Completer, SamplingRequest
+from palestra.serve.completer import Completer, SamplingRequest, TextStream
 
 
 class AttemptEnded(PalestraError):
@@ -136,17 +137,20 @@ class Attempt:
                 if task.done():
                     task.result()
             yield -1, PromptSize(turns[0].prompt_tokens, turns[0].branch.cached_tokens)
-            replies = [ReplyStream(self._model, request, turn.params, turn.prompt_end) for turn in turns]
+            replies = [self._streamed(request, turn) for turn in turns]
+            texts = [TextStream(self._model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
             while tasks:
                 await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for i, task in list(tasks.items()):
                     turn, reply = turns[i], replies[i]
                     if not task.done():
-                        for delta in reply.push(turn.session.token_ids[turn.prompt_tokens :]):
-                            yield i, delta
+                        if new := texts[i].push(turn.session.token_ids[turn.prompt_tokens :]):
+                            for delta in reply.push(new):
+                                yield i, delta
                         continue
                     answer = await self._record(request, turn, tasks.pop(i).result())
-                    for delta in reply.rest(answer):
+                    said = Reply(answer.thinking, answer.message.text)
+                    for delta in reply.rest(said, answer.completion.text):
                         yield i, delta
                     yield i, answer
                 yield -1, None
@@ -185,6 +189,11 @@ class Attempt:
         number = self.lineages.take_number(branch.place)
         params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
         return _PendingTurn(branch, session, number, params, len(session.token_ids))
+
+    def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
+        with_tools = bool(request.tools and request.reads_calls)
+        is_open = ends_open(self._model.prompt_end(turn.prompt_end))
+        return StreamedReply(self._model.chat.call_format, with_tools=with_tools, reasoning_is_open=is_open)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample it, in the task that calls this; the end of the attempt cancels it."""
@@ -242,9 +251,10 @@ class Attempt:
             prompt = tuple(turn.session.token_ids[:start])
             scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
             completion = await self._model.scored(scored, completion)
-        has_calls = request.reads_calls and request.tools
-        text, calls = _read_calls(completion.text, self._model) if has_calls else (completion.text, ())
-        reply = Message("assistant", strip_thinking(text), calls)
+        tools = request.tools if request.reads_calls else ()
+        said = self._model.read_reply(completion.text, tools, self._model.prompt_end(turn.prompt_end))
+        calls = said.calls
+        reply = Message("assistant", strip_reasoning(said.text), calls)
         ids = tuple(self._call_id(i) for i in range(len(calls)))
         has_stop_token = isinstance(completion.matched, int)
         node = self.lineages.add(branch, reply, sampled, turn.session, ids, has_stop_token)
@@ -254,7 +264,7 @@ class Attempt:
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return Answer(node, shown, thinking_of(completion.text), completion, start, branch.cached_tokens)
+        return Answer(node, shown, said.reasoning, completion, start, branch.cached_tokens)
 
     def _call_id(self, index: int) -> str:
         """Unique in the attempt, and the same whenever it is made again."""
@@ -283,8 +293,6 @@ class Attempt:
 
 
 _POLL_S = 0.01
-_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-_PROMPT_END = 8  # tokens that show whether the prompt opened the thinking
 
 
 @dataclass(eq=False, slots=True)
@@ -299,7 +307,7 @@ class _PendingTurn:
 
     @property
     def prompt_end(self) -> Sequence[int]:
-        return self.session.token_ids[: self.prompt_tokens][-_PROMPT_END:]
+        return self.session.token_ids[: self.prompt_tokens][-PROMPT_END_TOKENS:]
 
     def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))
@@ -309,22 +317,6 @@ class _PendingTurn:
 
 def _ended() -> AttemptEnded:
     return AttemptEnded("this attempt has ended; its key is not valid any more")
-
-
-def _read_calls(text: str, model: Completer) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text beside the calls, and the calls that a client can read; the whole text where there are none."""
-    outside, calls = parse_assistant(text, model.chat.call_form)
-    good = tuple(call for call in calls if call.error is None and _is_json(call.arguments))
-    return (outside, good) if good else (text, ())
-
-
-def _is_json(value: Any) -> bool:
-    """Whether strict JSON parsers can read it: Python's also takes NaN and lone surrogates."""
-    try:
-        _to_json(value).encode()
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from palestra.chat.toolcalls import strip_thinking
+from palestra.chat.reasoning import strip_reasoning
 from palestra.core.types import Message
 
 Key = tuple[Any, ...]
@@ -39,7 +39,7 @@ def request_keys(messages: Sequence[Message]) -> list[Key]:
 def reply_key(message: Message) -> Key:
     """An assistant's message: its text without thinking and outer whitespace, and the values of its calls."""
     calls = tuple((call.name, value_key(call.arguments), call.error) for call in message.tool_calls)
-    return ("assistant", strip_thinking(message.text), calls)
+    return ("assistant", strip_reasoning(message.text), calls)
 
 
 def reply_keys(message: Message) -> tuple[Key, ...]:

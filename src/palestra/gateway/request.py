@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.chat.toolcalls import split_thinking
+from palestra.chat.streaming import Delta
 from palestra.core.types import Message, SamplingParams
 from palestra.gateway.lineages import Node
 from palestra.serve.completer import Completion
@@ -49,14 +49,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """More of an answer: of its text, or all of its thinking."""
-
-    text: str
-    is_thinking: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PromptSize:
     """The tokens before an answer, and how many of them were known to the session."""
 
@@ -65,11 +57,6 @@ class PromptSize:
 
 
 Piece = tuple[int, "PromptSize | Delta | Answer | None"]  # of a stream: the choice, and what comes
-
-
-def thinking_of(text: str) -> str:
-    """What a model thought before it spoke, without the tags."""
-    return split_thinking(text)[0].strip().removeprefix("<think>").removesuffix("</think>").strip()
 
 
 def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:

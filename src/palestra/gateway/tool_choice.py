@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from palestra.chat.callforms import HERMES
+from palestra.chat.callformats import HERMES
 from palestra.chat.grammars import GrammarText
 from palestra.core.errors import PalestraError
 from palestra.serve.completer import Completer
@@ -88,9 +88,9 @@ def grammar_of(
     is_bound = schema is not None or choice.mode == "required"
     if not is_bound and not (callable_tools and (choice.one_call or choice.only)):
         return None
-    if callable_tools and model.chat.call_form is not HERMES:
+    if callable_tools and model.chat.call_format is not HERMES:
         raise PalestraError(
-            f"this model writes calls as {model.chat.call_form.example}; only {HERMES.example} can be required, "
+            f"this model writes calls as {model.chat.call_format.example}; only {HERMES.example} can be required, "
             "or limited to one; use tool_choice auto and leave parallel_tool_calls and response_format out"
         )
     stops = model.chat.stop_token_ids

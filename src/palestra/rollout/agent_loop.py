@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
@@ -29,6 +30,7 @@ class AttemptLimits:
     tool_timeout_s: float = 30.0
     max_tool_result_chars: int = 20_000
     constrain_tool_calls: bool = False
+    unexpected_call_format: UnexpectedCalls = "execute"
 
 
 class Speaker(Protocol):

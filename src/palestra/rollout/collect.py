@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.chat.template import ChatFormat
+from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError
 from palestra.core.phases import phases
@@ -219,7 +220,9 @@ async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFuncti
             task.cancel()
 
 
-def token_speakers(policy: Policy[Any], chat: ChatFormat) -> Callable[[Sequence[Episode]], list[Speaker]]:
+def token_speakers(
+    policy: Policy[Any], chat: ChatFormat, unexpected: UnexpectedCalls = "execute"
+) -> Callable[[Sequence[Episode]], list[Speaker]]:
     """Sessions of a policy; siblings with the same prompt share its computation."""
 
     def start(episodes: Sequence[Episode]) -> list[Speaker]:
@@ -232,7 +235,10 @@ def token_speakers(policy: Policy[Any], chat: ChatFormat) -> Callable[[Sequence[
             with phases("template"):
                 prompts = [chat.prompt(*opening) for opening in openings]
             sessions = _open_all(policy, prompts)
-        return [TokenSpeaker(policy, s, chat, p) for s, p in zip(sessions, prompts, strict=True)]
+        return [
+            TokenSpeaker(policy, session, chat, prompt, tools, unexpected)
+            for session, prompt, (_, tools) in zip(sessions, prompts, openings, strict=True)
+        ]
 
     return start
 

@@ -37,8 +37,10 @@ async def converse(
 ) -> Rollout:
     """Let the policy answer `messages`, calling tools as it goes."""
     episode = Conversation(tuple(messages), tuple(tools))
-    prompt = chat.prompt(episode.prompt, [tool.schema for tool in tools])
-    speaker = TokenSpeaker(policy, policy.open(prompt.token_ids.tolist()), chat, prompt)
+    schemas = [tool.schema for tool in tools]
+    prompt = chat.prompt(episode.prompt, schemas)
+    session = policy.open(prompt.token_ids.tolist())
+    speaker = TokenSpeaker(policy, session, chat, prompt, schemas, limits.unexpected_call_format)
     return await run_attempt(speaker, episode, Problem("chat", episode.prompt), limits)
 
 
@@ -71,7 +73,8 @@ class ChatSession:
         try:
             self._prefill(messages)
             so_far = Turn("template", self._session.token_ids)
-            self._speaker = TokenSpeaker(self._policy, self._session, self._chat, so_far)
+            schemas, unexpected = [tool.schema for tool in self._tools], self._limits.unexpected_call_format
+            self._speaker = TokenSpeaker(self._policy, self._session, self._chat, so_far, schemas, unexpected)
             attempt = Attempt(messages, on_message=on_message)
             episode = Conversation(tuple(messages), self._tools)
             stop = await play(self._speaker, episode, attempt, self._limits)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from palestra.chat.template import PROMPT_END_TOKENS
+from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.errors import RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
@@ -17,7 +19,13 @@ _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tok
 class ReadsTokens(Protocol):
     """What a speaker needs of a chat format: messages out of tokens and tokens for replies."""
 
-    def read(self, token_ids: Sequence[int]) -> Message: ...
+    def read(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: Sequence[int] = (),
+        unexpected: UnexpectedCalls = "execute",
+    ) -> Message: ...
 
     def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]: ...
 
@@ -25,21 +33,33 @@ class ReadsTokens(Protocol):
 class TokenSpeaker:
     """A session of a policy. Its turns hold the very tokens that were sampled."""
 
-    def __init__(self, policy: Policy[Any], session: Any, chat: ReadsTokens, prompt: Turn) -> None:
+    def __init__(
+        self,
+        policy: Policy[Any],
+        session: Any,
+        chat: ReadsTokens,
+        prompt: Turn,
+        tools: Sequence[Mapping[str, Any]] = (),
+        unexpected: UnexpectedCalls = "execute",
+    ) -> None:
         self.turns: list[Turn] = [prompt]
         self.sampled_tokens = 0
         self._policy = policy
         self._session = session
         self._chat = chat
+        self._tools = tools
+        self._unexpected = unexpected
         self._tokens = len(prompt.token_ids)
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         turn = await self._policy.sample(self._session, sampling)
+        prompt_end = self._prompt_end()
         self._tokens = check_record(self._session, self._tokens, turn)
         self.turns.append(turn)
         self.sampled_tokens += len(turn.token_ids)
         with phases("template"):
-            return self._chat.read(turn.token_ids.tolist()), turn.finish or "length"
+            message = self._chat.read(turn.token_ids.tolist(), self._tools, prompt_end, self._unexpected)
+        return message, turn.finish or "length"
 
     def hear(self, messages: Sequence[Message]) -> None:
         with phases("template"):
@@ -55,7 +75,12 @@ class TokenSpeaker:
     @property
     def unread_text(self) -> str:
         """The part of the current message that has been sampled."""
-        return self._chat.read(self._session.token_ids[self._tokens :]).text
+        sampled = self._session.token_ids[self._tokens :]
+        return self._chat.read(sampled, self._tools, self._prompt_end()).text
+
+    def _prompt_end(self) -> Sequence[int]:
+        start = max(0, self._tokens - PROMPT_END_TOKENS)
+        return self._session.token_ids[start : self._tokens]
 
 
 def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from palestra.chat.template import ChatFormat
+from palestra.chat.streaming import certain
+from palestra.chat.template import PROMPT_END_TOKENS, ChatFormat
+from palestra.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
@@ -18,6 +21,7 @@ from palestra.serve.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
 _POLL_S = 0.01
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _SEED_STRIDE = 1_000_003
 _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
@@ -33,7 +37,7 @@ class ScoresTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """`n` completions of one prompt; a stream keeps back `hold` and all text that follows it.
+    """`n` completions of one prompt.
 
     `top_logprobs` are given beside each sampled token's own; `scores_prompt` gives the prompt's, too.
     """
@@ -41,7 +45,6 @@ class SamplingRequest:
     prompt_ids: tuple[int, ...]
     n: int
     params: SamplingParams
-    hold: tuple[str, ...] = ()
     top_logprobs: int = 0
     scores_prompt: bool = False
 
@@ -79,6 +82,7 @@ class Completer:
         self.score = score
         self.vocabulary = vocabulary
         self.on_request: Callable[[SamplingRequest], None] = lambda request: None
+        self.unexpected_calls: UnexpectedCalls = "execute"
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
@@ -99,6 +103,19 @@ class Completer:
         if self._chat is None:
             raise PalestraError(self._no_chat)
         return self._chat
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """The end of a prompt, which shows whether it opened the reasoning."""
+        return decode(self.tokenizer, prompt_ids[-PROMPT_END_TOKENS:])
+
+    def read_reply(self, text: str, tools: Sequence[dict[str, Any]], prompt_end: str) -> Reply:
+        """Reasoning, text and the calls that a client can read; without any the text is whole."""
+        whole = self.chat.parse_text(text, prompt_end)
+        if not tools:
+            return whole
+        reply = self.chat.parse(text, tools, prompt_end, self.unexpected_calls)
+        good = tuple(call for call in reply.calls if call.error is None and _is_json(call.arguments))
+        return replace(reply, calls=good) if good else whole
 
     @cached_property
     def max_characters(self) -> int:
@@ -206,10 +223,7 @@ class Completer:
         self.on_request(request)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
-        texts = [
-            TextStream(self.tokenizer, (*request.params.stop, *request.hold), request.params.stop_token_ids)
-            for _ in sessions
-        ]
+        texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
         start, open_choices = len(request.prompt_ids), set(range(len(tasks)))
         try:
             while open_choices:
@@ -271,26 +285,20 @@ class TextStream:
         return new
 
 
-def certain(text: str, hold: Sequence[str]) -> str:
-    """The text before the first held-back piece, and before an end that may be the beginning of one.
-
-    >>> certain("so <tool", ("<tool_call>",)), certain("a STOP b", ("STOP",))
-    ('so ', 'a ')
-    """
-    end = min((text.find(piece) for piece in hold if piece in text), default=len(text))
-    for piece in hold:
-        for length in range(min(len(piece) - 1, len(text)), 0, -1):
-            if text.endswith(piece[:length]):
-                end = min(end, len(text) - length)
-                break
-    return text[:end]
-
-
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of the ids, special tokens included: a `<tool_call>` may be one."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:  # without the checks around it
         return str(backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens=False))
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether strict JSON parsers can read it: Python's also takes NaN and lone surrogates."""
+    try:
+        _to_json(value).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:

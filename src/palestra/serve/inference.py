@@ -24,6 +24,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from palestra.chat.reasoning import ends_open
+from palestra.chat.streaming import StreamedReply
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
@@ -106,7 +108,8 @@ class _Api:
         if body.stream:
             return _events(_stream_chat(request, body, to_sample, self._model))
         row = await while_connected(request, self._model.complete(to_sample))
-        choices = [body.choice(i, completion, self._model) for i, completion in enumerate(row)]
+        prompt_end = self._model.prompt_end(to_sample.prompt_ids)
+        choices = [body.choice(i, completion, self._model, prompt_end) for i, completion in enumerate(row)]
         more = {"prompt_token_ids": list(to_sample.prompt_ids)} if body.return_token_ids else {}
         usage = forms.usage([to_sample], row)
         return JSONResponse(forms.response("chat.completion", self._model)(choices, usage=usage, **more))
@@ -190,7 +193,9 @@ async def _stream_chat(
     request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
     chunk, ended = forms.response("chat.completion.chunk", model), list[Completion]()
-    with_tools, sent = bool(body.tools_used), [""] * to_sample.n
+    prompt_end, is_open = model.prompt_end(to_sample.prompt_ids), ends_open(model.prompt_end(to_sample.prompt_ids))
+    format, with_tools = model.chat.call_format, bool(body.tools_used)
+    replies = [StreamedReply(format, with_tools=with_tools, reasoning_is_open=is_open) for _ in range(to_sample.n)]
     for i in range(to_sample.n):
         yield chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
     async with contextlib.aclosing(model.stream(to_sample)) as source:
@@ -199,14 +204,11 @@ async def _stream_chat(
                 if await request.is_disconnected():
                     return
             elif isinstance(piece, str):
-                # beside tool calls the text is trimmed, so no blank beginning may go out
-                new = piece.lstrip() if with_tools and not sent[i] else piece
-                if new:
-                    sent[i] += new
-                    yield chunk([{"index": i, "delta": {"content": new}, "finish_reason": None}])
+                for delta in replies[i].push(piece):
+                    yield chunk([forms.chat_delta(i, delta)])
             else:
                 ended.append(piece)
-                for delta in forms.last_chat_deltas(i, piece, sent[i], model, body):
-                    yield chunk([delta])
+                for row in forms.last_chat_deltas(i, piece, replies[i], model, body, prompt_end):
+                    yield chunk([row])
     if (body.stream_options or {}).get("include_usage"):
         yield chunk([], usage=forms.usage([to_sample], ended))

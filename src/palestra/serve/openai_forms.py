@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import Field
 
-from palestra.chat.toolcalls import parse_assistant
+from palestra.chat.streaming import Delta, StreamedReply
+from palestra.chat.toolcalls import Reply
 from palestra.core.errors import PalestraError
 from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message, ToolCall
@@ -96,8 +97,7 @@ class ChatBody(SamplingFields):
         tools = self.tools_used
         prompt = model.chat.prompt(self.read_messages(), tools, self.variables)
         (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
-        hold = model.chat.call_form.opens if tools else ()
-        request = replace(request, hold=hold, top_logprobs=self.top_logprobs or 0)
+        request = replace(request, top_logprobs=self.top_logprobs or 0)
         model.check_scoring(request)
         return [request]
 
@@ -110,8 +110,10 @@ class ChatBody(SamplingFields):
         except (TypeError, AttributeError) as error:
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
 
-    def choice(self, index: int, completion: Completion, model: Completer) -> dict[str, Any]:
-        return self.choice_of(index, completion, model, *read_reply(completion, model, bool(self.tools_used)))
+    def choice(self, index: int, completion: Completion, model: Completer, prompt_end: str) -> dict[str, Any]:
+        reply = model.read_reply(completion.text, self.tools_used, prompt_end)
+        calls = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in reply.calls]
+        return self.choice_of(index, completion, model, reply.text, calls, reply.reasoning)
 
     def choice_of(
         self,
@@ -216,26 +218,21 @@ def token_text(token: int, model: Completer) -> str:
     return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
 
 
-def read_reply(completion: Completion, model: Completer, with_tools: bool) -> tuple[str, list[ToolCall]]:
-    """The reply's text and the tool calls in it. Calls that cannot be read stay text."""
-    if not with_tools:
-        return completion.text, []
-    text, calls = parse_assistant(completion.text, model.chat.call_form)
-    good = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in calls if call.error is None]
-    return (text, good) if good else (completion.text, [])
+def chat_delta(index: int, delta: Delta) -> dict[str, Any]:
+    key = "reasoning_content" if delta.is_thinking else "content"
+    return {"index": index, "delta": {key: delta.text}, "finish_reason": None}
 
 
 def last_chat_deltas(
-    index: int, completion: Completion, sent: str, model: Completer, body: ChatBody
+    index: int, completion: Completion, stream: StreamedReply, model: Completer, body: ChatBody, prompt_end: str
 ) -> Iterator[dict[str, Any]]:
     """The chunks that end a streamed choice: the text held back so far, the calls, and why it ended."""
-    choice = body.choice(index, completion, model)
+    choice = body.choice(index, completion, model, prompt_end)
     message = choice.pop("message")
-    text = (message["content"] or "").lstrip() if body.tools_used else message["content"] or ""
-    rest = text[len(sent) :] if text.startswith(sent) else ""
+    reply = Reply(message.get("reasoning_content", ""), (message["content"] or "").lstrip())
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
-    if rest:
-        yield {"index": index, "delta": {"content": rest}, "finish_reason": None}
+    for delta in stream.rest(reply, completion.text):
+        yield chat_delta(index, delta)
     if calls:
         yield {"index": index, "delta": {"tool_calls": calls}, "finish_reason": None}
     yield {**choice, "delta": {}}

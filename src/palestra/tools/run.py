@@ -38,7 +38,7 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         return ToolResult(call, encodable(f"Error: {short}"), ok=False, seconds=seconds, raised=raised)
 
     if call.error is not None:
-        return failed(call.error)
+        return ToolResult(call, shorten(encodable(f"Error: {call.error}"), max_chars), ok=False)
     tool = tools.get(call.name)
     if tool is None:
         known = f"The tools are: {', '.join(tools)}." if tools else "There are no tools."

@@ -41,4 +41,5 @@ def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, t
         tool_timeout_s=options.tool_timeout_s,
         max_tool_result_chars=options.max_tool_result_chars,
         constrain_tool_calls=options.constrain_tool_calls,
+        unexpected_call_format=options.unexpected_call_format,
     )

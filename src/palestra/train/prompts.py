@@ -142,7 +142,7 @@ class _Texts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, token_ids: Sequence[int]) -> Message:
+    def read(self, token_ids: Sequence[int], *_: Any) -> Message:
         return Message("assistant", str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
 
     def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]:

@@ -194,7 +194,9 @@ def agent_collector(
     """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
     limits = attempt_limits(config, chat.stop_token_ids, training=training)
     open_at_once = config.rollout.max_open_episodes
-    return Collector(environment, limits, token_speakers(policy, chat), max_open_episodes=open_at_once)
+    return Collector(
+        environment, limits, token_speakers(policy, chat, limits.unexpected_call_format), max_open_episodes=open_at_once
+    )
 
 
 def _check_tools(environment: Environment, parts: Parts) -> None:

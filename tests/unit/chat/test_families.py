@@ -171,7 +171,7 @@ def test_growing_a_conversation_equals_rendering_it_whole(name, said, bodies, by
     replies = [tool(body, i) if by_tool else Message("user", body) for i, body in enumerate(bodies)]
     calls = tuple(ToolCall(f"call_{i}", "price") for i in range(len(bodies))) if by_tool else ()
     whole = [to_dict(m) for m in [*opening, Message("assistant", said, tool_calls=calls), *replies]]
-    if chat.call_form.name == "mistral":
+    if chat.call_format.name == "mistral":
         for call in [c for m in whole for c in m.get("tool_calls", ())] + [m for m in whole if "tool_call_id" in m]:
             key = "id" if "function" in call else "tool_call_id"
             call[key] = call[key].replace("_", "").rjust(9, "0")

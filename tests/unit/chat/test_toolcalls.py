@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.chat.toolcalls import parse_assistant, strip_thinking
+from palestra.chat.reasoning import strip_reasoning
+from palestra.chat.toolcalls import parse_assistant as parse
 from palestra.core.types import ToolCall
+
+
+def parse_assistant(text: str):
+    reply = parse(text)
+    return reply.text, reply.calls
 
 
 def call(name: str = "add", **arguments: object) -> str:
@@ -53,7 +59,7 @@ def test_what_cannot_be_read_says_what_was_wrong_and_how_to_write_it(body, words
     assert text == "So:"
     assert broken.error is not None
     assert words in broken.error
-    assert '<tool_call>{"name"' in broken.error
+    assert '<tool_call>\n{"name"' in broken.error
 
 
 def test_a_broken_call_with_a_readable_name_keeps_it():
@@ -83,7 +89,7 @@ def test_tags_inside_of_an_argument_belong_to_it():
 def test_calls_in_thinking_are_only_talk():
     text, calls = parse_assistant(f"<think>I could {call('wrong')}</think>{call('right')}")
     assert [c.name for c in calls] == ["right"]
-    assert strip_thinking(text) == ""
+    assert strip_reasoning(text) == ""
 
 
 @pytest.mark.parametrize(
@@ -98,14 +104,14 @@ def test_calls_in_thinking_are_only_talk():
     ],
 )
 def test_thinking_is_stripped(text, expected):
-    assert strip_thinking(text) == expected
+    assert strip_reasoning(text) == expected
 
 
 @given(st.text(alphabet=st.sampled_from(list('{}[]":, naméor\n\\1</tool_call><think>')), max_size=80))
 def test_any_text_is_read_without_an_exception(text):
     parse_assistant(f"<tool_call>{text}")
     parse_assistant(text)
-    strip_thinking(text)
+    strip_reasoning(text)
 
 
 json_values = st.recursive(
@@ -120,3 +126,59 @@ json_values = st.recursive(
 def test_every_well_formed_call_is_read_back(name, arguments):
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     assert parse_assistant(f"<tool_call>\n{body}\n</tool_call>")[1] == (ToolCall("call_0", name, arguments),)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "outside", "format"),
+    [
+        (f"I add.\n```json\n{ADD}\n```\nDone.", "I add.\n\nDone.", "json"),
+        (f"```\n{ADD}\n```", "", "json"),
+        (ADD, "", "json"),
+        (f"[{ADD}]", "", "json"),
+        ("```tool_code\nprint(add(a=1))\n```", "", "json"),
+        ("[add(a=1)]", "", "json"),
+        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "", "qwen_xml"),
+        ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "", "glm"),
+        (f"[TOOL_CALLS] [{ADD}]", "", "mistral_args"),
+        ("So: <|tool_call_start|>[add(a=1)]<|tool_call_end|>", "So:", "lfm"),
+        ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}', "", "harmony"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_a_call_of_a_tool_in_another_format_is_found_and_names_the_format(text, outside, format):
+    reply = parse(text, tools=TOOLS)
+    assert (reply.text, reply.calls) == (outside, (ToolCall("call_0", "add", {"a": 1}, format=format),))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"name": "other", "arguments": {}}\n```',
+        '```json\n{"answer": 4}\n```',
+        '{"name": "Ann", "arguments": {"a": 1}}',
+        "```python\nadd(a=1)\n```",
+        f"The call is {ADD}, as you see.",
+        f"<think>I could write\n```json\n{ADD}\n```",
+    ],
+)
+def test_what_names_no_tool_or_is_no_call_by_itself_stays_text(text):
+    assert parse(text, tools=TOOLS).calls == ()
+
+
+def test_without_tools_no_other_format_is_looked_for():
+    assert parse(f"```json\n{ADD}\n```").calls == ()
+
+
+def test_an_unexpected_format_can_be_answered_with_the_expected_one():
+    (call,) = parse(f"```json\n{ADD}\n```", tools=TOOLS, unexpected="error").calls
+    assert call.error is not None
+    assert call.error.endswith(f"<tool_call>\n{ADD}\n</tool_call>")
+    assert (call.name, call.arguments, call.format) == ("add", {"a": 1}, "json")
+
+
+def test_calls_in_the_models_own_format_have_no_format_name():
+    assert parse(f"<tool_call>{ADD}</tool_call>", tools=TOOLS).calls[0].format == ""

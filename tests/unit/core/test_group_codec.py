@@ -13,7 +13,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.group_codec import group_from_dict, group_to_dict, rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 
-CALL = ToolCall("c1", "add", {"a": 1, "b": [2, "é"]})
+CALL = ToolCall("c1", "add", {"a": 1, "b": [2, "é"]}, format="json")
 
 
 def rollout(reward: float = 1.0, *ids: int, **changes) -> Rollout:

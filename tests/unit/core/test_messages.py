@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from palestra.core.errors import PalestraError
@@ -69,3 +71,9 @@ def test_half_a_surrogate_pair_becomes_a_question_mark():
 def test_what_is_no_message_is_refused_with_what_was_expected(value):
     with pytest.raises(PalestraError, match="is no message; expected a text, or dicts with `role` and `content`"):
         as_messages(value)
+
+
+def test_the_format_of_a_call_is_kept():
+    message = Message("assistant", "", (replace(CALL, format="json"),))
+    assert from_dict(to_dict(message)) == message
+    assert "format" not in to_dict(Message("assistant", "", (CALL,)))["tool_calls"][0]

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,13 +30,15 @@ def slow(a: int) -> int:
     return a
 
 
-def play(tokenizer, script: list[str], episode: ScriptedEpisode, budget: int = 400, **limits: float) -> Rollout:
+def play(tokenizer, script: list[str], episode: ScriptedEpisode, budget: int = 400, **limits: Any) -> Rollout:
     chat = ChatFormat(tokenizer)
     policy = ScriptedPolicy(tokenizer, script)
     sampling = SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100)
     prompt = chat.prompt(episode.prompt, [t.schema for t in episode.tools])
-    speaker = TokenSpeaker(policy, policy.open(prompt.token_ids.tolist()), chat, prompt)
-    rollout = asyncio.run(run_attempt(speaker, episode, Problem("p", "q"), AttemptLimits(sampling, **limits)))
+    options = AttemptLimits(sampling, **limits)
+    schemas, session = [t.schema for t in episode.tools], policy.open(prompt.token_ids.tolist())
+    speaker = TokenSpeaker(policy, session, chat, prompt, schemas, options.unexpected_call_format)
+    rollout = asyncio.run(run_attempt(speaker, episode, Problem("p", "q"), options))
     assert policy.closed == 1
     assert not episode.closed, "reward functions may look at it before the collector closes it"
     seeds = [params.seed for params in policy.params]
@@ -50,6 +53,24 @@ def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) ->
     assert rollout.stop == "answered"
     assert rollout.passed
     assert {v for t in rollout.turns for v in t.versions.tolist()} == {3}
+
+
+FENCED = 'Let me add.\n```json\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n```<|im_end|>'
+
+
+def test_a_call_in_an_unexpected_format_is_executed_and_counted(tiny_tokenizer) -> None:
+    rollout = play(tiny_tokenizer, [FENCED, ANSWER], ScriptedEpisode(tools=[add]))
+    assert (rollout.messages[2].text, rollout.messages[3].text) == ("Let me add.", "5")
+    assert [result.call.format for result in rollout.tool_results] == ["json"]
+    assert rollout.passed
+
+
+def test_a_call_in_an_unexpected_format_can_be_answered_with_the_expected_one(tiny_tokenizer) -> None:
+    episode = ScriptedEpisode(tools=[add])
+    rollout = play(tiny_tokenizer, [FENCED, CALL, ANSWER], episode, unexpected_call_format="error")
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in rollout.messages[3].text
+    assert [result.ok for result in rollout.tool_results] == [False, True]
+    assert rollout.passed
 
 
 def test_the_record_is_what_the_template_renders_in_one_go(tiny_tokenizer) -> None:

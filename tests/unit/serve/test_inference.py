@@ -16,7 +16,7 @@ from palestra.core.weights import Weights
 from palestra.serve.completer import Completer, Completion, SamplingRequest, TextStream, certain
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import load_completer
-from palestra.serve.openai_forms import read_reply
+from palestra.serve.openai_forms import ChatBody
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 QUESTION = Message("user", "What is 3 + 4?")
@@ -358,8 +358,9 @@ def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeyp
 def test_tool_calls_have_ids_of_their_own(model):
     written = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
     completion = Completion([], [], [], written, "stop")
-    calls = [call for _ in range(2) for call in read_reply(completion, model, with_tools=True)[1]]
-    assert len({call.id for call in calls}) == 4
+    body = ChatBody(messages=ASK, tools=[{"type": "function", "function": {"name": "add"}}])
+    messages = [body.choice(0, completion, model, "")["message"] for _ in range(2)]
+    assert len({call["id"] for message in messages for call in message["tool_calls"]}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

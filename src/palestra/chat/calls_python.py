@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +33,26 @@ def read_calls(text: str) -> list[Any]:
     >>> read_calls('[add(a=1, b=[2, 3])]')
     [{'name': 'add', 'arguments': {'a': 1, 'b': [2, 3]}}]
     """
-    try:
-        if len(text) > _LONGEST:
-            raise ValueError("too long")
-        body = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    body = _parse(text.strip()) or _parse(text.strip().replace("\n", "\\n"))  # a line break in a string, not escaped
+    if body is None:
         return [Unreadable("the tool call is not valid Python")]
     found: list[Any] = []
     for statement in body:
         value = statement.value if isinstance(statement, ast.Expr) else statement
         found += [_read(node) for node in (value.elts if isinstance(value, ast.List) else [value])]
     return found
+
+
+def write_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as Python: `add(a=1, b='x')`."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _parse(text: str) -> list[ast.stmt] | None:
+    try:
+        return ast.parse(text).body if len(text) <= _LONGEST else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _read(node: ast.AST) -> Any:

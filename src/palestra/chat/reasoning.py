@@ -1,0 +1,75 @@
+"""Reasoning in a model's text: where it begins and ends, by the tags of all model families."""
+
+from __future__ import annotations
+
+import re
+
+# Opening and closing tag of each family. The tags are unambiguous, so the family does not have to be known.
+TAGS = (
+    ("<think>", "</think>"),  # Qwen, DeepSeek, GLM, Kimi, Nemotron, MiniMax, SmolLM3, Granite, LFM2
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<seed:think>", "</seed:think>"),  # Seed
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
+    ("◁think▷", "◁/think▷"),  # Kimi VL
+)
+_ANALYSIS = re.compile(
+    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|to=).)*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+_WRAPPER = re.compile(r"</?response>")  # Granite 3 puts its answer between these when it thinks
+_MARKS = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair) + r"|<\|channel\|>analysis")
+
+
+def split_reasoning(text: str, is_open: bool = False, before: str | None = None) -> tuple[str, str]:
+    """The reasoning without its tags, and the text that follows.
+
+    `is_open`: the prompt ended with an opening tag. Where this is not known, a closing tag that was never opened ends
+    the reasoning too, unless the text `before`, which begins a tool call, comes first.
+    """
+    if not is_open and _MARKS.search(text) is None:
+        return "", text
+    found = [match[1].strip() for match in _ANALYSIS.finditer(text)]
+    text = _ANALYSIS.sub("", text) if found else text
+    if is_open or (text.find("</think>") >= 0 and _closes_first(text, before)):
+        reasoning, _, text = _cut_at_close(text)
+        found.append(reasoning)
+    while pair := next((p for p in TAGS if text.lstrip().startswith(p[0])), None):
+        reasoning, _, text = text.lstrip().removeprefix(pair[0]).partition(pair[1])
+        found.append(reasoning)
+    if found:
+        text = _WRAPPER.sub("", text)
+    return "\n".join(part.strip() for part in found if part.strip()), text
+
+
+def _closes_first(text: str, before: str | None) -> bool:
+    close, opening = text.find("</think>"), text.find("<think>")
+    call = text.find(before) if before else -1
+    return (opening < 0 or close < opening) and (call < 0 or close < call)
+
+
+def _cut_at_close(text: str) -> tuple[str, str, str]:
+    """At the closing tag that comes first; without any, all of it is reasoning."""
+    places = [(text.find(close), close) for _, close in TAGS if close in text]
+    return text.partition(min(places)[1]) if places else (text, "", "")
+
+
+def strip_reasoning(text: str) -> str:
+    """The text without reasoning, wherever it is."""
+    if _MARKS.search(text) is None:
+        return text.strip()
+    _, text = split_reasoning(text)
+    for opening, closing in TAGS:
+        if opening in text:
+            text = re.sub(f"{re.escape(opening)}.*?(?:{re.escape(closing)}|\\Z)", "", text, flags=re.DOTALL)
+    return text.strip()
+
+
+def ends_open(prompt: str) -> bool:
+    """Whether a prompt's end has opened the reasoning.
+
+    >>> ends_open("<|im_start|>assistant\\n<think>\\n"), ends_open("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    end = prompt.rstrip()
+    return any(end.endswith(opening) for opening, _ in TAGS)
