@@ -21,6 +21,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.types import Group, Sample
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib
@@ -36,9 +37,10 @@ from palestra.train.checkpoint import (
 )
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
+from palestra.train.low_signal import UpdatePlan, plan_update
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, trainable_samples
-from palestra.train.schedule import coefficients_at, next_entropy
+from palestra.train.schedule import Coefficients, coefficients_at, next_entropy
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -166,7 +168,9 @@ class Training:
         groups = rollouts.groups
         advantages = group_advantages(groups, config.train, self.source.reward_weights)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
-        samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
+        plan = self._plan_update(groups, advantages, coefficients)
+        coefficients = replace(coefficients, learning_rate=coefficients.learning_rate * plan.scale)
+        samples = self._samples(plan, groups, advantages, echo=coefficients.echo > 0)
         version = state.policy_version
         record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
@@ -191,7 +195,9 @@ class Training:
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
         beside()
-        metrics |= learned
+        metrics |= learned | {"update_scale": plan.scale if learned else 0.0}
+        if config.train.low_signal == "accumulate":
+            metrics["pending_groups"] = float(len(plan.pending.groups))
         after = replace(
             state,
             step=state.step + 1,
@@ -199,6 +205,7 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
+            pending=plan.pending,
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
@@ -210,6 +217,28 @@ class Training:
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _plan_update(
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], coefficients: Coefficients
+    ) -> UpdatePlan:
+        """How much the step may change the weights. With ECHO every group has a gradient: the update is a full one."""
+        if coefficients.echo > 0:
+            return UpdatePlan(groups, 1.0)
+        # a step taken by itself, outside of a run, has the groups that its caller chose
+        problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
+        is_last = self.steps_left == 1
+        return plan_update(
+            groups, advantages, self.state.pending, self.config.train, problems=problems, is_last=is_last
+        )
+
+    def _samples(
+        self, plan: UpdatePlan, groups: Sequence[Group], advantages: Sequence[Sequence[float]], *, echo: bool
+    ) -> list[Sample]:
+        if not plan.groups:
+            return []
+        if len(plan.groups) > len(groups):  # with pending ones, which a batch-wide scale counts in, too
+            advantages = group_advantages(plan.groups, self.config.train, self.source.reward_weights)
+        return trainable_samples(plan.groups, advantages, self.config.train, echo=echo)
 
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""
