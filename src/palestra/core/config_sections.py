@@ -130,6 +130,13 @@ class TrainSection(Section):
         le=1,
         description="groups with signal, as a share of problems_per_step, from which on an update is a full one",
     )
+    max_rollbacks: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="when the model collapses, go back to its best weights with 0.3 of the learning rate, this often "
+        "before the run ends early; 0 turns the safety net off (docs/explain/safety_net.md)",
+    )
     stop_when_solved: int = Field(
         0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"
     )

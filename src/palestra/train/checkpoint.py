@@ -27,6 +27,7 @@ from palestra.core.run_folder import (  # noqa: F401
 )
 from palestra.core.whole_folder import check_whole, folder_aside, write_whole
 from palestra.train.low_signal import NO_GROUPS, PendingGroups
+from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
 
@@ -43,15 +44,17 @@ class TrainState:
     pending: PendingGroups = NO_GROUPS  # with train.low_signal = accumulate: not applied yet
     best_reward: float = float("-inf")
     best_step: int = 0
+    safety: SafetyState = UNTOUCHED
 
     def to_dict(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return own | {"pending": self.pending.to_dict()}
+        return own | {"pending": self.pending.to_dict(), "safety": self.safety.to_dict()}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> TrainState:
-        pending = record.get("pending")
-        return cls(**dict(record) | {"pending": PendingGroups.from_dict(pending) if pending else NO_GROUPS})
+        parts = {"pending": PendingGroups.from_dict, "safety": SafetyState.from_dict}
+        read = {name: parse(record[name]) for name, parse in parts.items() if name in record}  # older ones have none
+        return cls(**dict(record) | read)
 
 
 def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
