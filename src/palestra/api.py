@@ -202,6 +202,7 @@ class GRPOTrainer:
         if resumed is not None:
             run = RunFolder.open(resumed.folder)
             config = run.config
+            self._loaded = None  # a run begins with the weights that its model was published with
         else:
             config = self._resolve(len(environment.problems("train")))
             self._load(config)  # a model that cannot be loaded leaves no run folder behind

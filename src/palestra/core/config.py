@@ -38,12 +38,27 @@ from palestra.core.files import write_text
 
 
 def full_learning_rate(parameters: int) -> float:
-    """For all weights of a model. Small models want more: `palestra/tiny`, with 2 M, learns at 1e-3 and not at 1e-5.
+    """Learning rate for training all weights of a model of this size.
 
-    >>> full_learning_rate(135_000_000), full_learning_rate(50_000_000), full_learning_rate(2_000_000)
-    (1e-05, 4e-05, 0.001)
+    It falls with size: `palestra/tiny`, with 2 M, learns at 1e-3 and not at 1e-5; 1.5 B were destroyed by 1e-5.
+
+    >>> [f"{full_learning_rate(size):.3g}" for size in (2_000_000, 50_000_000, 135_000_000, 200_000_000)]
+    ['0.001', '4e-05', '1e-05', '1e-05']
+    >>> [f"{full_learning_rate(size):.3g}" for size in (1_500_000_000, 2_000_000_000, 70_000_000_000)]
+    ['1.33e-06', '1e-06', '1e-06']
     """
-    return min(1e-3, FULL_LEARNING_RATE * max(1.0, 1e8 / parameters) ** 2)
+    if parameters < 1e8:
+        return min(1e-3, FULL_LEARNING_RATE * (1e8 / parameters) ** 2)
+    return max(1e-6, FULL_LEARNING_RATE * min(1.0, 2e8 / parameters))
+
+
+def lora_learning_rate(parameters: int) -> float:
+    """Learning rate for the adapters of a model of this size.
+
+    >>> [f"{lora_learning_rate(size):.3g}" for size in (2_000_000, 1_000_000_000, 3_000_000_000, 70_000_000_000)]
+    ['0.0001', '0.0001', '3.33e-05', '2e-05']
+    """
+    return max(2e-5, LORA_LEARNING_RATE * min(1.0, 1e9 / max(1, parameters)))
 
 
 class RunConfig(Section):
@@ -100,7 +115,7 @@ class RunConfig(Section):
         """With a learning rate, where none is given, for a model of so many parameters."""
         if self.train.learning_rate is not None:
             return self
-        rate = LORA_LEARNING_RATE if self.lora.r else full_learning_rate(parameters)
+        rate = (lora_learning_rate if self.lora.r else full_learning_rate)(parameters)
         return self.model_copy(update={"train": self.train.model_copy(update={"learning_rate": rate})})
 
     @classmethod

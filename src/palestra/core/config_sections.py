@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-FULL_LEARNING_RATE = 1e-5  # all weights, from about 100 M of them
-LORA_LEARNING_RATE = 1e-4  # adapters want about ten times as much
+FULL_LEARNING_RATE = 1e-5  # all weights, 100 M to 200 M of them
+LORA_LEARNING_RATE = 1e-4  # adapters of a model of up to 1 B; they want about ten times as much
 LORA_RANK = 16  # where LoRA is implied, not given
 TINKER_LORA_RANK = 32  # as the SDK has it
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
@@ -65,7 +65,8 @@ class TrainSection(Section):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="none suits it to the model: 1e-4 for LoRA; all weights: 1e-5, more where they are below 100 M",
+        description="default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; "
+        "LoRA 1e-4 up to 1 B, down to 2e-5 from 5 B",
     )
     epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the training cases")
     max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
@@ -117,6 +118,24 @@ class TrainSection(Section):
         le=1,
         description="share of a step's groups whose rewards must differ; fresh problems are drawn while fewer do. 1 is "
         "DAPO's dynamic sampling: each step learns more and takes longer",
+    )
+    low_signal: Literal["scale", "accumulate", "off"] = Field(
+        "scale",
+        description="a step with signal in fewer than `full_update_share` of its groups: scale lowers its learning "
+        "rate in proportion; accumulate keeps the groups for the next steps; off makes a full update",
+    )
+    full_update_share: float = Field(
+        1 / 4,
+        gt=0,
+        le=1,
+        description="groups with signal, as a share of problems_per_step, from which on an update is a full one",
+    )
+    max_rollbacks: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="when the model collapses, go back to its best weights with 0.3 of the learning rate, this often "
+        "before the run ends early; 0 turns the safety net off (docs/explain/safety_net.md)",
     )
     stop_when_solved: int = Field(
         0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"

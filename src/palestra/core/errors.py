@@ -17,6 +17,10 @@ class PalestraError(Exception):
     """Bad input or a failed requirement; its text names the remedy. The faces print it and exit 2."""
 
 
+class NotFiniteError(PalestraError):
+    """A loss or gradient that is NaN or infinite; the weights are unchanged."""
+
+
 class RolloutError(PalestraError):
     """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from palestra.algo.echo import world_model_loss
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
@@ -212,7 +212,7 @@ class LocalLearner:
         loss = sum(self._ranks.gather(own_loss))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._forget_gradients()
-            raise PalestraError(explain_not_finite(pending, loss, grad_norm, self._ranks))
+            raise NotFiniteError(explain_not_finite(pending, loss, grad_norm, self._ranks))
         if not ahead:
             self.optimizer.step(learning_rate)
         return grad_norm
@@ -222,6 +222,23 @@ class LocalLearner:
             return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
         return Weights(version, trained, self.model)
+
+    @torch.no_grad()
+    def snapshot(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copy the trained weights to the host, into an earlier snapshot if one is given."""
+        weights = self.weights(0).tensors()
+        copies = into or {name: torch.empty_like(weight, device="cpu") for name, weight in weights.items()}
+        for name, copied in copies.items():
+            copied.copy_(weights[name])
+        return copies
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Set the trained weights to those of a snapshot, and reset the optimizer."""
+        for name, weight in self.weights(0).tensors().items():
+            weight.copy_(snapshot[name])
+        self._pending = []
+        self.optimizer.reset()
 
     def save(self, folder: Path) -> None:
         learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict()})

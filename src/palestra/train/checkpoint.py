@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from palestra.core.run_folder import (  # noqa: F401
     step_of,
 )
 from palestra.core.whole_folder import check_whole, folder_aside, write_whole
+from palestra.train.low_signal import NO_GROUPS, PendingGroups
+from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
 
@@ -39,8 +41,20 @@ class TrainState:
     policy_version: int = 0
     entropy_coefficient: float | None = None  # None: as the config says
     signal_rate: float = 1.0  # the share of the last step's groups whose rewards differed
+    pending: PendingGroups = NO_GROUPS  # with train.low_signal = accumulate: not applied yet
     best_reward: float = float("-inf")
     best_step: int = 0
+    safety: SafetyState = UNTOUCHED
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"pending": self.pending.to_dict(), "safety": self.safety.to_dict()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> TrainState:
+        parts = {"pending": PendingGroups.from_dict, "safety": SafetyState.from_dict}
+        read = {name: parse(record[name]) for name, parse in parts.items() if name in record}  # older ones have none
+        return cls(**dict(record) | read)
 
 
 def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
@@ -48,7 +62,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
 
     def write_all(aside: Path) -> None:
         write(aside)
-        (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
+        (aside / STATE).write_text(json.dumps({"format": FORMAT, **state.to_dict()}))
 
     try:
         return write_whole(folder, write_all)
@@ -118,7 +132,7 @@ def _read_state(folder: Path) -> TrainState:
 
         learner = torch.load(folder / "learner.pt", map_location="cpu", weights_only=True)
         state |= {"source": {"cursor": state.pop("cursor")}, "entropy_coefficient": learner["entropy_coefficient"]}
-    return TrainState(**state)
+    return TrainState.from_dict(state)
 
 
 def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import NotFiniteError, PalestraError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.types import Group, Sample
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib
@@ -36,9 +37,11 @@ from palestra.train.checkpoint import (
 )
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
+from palestra.train.low_signal import NO_GROUPS, UpdatePlan, plan_update
 from palestra.train.metrics import rollout_metrics
+from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.samples import group_advantages, trainable_samples
-from palestra.train.schedule import coefficients_at, next_entropy
+from palestra.train.schedule import Coefficients, coefficients_at, next_entropy
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -78,6 +81,8 @@ class Training:
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
     reported_findings: set[str] = field(default_factory=set)  # the kinds that the watcher was warned of
     ended_early: str | None = None  # why it did not go on to the last step
+    snapshots: Snapshots | None = None  # None: no rollbacks
+    held_out_fall: str | None = None  # set by an evaluation that finds the model to be worse
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
@@ -88,17 +93,24 @@ class Training:
         total = self.total_steps or 0
         try:
             if evaluate and lacks_evaluation:
-                self._save_if_best(evaluate(self.state.step))
+                self._take_evaluation(evaluate(self.state.step))
             self.watcher.phase("training", total)
+            by_evaluation = evaluate is not None and self.config.eval.every > 0
             while self.state.step < total and self.ended_early is None:
-                metrics = self.step()
+                try:
+                    metrics = self.step()
+                except NotFiniteError as error:
+                    if self.snapshots is None:
+                        raise
+                    self._roll_back(str(error))
+                    continue
                 self.watcher.advance(self.state.step, metrics)
                 self._judge(metrics, total)
                 self._log(metrics, total)
-                by_evaluation = evaluate is not None and self.config.eval.every > 0
+                self._check_health(metrics)
                 self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
                 if evaluate and self.evaluates_after(self.state.step):
-                    self._save_if_best(evaluate(self.state.step))
+                    self._take_evaluation(evaluate(self.state.step))
                     self.watcher.phase("training", total)
             self.tracker.flush()
         except KeyboardInterrupt:
@@ -158,6 +170,7 @@ class Training:
         times = phases.take()
         times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
         with deferred_interrupts():
+            self._snapshot_if_best(rollouts.groups)
             return self.learn(rollouts, times)
 
     def learn(self, rollouts: StepRollouts, times: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
@@ -166,7 +179,11 @@ class Training:
         groups = rollouts.groups
         advantages = group_advantages(groups, config.train, self.source.reward_weights)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
-        samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
+        plan = self._plan_update(groups, advantages, coefficients)
+        coefficients = replace(
+            coefficients, learning_rate=coefficients.learning_rate * plan.scale * state.safety.rate_factor
+        )
+        samples = self._samples(plan, groups, advantages, echo=coefficients.echo > 0)
         version = state.policy_version
         record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
@@ -191,7 +208,9 @@ class Training:
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
         beside()
-        metrics |= learned
+        metrics |= learned | {"update_scale": plan.scale if learned else 0.0}
+        if config.train.low_signal == "accumulate":
+            metrics["pending_groups"] = float(len(plan.pending.groups))
         after = replace(
             state,
             step=state.step + 1,
@@ -199,6 +218,7 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
+            pending=plan.pending,
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
@@ -210,6 +230,28 @@ class Training:
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _plan_update(
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], coefficients: Coefficients
+    ) -> UpdatePlan:
+        """How much the step may change the weights. With ECHO every group has a gradient: the update is a full one."""
+        if coefficients.echo > 0:
+            return UpdatePlan(groups, 1.0)
+        # a step taken by itself, outside of a run, has the groups that its caller chose
+        problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
+        is_last = self.steps_left == 1
+        return plan_update(
+            groups, advantages, self.state.pending, self.config.train, problems=problems, is_last=is_last
+        )
+
+    def _samples(
+        self, plan: UpdatePlan, groups: Sequence[Group], advantages: Sequence[Sequence[float]], *, echo: bool
+    ) -> list[Sample]:
+        if not plan.groups:
+            return []
+        if len(plan.groups) > len(groups):  # with pending ones, which a batch-wide scale counts in, too
+            advantages = group_advantages(plan.groups, self.config.train, self.source.reward_weights)
+        return trainable_samples(plan.groups, advantages, self.config.train, echo=echo)
 
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""
@@ -264,6 +306,58 @@ class Training:
         own = self.state.entropy_coefficient
         return self.config.train.entropy_coefficient if own is None else own
 
+    def _snapshot_if_best(self, groups: Sequence[Group]) -> None:
+        """Keep the weights that sampled these groups, before the step changes them, if they earn the most so far."""
+        if self.snapshots is None or self.config.eval.every:
+            return
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.error is None]
+        if (reward := self.state.safety.new_best(self.state.step, sum(rewards) / len(rewards))) is not None:
+            self._snapshot(reward)
+
+    def _snapshot(self, reward: float) -> None:
+        assert self.snapshots is not None
+        self.snapshots.take_best()
+        safety = replace(self.state.safety, best_step=self.state.step, best_reward=reward)
+        self.state = replace(self.state, safety=safety)
+
+    def _take_evaluation(self, reward: float) -> None:
+        """Keep the weights if their held-out reward is the best, or roll back if it has clearly fallen."""
+        if self.held_out_fall and self.snapshots is not None:
+            self._roll_back(self.held_out_fall)
+        elif self.snapshots is not None and reward > self.state.safety.best_reward:
+            self._snapshot(reward)
+        self.held_out_fall = None
+        self._save_if_best(reward)
+
+    def _check_health(self, metrics: dict[str, float]) -> None:
+        if self.snapshots is None:
+            return
+        health = self.state.safety.health.with_step(metrics)
+        self.state = replace(self.state, safety=replace(self.state.safety, health=health))
+        if reason := collapse_reason(health):
+            self._roll_back(reason)
+
+    def _roll_back(self, reason: str) -> None:
+        """Go back to earlier weights with a lower learning rate; end the run where that was done often enough."""
+        assert self.snapshots is not None
+        state, most = self.state, self.config.train.max_rollbacks
+        self.ended_early, safety = state.safety.rolled_back(state.step, reason, most, self.snapshots.has_best)
+        self.restore_weights(best=safety.restored_step > 0)
+        self.state = replace(self.state, safety=safety, source=self.source.state(), pending=NO_GROUPS)
+        self.tracker.metrics(state.step, {"rollback": 1.0, "learning_rate_factor": safety.rate_factor})
+        self.watcher.warn(safety.events[-1])
+
+    def restore_weights(self, *, best: bool) -> None:
+        """Train and sample from here on with the best weights, or those of the beginning."""
+        assert self.snapshots is not None
+        if best:
+            self.snapshots.restore_best()
+        else:
+            self.snapshots.restore_initial()
+        version = self.state.policy_version + 1
+        self.policy.update(self.learner.weights(version))
+        self.state = replace(self.state, policy_version=version)
+
     def _save_if_due(self, reward: float) -> None:
         every = self.config.checkpoint.every
         if self.checkpoints is not None and every and self.state.step % every == 0:
@@ -299,6 +393,8 @@ class Training:
     def _write_checkpoint(self, folder: Path) -> None:
         self.learner.save(folder)
         self.write_beside(folder)
+        if self.snapshots is not None:
+            self.snapshots.save(folder)
 
     @property
     def elapsed_s(self) -> float:
@@ -308,6 +404,8 @@ class Training:
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, with the same numbers as if nothing had happened."""
         self.learner.load(folder)
+        if self.snapshots is not None:
+            self.snapshots.load(folder)
         self.source.restore(state.source)
         self.policy.update(self.learner.weights(state.policy_version))
         self.state = state

@@ -23,12 +23,14 @@ def rollout_metrics(
         return out
     flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
     oldest = oldest_version(r for r, _ in good)
+    with_signal = sum(has_signal(group, row) for group, row in pairs)
     out |= {
         "groups": float(len(groups)),
+        "signal_groups": float(with_signal),
         "advantage_mean": statistics.fmean(flat),
         "advantage_max": max(flat),
         "advantage_min": min(flat),
-        "equal_reward_groups": statistics.fmean(not has_signal(group, row) for group, row in pairs),
+        "equal_reward_groups": 1.0 - with_signal / len(groups),
         "staleness_max": 0.0 if oldest is None else float(policy_version - oldest),
     }
     for name in dict.fromkeys(name for g in groups for name in g.metrics):

@@ -75,7 +75,8 @@ class Overview:
         checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
         every = self.config.track.rollouts_every
         rollouts = self.rollouts * self.steps // every if every else 0
-        return checkpoints * (saved + self.state_bytes) + saved + rollouts * _ROLLOUT_BYTES
+        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0  # snapshot, docs/explain
+        return checkpoints * (saved + self.state_bytes + best) + saved + rollouts * _ROLLOUT_BYTES
 
     @property
     def rollouts(self) -> int:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +28,8 @@ from palestra.evals.findings import (
 )
 from palestra.evals.report import EvalReport
 from palestra.learner.base import Learner
+from palestra.learner.local import LocalLearner
+from palestra.learner.user_optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report
@@ -43,6 +45,7 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.loop import Training, total_steps
 from palestra.train.overview import Overview
 from palestra.train.ranks import join
+from palestra.train.safety_net import Snapshots
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, use_threads
 from palestra.train.tasks import EnvironmentTask, Parts, Task
 from palestra.train.watcher import SilentWatcher, Watcher
@@ -61,6 +64,7 @@ class Outcome:
     seconds: float
     report_path: Path
     findings: tuple[Finding, ...] = ()  # why it did not learn more, each with the setting to change
+    events: tuple[str, ...] = ()  # rollbacks, and why it is not the model of the last step that is returned
 
 
 @dataclass(slots=True)
@@ -157,6 +161,7 @@ class Run:
             stack.callback(training.source.close)
             ranks.from_first(self._open_records)
             stack.callback(training.tracker.close)
+            training.snapshots = snapshots_of(training)  # before a resume loads other weights
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
@@ -169,20 +174,21 @@ class Run:
                 ranks.from_first(lambda: drop_after(self.folder, training.state.step))
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
             training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
-            after = self._evaluate("after", again=True)
+            after, choice = self._best_of(before, self._evaluate("after", again=True))
             training.watcher.busy("saving the model")
             try:
                 path = ranks.from_first(lambda: self.backend.save_model(self.folder.model, self.folder.record))
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             metrics, seconds = self.folder.metrics(), training.elapsed_s
-            findings = outcome_findings(metrics, after.rollouts if after else (), training.ended_early)
+            events = (*training.state.safety.events, *choice)
+            findings = self._findings(metrics, after, choice)
             device = gpu_name(self.backend.model)
             page = ranks.from_first(
                 lambda: write_report(self.folder, before, after, metrics, seconds, findings, device=device)
             )
         model, tokenizer = self.backend.model, self.backend.tokenizer
-        return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, tuple(findings))
+        return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
 
     def _open_records(self) -> None:
         """Write down what the run is, and cut its records back to where it goes on."""
@@ -218,6 +224,47 @@ class Run:
         except Exception as error:
             raise self.training.failure(f"scoring {name}", error) from error
         return report
+
+    def _best_of(self, before: EvalReport | None, after: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
+        """The evaluation of the model to return, and why it is not that of the last step, in one sentence or none.
+
+        A model that scores less than the one that the run began with is not returned: the best weights of the run are
+        scored, and where these are worse, too, the run gives back the weights that it began with.
+        """
+        training = self.training
+        if before is None or after is None or training.snapshots is None or score_of(after) >= score_of(before):
+            if "returned_step" in self.folder.record:  # of an earlier end of the run
+                self.folder.add_to_record(returned_step=None, returned_because=None)
+            return after, []
+        found, name = before, "the model as it was before the training"
+        step = training.state.safety.best_step
+        if training.snapshots.has_best:
+            training.restore_weights(best=True)
+            best = self._score(f"scoring the weights of step {step}")
+            if score_of(best) >= score_of(before):
+                found, name = best, f"the model of step {step}, the best of the run"
+        if found is before:
+            training.restore_weights(best=False)
+        write_evaluation(self.folder.eval_file("after"), found)
+        what = "training" if before.split == "train" else "held-out"
+        sentence = (
+            f"the last step's model scored less on the {what} cases than the model before the training (reward "
+            f"{after.mean_reward:.3g} instead of {before.mean_reward:.3g}), so the run returns {name}"
+        )
+        training.watcher.warn(sentence)
+        self.folder.add_to_record(returned_step=0 if found is before else step, returned_because=sentence)
+        return found, [sentence]
+
+    def _findings(
+        self, metrics: Sequence[Mapping[str, float]], after: EvalReport | None, choice: Sequence[str]
+    ) -> tuple[Finding, ...]:
+        """Why the run did not learn more; rollbacks and the choice of another model than the last come first."""
+        events, early = self.training.state.safety.events, self.training.ended_early
+        returned = [Finding("returned_earlier", f"{text}.", ("train.learning_rate",)) for text in choice]
+        rolled_back = [Finding("rolled_back", f"{text}.", ("train.learning_rate",)) for text in events]
+        solved = None if early in events else early
+        others = outcome_findings(metrics, after.rollouts if after else (), solved)
+        return (*returned, *rolled_back, *others)
 
     def _score(self, phase: str) -> EvalReport:
         assert self.evaluator is not None
@@ -257,10 +304,34 @@ class Run:
 
     def _evaluate_between(self, step: int) -> float:
         report = self._score(f"evaluating at step {step}")
+        self.training.held_out_fall = self._fall_to(report, step)
         if self.training.ranks.is_first:
             write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
         return report.mean_reward
+
+    def _fall_to(self, report: EvalReport, step: int) -> str | None:
+        """How far the held-out reward has clearly fallen: its interval lies below that of an earlier evaluation."""
+        known = self.folder.eval_names()
+        names = [name for name in known if name == "before" or (isinstance(name, int) and name < step)]
+        earlier = [read_evaluation(self.folder.eval_file(name)) for name in names]
+        best = max((found.reward for found in earlier if found), key=lambda reward: reward.value, default=None)
+        if best is None or report.reward.high >= best.low:
+            return None
+        return f"the held-out reward fell from {best.value:.3g} to {report.reward.value:.3g}"
+
+
+def score_of(report: EvalReport) -> tuple[float, float]:
+    """By which models are compared: the reward, then the pass rate."""
+    return report.mean_reward, report.pass_rate.rate
+
+
+def snapshots_of(training: Training) -> Snapshots | None:
+    """What the run can go back to; None if its weights are on other ranks or a server, or its optimizer is not ours."""
+    learner = training.learner
+    if not isinstance(learner, LocalLearner) or isinstance(learner.optimizer, UserOptimizer):
+        return None
+    return Snapshots(learner) if training.ranks.size == 1 and training.config.train.max_rollbacks else None
 
 
 def queue_for(

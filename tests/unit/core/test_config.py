@@ -100,8 +100,17 @@ def test_the_flat_config_refuses_a_typo() -> None:
         GRPOTrainingConfig(num_generation=4)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(("parameters", "rate"), [(7_000_000_000, 1e-5), (135_000_000, 1e-5), (1_800_000, 1e-3)])
-def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate):
-    assert RunConfig().with_learning_rate(parameters).train.learning_rate == rate
-    assert RunConfig.build({"lora.r": 8}).with_learning_rate(parameters).train.learning_rate == 1e-4
+@pytest.mark.parametrize(
+    ("parameters", "rate", "lora_rate"),
+    [
+        (7_000_000_000, 1e-6, 2e-5),
+        (1_600_000_000, 1.25e-6, 6.25e-5),
+        (135_000_000, 1e-5, 1e-4),
+        (1_800_000, 1e-3, 1e-4),
+    ],
+)
+def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate, lora_rate):
+    assert RunConfig().with_learning_rate(parameters).train.learning_rate == pytest.approx(rate)
+    lora = RunConfig.build({"lora.r": 8}).with_learning_rate(parameters)
+    assert lora.train.learning_rate == pytest.approx(lora_rate)
     assert RunConfig.build({"train.learning_rate": 3e-6}).with_learning_rate(parameters).train.learning_rate == 3e-6

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
@@ -72,6 +73,13 @@ class FakeLearner:
     def weights(self, version: int) -> Weights:
         weight = self.weight
         return Weights(version, lambda: {"weight": weight})
+
+    def snapshot(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"weight": torch.tensor(self.weight)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        self.calls.append("restore")
+        self.weight = int(snapshot["weight"])
 
     def save(self, folder: Path) -> None:
         (folder / "weight").write_text(str(self.weight))
