@@ -65,8 +65,8 @@ class GRPOTrainingResult:
 
     @property
     def findings(self) -> list[str]:
-        """Why it did not learn more, a sentence each, with the setting to change."""
-        return [finding.sentence for finding in self.outcome.findings]
+        """Why it did not learn more: what happened, what to change, and an example."""
+        return [str(finding) for finding in self.outcome.findings]
 
     @property
     def final_loss(self) -> float | None:

@@ -298,12 +298,13 @@ def _message_fields(message: Message) -> dict[str, Any]:
 
 
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:
-    record = {"id": result.call.id, "name": result.call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
-    record |= {"format": result.call.format} if result.call.format else {}
-    return record | ({"raised": True} if result.raised else {})
+    call = result.call
+    record = {"id": call.id, "name": call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
+    rare = {"raised": result.raised, "error": call.error, "format": call.format}
+    return record | {name: value for name, value in rare.items() if value}
 
 
 def _result_from_dict(record: Mapping[str, Any]) -> ToolResult:
     """Its text is among the messages."""
-    call = ToolCall(record["id"], record["name"], format=record.get("format", ""))
-    return ToolResult(call, "", record["ok"], record["seconds"], record.get("raised", False))
+    call = ToolCall(record["id"], record["name"], error=record.get("error"), format=record.get("format") or "")
+    return ToolResult(call, "", record["ok"], record["seconds"], bool(record.get("raised")))

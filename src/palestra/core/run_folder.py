@@ -22,6 +22,9 @@ from palestra.core.files import new_folder, read_jsonl, slug, write_json
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
 STATE = "state.json"  # of a checkpoint: where the loop stands
 MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: without it the checkpoint is not finished
+# how rollouts are made. agent: our agent loop; function: a user's rollout_func; program: an agent with its own program;
+# wire: environments over HTTP; prompts: StepTrainer; endpoint: a chat endpoint is scored; other: another trainer's run
+RunKind = Literal["agent", "function", "program", "wire", "prompts", "endpoint", "other"]
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
 

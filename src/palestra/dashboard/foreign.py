@@ -29,6 +29,7 @@ from palestra.evals.rollout_stats import rollout_stats
 _OF_TOKENS = (
     "completion_length_mean",
     "completion_length_max",
+    "conversation_length_max",
     "sampled_tokens",
     "turns_mean",
     "context_full_rate",

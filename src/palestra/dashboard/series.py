@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.files import parse_row, read_from
+from palestra.evals.rollout_stats import CALL_PROBLEM_RATES
 from palestra.runs.reader import merge_last_step, sample
 
 Row = Mapping[str, Any]
@@ -32,11 +33,17 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Pass rate", "%", ("pass_rate", "eval/pass_rate")),
     ("Measures", "", ("score/",)),
     ("Measures passed", "%", ("pass_rate/",)),
-    ("Groups without signal", "%", ("equal_reward_groups",)),
+    ("Groups without signal", "%", ("equal_reward_groups", "failed_groups", "passed_groups")),
+    ("Rollouts with a positive advantage", "", ("reinforced_rollouts", "reinforced_without_tools")),
     ("Tool calls per rollout", "", ("tool_calls_mean",)),
-    ("Tool errors", "%", ("tool_error_rate", "unknown_tool_rate")),
+    ("Tool errors", "%", ("tool_error_rate", *CALL_PROBLEM_RATES.values())),
+    ("Calls in another format", "%", ("other_format_rate", "unread_call_rate", "unrun_call_rate")),
     ("Turns per rollout", "", ("turns_mean",)),
-    ("Sampled tokens per rollout", "tokens", ("completion_length_mean", "completion_length_max")),
+    (
+        "Sampled tokens per rollout",
+        "tokens",
+        ("completion_length_mean", "completion_length_max", "conversation_length_max"),
+    ),
     ("Cut off", "%", ("truncation_rate", "context_full_rate", "looping_rate")),
     ("Entropy", "nats", ("entropy", "optim/entropy")),
     ("KL", "nats", ("kl", "kl_reference", "kl_sampler", "optim/kl_sample_train_v1", "optim/kl_sample_train_v2")),

@@ -13,10 +13,12 @@ from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.core.yaml_config import flatten
 from palestra.dashboard.catalog import CatalogRun
+from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.series import by_step, sparkline
-from palestra.evals.findings import run_findings
+from palestra.evals.findings import recorded_findings
 
 _MAX_CACHED = 512
+_INDEX_WITHIN_S = 0.4  # of a request, for bringing the index of rollouts up to date
 
 
 def _sparkline(folder: RunFolder) -> list[float]:
@@ -86,6 +88,7 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "changed": changed,
         "record": {name: record.get(name) for name in ("instructions", "tools", "source", "environment", "agent")},
         "findings": findings(found),
+        "capability": record.get("capability"),
         "checkpoints": _checkpoints(folder),
         "model_files": _files(folder.model) if folder.model.is_dir() else None,
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
@@ -96,12 +99,27 @@ def details(found: CatalogRun) -> dict[str, Any]:
 
 
 def findings(found: CatalogRun) -> list[dict[str, Any]]:
-    """The advice: what the report says, or what the metrics say so far."""
-    recorded = (found.folder.report() or {}).get("findings")
-    if isinstance(recorded, list) and not found.run.is_active:
-        return recorded
-    rows = found.folder.metrics()
-    return [finding.to_dict() for finding in run_findings(rows, ended=not found.run.is_active)]
+    """The findings of the report, or those of the metrics so far; examples get the id of their rollout."""
+    rows = [finding.to_dict() for finding in recorded_findings(found.folder, ended=not found.run.is_active)]
+    for row in rows:
+        if row["example"]:
+            row["example"]["id"] = _rollout_id(found.folder, row["example"])
+    return rows
+
+
+def _rollout_id(folder: RunFolder, example: Mapping[str, Any]) -> int | None:
+    """The dashboard's id of an example rollout; None where it is not on disk, or not indexed yet."""
+    index, kind = RolloutIndex(folder), example["source"]
+    if kind not in index.kinds():
+        return None
+    index.update([kind], within_s=_INDEX_WITHIN_S)
+    step = [] if kind in ("before", "after") else [example["step"]]
+    where = "kind = ? AND step = ?" if step else "kind = ?"
+    with index.open() as db:
+        row = db.execute(
+            f"SELECT id FROM rollouts WHERE {where} ORDER BY id LIMIT 1 OFFSET ?", [kind, *step, example["index"]]
+        ).fetchone()
+    return int(row[0]) if row else None
 
 
 def measures(folder: RunFolder) -> list[dict[str, Any]]:

@@ -1,11 +1,25 @@
-"""Some rollouts as numbers: what a training step and an evaluation report of theirs."""
+"""Statistics of rollouts, which training steps and evaluations report."""
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
 
-from palestra.core.types import Rollout, Score
+from palestra.core.types import Message, Rollout, Score, ToolResult
+
+CallProblem = Literal["rejected_format", "malformed", "unknown_tool", "invalid_arguments", "raised"]
+# metric of each problem: the share of all tool calls that have it
+CALL_PROBLEM_RATES: dict[CallProblem, str] = {
+    "rejected_format": "rejected_format_rate",
+    "malformed": "malformed_call_rate",
+    "unknown_tool": "unknown_tool_rate",
+    "invalid_arguments": "invalid_argument_rate",
+    "raised": "raised_call_rate",
+}
 
 _TAIL = 96  # tokens at the end of a rollout that are looked at for repetition
 _NGRAM = 4
@@ -33,13 +47,14 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward_std": statistics.pstdev(rewards),
         "completion_length_mean": statistics.fmean(lengths),
         "completion_length_max": float(max(lengths)),
+        "conversation_length_max": float(max(sum(len(turn.token_ids) for turn in r.turns) for r in good)),
         "sampled_tokens": float(sum(lengths)),
         "turns_mean": statistics.fmean(sum(turn.maker == "model" for turn in r.turns) for r in good),
         "truncation_rate": statistics.fmean(r.cut_off for r in good),
         "context_full_rate": statistics.fmean(r.stop == "context_full" for r in good),
         "looping_rate": statistics.fmean(r.cut_off and loops(r) for r in good),
     }
-    if judged := [r for r in good if any(s.decides for s in r.scores.values())]:
+    if judged := [r for r in good if is_judged(r)]:
         out["pass_rate"] = statistics.fmean(r.passed for r in judged)
     out |= _tool_stats(good)
     for name, scores in _scores(good).items():
@@ -50,6 +65,11 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return out
 
 
+def is_judged(rollout: Rollout) -> bool:
+    """Whether a measure decides that the rollout passed or failed."""
+    return any(score.decides for score in rollout.scores.values())
+
+
 def loops(rollout: Rollout) -> bool:
     """Whether what the model sampled last repeats itself."""
     turn = next((t for t in reversed(rollout.turns) if t.maker == "model"), None)
@@ -58,14 +78,69 @@ def loops(rollout: Rollout) -> bool:
     return len(tail) >= _TAIL // 4 and len(set(ngrams)) < len(ngrams) / 3
 
 
+def call_problem(result: ToolResult, tool_names: Sequence[str]) -> CallProblem | None:
+    """Why a tool call failed; None if it succeeded.
+
+    `rejected_format`: it was written in another format than the model's own, and was not executed for that reason.
+    """
+    call = result.call
+    if call.error is not None:
+        return "rejected_format" if call.format else "malformed"
+    if tool_names and call.name not in tool_names:
+        return "unknown_tool"
+    if result.ok:
+        return None
+    if result.raised:
+        return "raised"
+    return "invalid_arguments" if tool_names else "unknown_tool"
+
+
+def called_successfully(rollout: Rollout) -> bool:
+    """Whether at least one tool call of the rollout succeeded."""
+    return any(call_problem(result, rollout.tool_names) is None for result in rollout.tool_results)
+
+
+def has_unread_call(rollout: Rollout) -> bool:
+    """Whether the model's text looks like a call of an offered tool, although no call was parsed."""
+    if not rollout.tool_names or rollout.tool_results:
+        return False
+    messages = model_messages(rollout)
+    looks_like_call = _call_pattern(rollout.tool_names)
+    return not any(m.tool_calls for m in messages) and any(looks_like_call.search(m.text) for m in messages)
+
+
+def has_unrun_call(rollout: Rollout) -> bool:
+    """Whether calls were parsed and none was run: the attempt ended first."""
+    calls = (call for message in model_messages(rollout) for call in message.tool_calls)
+    return bool(rollout.tool_names) and not rollout.tool_results and any(calls)
+
+
+def model_messages(rollout: Rollout) -> list[Message]:
+    """The assistant messages that the model wrote, without those of examples in the prompt."""
+    written = [message for message in rollout.messages if message.role == "assistant"]
+    turns = sum(turn.maker == "model" for turn in rollout.turns)
+    return written[-turns:] if turns else written
+
+
+@lru_cache(64)
+def _call_pattern(tool_names: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds `"name": "add"`, `<function=add` and a line that begins with `add(`."""
+    names = "|".join(re.escape(name) for name in tool_names)
+    return re.compile(rf"""["']name["']\s*:\s*["'](?:{names})["']|<function=(?:{names})\b|^[\s`]*(?:{names})\(""", re.M)
+
+
 def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    results = [result for r in rollouts for result in r.tool_results]
-    unknown = [result.call.name not in r.tool_names for r in rollouts if r.tool_names for result in r.tool_results]
+    results = [(result, r.tool_names) for r in rollouts for result in r.tool_results]
+    count = max(1, len(results))
+    problems = Counter(call_problem(result, names) for result, names in results)
     return {
         "tools_offered": statistics.fmean(len(r.tool_names) for r in rollouts),
         "tool_calls_mean": len(results) / len(rollouts),
-        "tool_error_rate": statistics.fmean(not result.ok for result in results) if results else 0.0,
-        "unknown_tool_rate": statistics.fmean(unknown) if unknown else 0.0,
+        "tool_error_rate": sum(not result.ok for result, _ in results) / count,
+        "other_format_rate": sum(bool(result.call.format) for result, _ in results) / count,
+        **{metric: problems[problem] / count for problem, metric in CALL_PROBLEM_RATES.items()},
+        "unread_call_rate": statistics.fmean(has_unread_call(r) for r in rollouts),
+        "unrun_call_rate": statistics.fmean(has_unrun_call(r) for r in rollouts),
     }
 
 

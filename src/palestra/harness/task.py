@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunKind
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
@@ -33,6 +34,10 @@ class ProgramTask:
     loaded: LoadedModel
     reward_functions: Sequence[RewardFunction] = ()
     gateway: Gateway | None = field(default=None, init=False)
+
+    @property
+    def kind(self) -> RunKind:
+        return "program"
 
     @property
     def problem_count(self) -> int:

@@ -39,6 +39,7 @@ def render(report: Mapping[str, Any]) -> str:
         changes=changes,
         mean_changes=means,
         graded=means[0] if means and _is_flat(report["changes"][-1]) else None,
+        capability=(report.get("capability") or {}).get("text"),
         findings=report.get("findings", ()),
         steps=len(steps),
         bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),

@@ -13,7 +13,7 @@ from palestra.core.files import write_json, write_text
 from palestra.core.machine import installed_version
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
-from palestra.evals.findings import Finding
+from palestra.evals.evidence import Finding
 from palestra.evals.report import Change, EvalReport, compare, compare_means, pick_transcripts
 from palestra.report.page import render
 
@@ -68,6 +68,7 @@ def report_data(
         "tools": [_tool_name(tool) for tool in record.get("tools") or ()],
         "before": before and before.to_dict(),
         "after": after and after.to_dict(),
+        "capability": record.get("capability"),
         "findings": [finding.to_dict() for finding in findings],
         "changes": [_change(change) for change in changes],
         "mean_changes": [_change(change) for change in means],

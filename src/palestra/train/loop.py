@@ -22,6 +22,8 @@ from palestra.core.errors import NotFiniteError, PalestraError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Group, Sample
+from palestra.evals.evidence import RunFacts
+from palestra.evals.examples import Example, find_examples
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib
@@ -83,6 +85,9 @@ class Training:
     ended_early: str | None = None  # why it did not go on to the last step
     snapshots: Snapshots | None = None  # None: no rollbacks
     held_out_fall: str | None = None  # set by an evaluation that finds the model to be worse
+    facts: RunFacts = field(default_factory=RunFacts)
+    examples: dict[str, Example] = field(default_factory=dict)  # the newest rollout of each trait, for findings
+    on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
@@ -148,10 +153,10 @@ class Training:
     def _judge(self, metrics: dict[str, float], total: int) -> None:
         """Warn of what keeps the run from learning, each kind once, and end it where nothing is left to learn."""
         self.history.append(metrics)
-        for finding in run_findings(self.history):
+        for finding in run_findings(self.history, facts=self.facts, examples=self.examples):
             if finding.kind not in self.reported_findings:
                 self.reported_findings.add(finding.kind)
-                self.watcher.warn(finding.sentence)
+                self.watcher.warn(str(finding))
         count = self.config.train.stop_when_solved
         recent = self.history[-count:] if count else []
         if count and len(recent) == count and all(row.get("pass_rate") == 1.0 for row in recent):
@@ -167,6 +172,8 @@ class Training:
         phases.take()
         state = self.state
         rollouts = self.runner.run(gather(self.source, count, self.config, state.policy_version, state.signal_rate))
+        if state.step == 0:
+            self.on_first_groups(rollouts.groups)
         times = phases.take()
         times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
         with deferred_interrupts():
@@ -265,6 +272,9 @@ class Training:
 
     def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
         found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
+        step = self.state.step + 1
+        if self.config.track.records_rollouts(step):  # an example has to be on disk
+            self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
         if rollouts.dropped:
             found["stale_groups_dropped"] = float(rollouts.dropped)
         if hung := hung_calls():

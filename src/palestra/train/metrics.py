@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from palestra.core.types import Group, Rollout, oldest_version
-from palestra.evals.rollout_stats import rollout_stats
+from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
 from palestra.train.samples import has_signal
 
 
@@ -33,9 +33,31 @@ def rollout_metrics(
         "equal_reward_groups": 1.0 - with_signal / len(groups),
         "staleness_max": 0.0 if oldest is None else float(policy_version - oldest),
     }
+    out |= _group_outcomes(groups) | _reinforced(list(zip([r for r, _ in good], flat, strict=True)))
     for name in dict.fromkeys(name for g in groups for name in g.metrics):
         out[name] = statistics.fmean(g.metrics[name] for g in groups if name in g.metrics)
     return out
+
+
+def _group_outcomes(groups: Sequence[Group]) -> dict[str, float]:
+    """Shares of the groups in which every rollout passed, and in which none did."""
+    verdicts = [[r.passed for r in g.rollouts if r.error is None and is_judged(r)] for g in groups]
+    judged = [row for row in verdicts if row]
+    if not judged:
+        return {}
+    return {
+        "passed_groups": statistics.fmean(all(row) for row in judged),
+        "failed_groups": statistics.fmean(not any(row) for row in judged),
+    }
+
+
+def _reinforced(rollouts: Sequence[tuple[Rollout, float]]) -> dict[str, float]:
+    """Count the rollouts with a positive advantage, and those of them in which no tool call succeeded."""
+    if not any(r.tool_names for r, _ in rollouts):
+        return {}
+    found = [r for r, advantage in rollouts if advantage > 1e-6 and r.tool_names]
+    without = sum(not called_successfully(r) for r in found)
+    return {"reinforced_rollouts": float(len(found)), "reinforced_without_tools": float(without)}
 
 
 def _mean_advantage(rollout: Rollout) -> float:

@@ -12,6 +12,7 @@ from palestra.core.calls import call_with_limit
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.messages import as_messages
+from palestra.core.run_folder import RunKind
 from palestra.core.types import Message, Problem, Score, ToolResult, Turn
 from palestra.envs.base import Episode, Split
 from palestra.policy.base import Policy
@@ -173,6 +174,10 @@ class PromptTask:
     reward: Callable[[str, Any], float]
     tokenizer: Any
     stops: tuple[int, ...]
+
+    @property
+    def kind(self) -> RunKind:
+        return "prompts"
 
     @property
     def problem_count(self) -> int:

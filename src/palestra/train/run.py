@@ -19,19 +19,16 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.evals.findings import (
-    NO_MATTER_OF_LEARNING,
-    Finding,
-    broken_tool,
-    evaluation_findings,
-    outcome_findings,
-)
+from palestra.core.types import Group
+from palestra.evals.capability import Capability
+from palestra.evals.evidence import Finding, RunFacts
+from palestra.evals.findings import NO_MATTER_OF_LEARNING, broken_tool, evaluation_findings, outcome_findings
 from palestra.evals.report import EvalReport
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import Policy
+from palestra.policy.base import KnowsContext, Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
 from palestra.tracking.base import Trackers
@@ -139,6 +136,7 @@ class Run:
             lambda path: backend.complete_checkpoint(path, folder.record),
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
             ranks,
+            facts=RunFacts(config, task.kind, context_tokens(backend), ranks.size),
         )
         resume_after = done if resume or done else None
         return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue)
@@ -172,6 +170,7 @@ class Run:
                 training.watcher.note(self._going_on(self.resume_from[1].step))
                 training.resume(*self.resume_from)
                 ranks.from_first(lambda: drop_after(self.folder, training.state.step))
+            training.on_first_groups = lambda groups: self._report_capability(before, groups)
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
             training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
             after, choice = self._best_of(before, self._evaluate("after", again=True))
@@ -199,7 +198,8 @@ class Run:
         weights = dict(training.source.reward_weights)
         several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
         threads = torch.get_num_threads()
-        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several)
+        about = {"kind": training.facts.kind, "context_tokens": training.facts.context_tokens}
+        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
@@ -263,7 +263,8 @@ class Run:
         returned = [Finding("returned_earlier", f"{text}.", ("train.learning_rate",)) for text in choice]
         rolled_back = [Finding("rolled_back", f"{text}.", ("train.learning_rate",)) for text in events]
         solved = None if early in events else early
-        others = outcome_findings(metrics, after.rollouts if after else (), solved)
+        scored = after.rollouts if after else ()
+        others = outcome_findings(metrics, scored, solved, self.training.facts, self.training.examples)
         return (*returned, *rolled_back, *others)
 
     def _score(self, phase: str) -> EvalReport:
@@ -282,9 +283,23 @@ class Run:
                 f"scoring before: {reason}. Fix the tool, or take it from the agent; if the calls are at fault, let it "
                 "return the message as its result instead of raising"
             )
-        for finding in evaluation_findings(before.rollouts):
+        for finding in evaluation_findings(before.rollouts, self.training.facts, "before"):
             if finding.kind in NO_MATTER_OF_LEARNING:
-                self.training.watcher.warn(finding.sentence)
+                self.training.watcher.warn(str(finding))
+
+    def _report_capability(self, before: EvalReport | None, groups: Sequence[Group]) -> None:
+        """Show and record what the model can do before it is trained.
+
+        pass@k is of the first step's groups, which the initial weights sampled. Those that were drawn again for a lack
+        of signal do not count, nor groups that environments over the wire may have chosen by their rewards.
+        """
+        training = self.training
+        rollouts = before.rollouts if before else [r for group in groups for r in group.rollouts]
+        first = [] if training.facts.kind == "wire" else groups[: training.config.train.problems_per_step]
+        capability = Capability.of(rollouts, [group.rollouts for group in first])
+        training.watcher.note(str(capability))
+        if training.ranks.is_first:
+            self.folder.add_to_record(capability=capability.to_dict())
 
     def _ended_by_another(self, reason: str) -> None:
         """Another rank has ended, and this one would wait for it for ever."""
@@ -372,6 +387,14 @@ def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[A
     config.refuse(["vllm", "rollout.policy_url"], "each rank samples with an engine of its own")
     config.refuse(["rollout.max_staleness"], "ranks sample and learn in turns")
     config.refuse(["lora.load_in_4bit"], "weights of 4 bits are not divided among ranks")
+
+
+def context_tokens(backend: Backend) -> int | None:
+    """How many tokens the model holds at once; None where it is not known."""
+    if isinstance(backend.policy, KnowsContext):
+        return backend.policy.context_tokens
+    config = getattr(backend.model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def gpu_name(model: Any) -> str:

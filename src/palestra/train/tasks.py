@@ -16,6 +16,7 @@ from palestra.cluster.pool import PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.run_folder import RunKind
 from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.models.loading import load_tokenizer
@@ -54,6 +55,9 @@ class Task(Protocol):
     """Something to train on."""
 
     @property
+    def kind(self) -> RunKind: ...
+
+    @property
     def problem_count(self) -> int | None:
         """Problems in one epoch; None where there is no last one."""
         ...
@@ -73,6 +77,10 @@ class EnvironmentTask:
     reward_functions: Sequence[RewardFunction] = ()
     rollout_func: RolloutFunction | None = None
     trainer: Any = None  # what rollout_func is given
+
+    @property
+    def kind(self) -> RunKind:
+        return "agent" if self.rollout_func is None else "function"
 
     @property
     def problem_count(self) -> int:
@@ -143,6 +151,7 @@ class FinishTask:
 
     scored_by: EnvironmentTask | None
     problem_count: int | None = None
+    kind: RunKind = "wire"
 
     def source(self, parts: Parts) -> NoMoreGroups:
         return NoMoreGroups()

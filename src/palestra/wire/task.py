@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Group
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import KnowsContext, Policy
@@ -53,6 +53,10 @@ class WireTask:
     served: Callable[[str, Any], None] = lambda url, tokenizer: None
     check: Callable[[], None] = lambda: None
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
+
+    @property
+    def kind(self) -> RunKind:
+        return "wire"
 
     @property
     def problem_count(self) -> None:

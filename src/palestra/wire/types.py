@@ -69,6 +69,9 @@ class ToolCallResult(Body):
     name: str
     ok: bool
     seconds: Value = 0.0
+    raised: bool = False
+    error: str | None = None  # why the text of the call could not be parsed
+    format: str = ""  # in which the call was written, if it is not the model's own
 
 
 class ScoredGroup(Body):

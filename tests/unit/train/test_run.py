@@ -23,6 +23,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
+from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
 from palestra.train import backend
@@ -62,6 +63,7 @@ class FakeTask:
     policy: FakePolicy
     scores: FakeEvaluator = field(default_factory=FakeEvaluator)
     problem_count: int = len(PROBLEMS)
+    kind: str = "agent"
     breaks: bool = False
     play: Any = FakeCollector.play
 
@@ -131,6 +133,9 @@ def steps(folder: RunFolder) -> list[float]:
 DOWN = ToolResult(ToolCall("c", "search"), "Error: search raised ConnectionError: refused", ok=False, raised=True)
 
 
+UNFIT = ToolResult(ToolCall("c", "search"), "Error: missing argument 'text'", ok=False)
+
+
 def calling(*results: ToolResult, **more: Any) -> Rollout:
     return Rollout("p", (), (), "answered", tool_results=results, tool_names=("search",), **more)
 
@@ -148,8 +153,8 @@ def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: La
     lab.evaluator.rollouts = [calling(scores=judge), *(calling() for _ in range(8))]
     lab.train()
     assert lab.notes.warnings == [
-        "the measure judge failed by itself in 1 of 9 rollouts in the evaluation; they are left out. A training "
-        "keeps the reasons in rollouts.jsonl and evals/."
+        "the measure judge raised an error in 1 of 9 rollouts in the evaluation; these are left out. "
+        "Example (evals/before.jsonl, line 1): judge: away"
     ]
 
 
@@ -166,9 +171,36 @@ def test_the_outcome_and_the_report_say_why_nothing_was_learned(lab: Lab) -> Non
     (finding,) = outcome.findings
     assert finding.kind == "zero_reward"
     assert "in 6 of 6 steps every rollout earned a reward of 0" in finding.sentence
-    assert lab.notes.warnings == [finding.sentence.replace("6 of 6", "the last 3")]
-    assert lab.folder.report()["findings"][0]["sentence"] == finding.sentence  # type: ignore[index]
+    assert finding.example is not None
+    assert (finding.example.source, finding.example.step, finding.example.index) == ("train", 6, 0)
+    (warning,) = lab.notes.warnings
+    assert finding.sentence.replace("6 of 6", "the last 3") in warning
+    assert "rollouts.jsonl, step 3, rollout 0" in warning
+    assert Finding.from_dict(lab.folder.report()["findings"][0]) == finding  # type: ignore[index]
     assert "in 6 of 6 steps every rollout earned" in outcome.report_path.read_text()
+    assert "Example (rollouts.jsonl, step 6, rollout 0)" in outcome.report_path.read_text()
+
+
+def test_the_capability_of_the_initial_model_is_shown_and_recorded_once(lab: Lab) -> None:
+    lab.evaluator.rollouts = [calling(UNFIT), calling(UNFIT, UNFIT, UNFIT)]
+    lab.build(play=lambda number, problem: [attempt(problem, 0.0), attempt(problem, float(number == 0))]).train()
+    (line,) = [line for line in lab.notes.lines if line.startswith("capability")]
+    assert line.startswith("capability: 2 calls per attempt, 100 % parsed")
+    assert "100 % invalid arguments" in line
+    assert "pass@1" in line
+    assert "pass@2" in line
+    recorded = lab.folder.report()["capability"]  # type: ignore[index]
+    assert f"capability: {recorded['text']}" == line
+    assert recorded["text"] in lab.folder.report_page.read_text()
+    lab.notes.lines.clear()
+    lab.train(lab.resume(max_steps=8))
+    assert not [line for line in lab.notes.lines if line.startswith("capability")], "no longer the initial model"
+    assert lab.folder.report()["capability"] == recorded  # type: ignore[index]
+
+
+def test_a_run_on_disk_says_how_its_rollouts_are_made(lab: Lab) -> None:
+    lab.build(kind="program").train()
+    assert RunFacts.of_folder(lab.folder).kind == "program"
 
 
 def test_every_checkpoint_has_a_tokenizer_and_says_whose_it_is(lab: Lab) -> None:

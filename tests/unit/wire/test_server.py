@@ -86,7 +86,9 @@ def test_groups_go_round_with_every_field(trained):
         turns=[[["template", 1], ["model", 2]]] * 2, versions=[[0, 4, 5]] * 2, stops=["answered", "truncated"],
         errors=[None, "broken"], seconds=[0.5, 0.25], tool_seconds=[0.0, 0.125],
         verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False}}, {}],
-        tool_results=[[{"id": "c", "name": "add", "ok": True, "seconds": 0.5}], []],
+        tool_results=[
+            [{"id": "c", "name": "add", "ok": False, "seconds": 0.5, "raised": True, "error": "?", "format": "json"}], [],
+        ],
     )  # fmt: skip
     assert trained.post("/scored_data", json=whole).json() == {"status": "received"}
     packed = gzip.compress(json.dumps([group(env_id=0, scores=[0.25, 0.5])]).encode())

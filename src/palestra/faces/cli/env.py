@@ -17,11 +17,12 @@ from palestra.core.show import show_path
 from palestra.env_api import evaluate_env, process_env, serve_env
 from palestra.envs.load import find_env, load_env
 from palestra.envs.running import RunningEnv
+from palestra.evals.evidence import RunFacts
 from palestra.faces.cli import run_atropos, settings
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.faces.cli.find_run import with_model_of_run
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
-from palestra.faces.cli.summary import print_evaluation
+from palestra.faces.cli.summary import capability_of, print_evaluation
 from palestra.faces.process_page import write_page
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
@@ -109,11 +110,13 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
     cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
-    print_evaluation(console, f"{env.name}, {cases} {'held-out' if held_out else 'training'} problems", report)
+    facts = RunFacts(config, "agent" if openai is None else "endpoint")
+    title = f"{env.name}, {cases} {'held-out' if held_out else 'training'} problems"
+    print_evaluation(console, title, report, facts)
     for name, value in more.items():
         console.print(f"{name} {value:g}", highlight=False)
     if parameters["as_json"]:
-        click.echo(json.dumps({**report.to_dict(), "more": more}))
+        click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
 
 
 @command.command("serve", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)

@@ -9,14 +9,16 @@ from typing import Any
 import click
 from rich.console import Console
 
+from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
+from palestra.evals.evidence import RunFacts
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.faces.cli import settings
 from palestra.faces.cli.agent_file import AgentFile
 from palestra.faces.cli.agent_options import AgentOptions, agent_options
 from palestra.faces.cli.common import config_option, debug_option, json_line_option, load_libraries
 from palestra.faces.cli.find_run import with_model_of_run
-from palestra.faces.cli.summary import print_evaluation
+from palestra.faces.cli.summary import capability_of, print_evaluation
 from palestra.train.progress import make_display
 
 
@@ -55,12 +57,14 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
     with make_display(console, config.track.log_every) as display:
         measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
         report = evaluate(agent, suite, measures, config=config, reward_weights=file.reward_weights, watcher=display)
-    print_evaluation(console, f"{agent.name}, {cases}", report)
+    facts = RunFacts(config, "program" if isinstance(agent, ProgramAgent) else "agent")
+    print_evaluation(console, f"{agent.name}, {cases}", report, facts)
     if as_json:
         summary = {
             "pass_rate": report.pass_rate.rate,
             "interval": [report.pass_rate.low, report.pass_rate.high],
             "measures": {m.name: m.pass_rate.rate for m in report.measures},
+            "capability": capability_of(report).to_dict(),
             "split": split,
             "cases": len({rollout.problem_id for rollout in report.rollouts}),
             "seconds": round(report.seconds, 2),

@@ -14,6 +14,7 @@ from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, show_seconds, show_size
 from palestra.evals.findings import recorded_findings
+from palestra.faces.cli.summary import print_findings
 from palestra.runs.reader import Run
 
 _WIDE = 100  # characters
@@ -63,8 +64,9 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
         if value is not None:
             console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
     folder = RunFolder(run.folder)
-    for sentence in recorded_findings(folder.report(), folder.metrics(), ended=not run.is_active):
-        console.print(Text(f"! {sentence}", style="yellow"))
+    if folder.has_begun and (capability := folder.record.get("capability")):
+        console.print(Text.assemble((f"{'capability':<15}", "dim"), capability["text"]), soft_wrap=True)
+    print_findings(console, recorded_findings(folder, ended=not run.is_active))
     if run.state in ("stopped", "failed"):
         console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
 

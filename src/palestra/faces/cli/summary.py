@@ -15,7 +15,9 @@ from rich.text import Text
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.findings import Finding, evaluation_findings
+from palestra.evals.capability import Capability, by_problem
+from palestra.evals.evidence import Finding, RunFacts
+from palestra.evals.findings import NO_FACTS, evaluation_findings
 from palestra.evals.report import (
     Change,
     EvalReport,
@@ -51,6 +53,7 @@ def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
     scored = {"before": outcome.before, "after": outcome.after}
     return {
         **{f"{report.split}_{when}": report.pass_rate.rate for when, report in scored.items() if report is not None},
+        "capability": run.record.get("capability") if run.has_begun else None,
         "findings": [finding.to_dict() for finding in outcome.findings],
         "seconds": round(outcome.seconds, 2),
         "run_dir": str(run.path),
@@ -59,8 +62,14 @@ def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
-    """The table of an evaluation, and one rollout that failed."""
+def capability_of(report: EvalReport) -> Capability:
+    """The capability report of an evaluation, with pass@k where it has several samples of a case."""
+    samples = by_problem(report.rollouts)
+    return Capability.of(report.rollouts, samples if any(len(group) > 1 for group in samples) else ())
+
+
+def print_evaluation(console: Console, name: str, report: EvalReport, facts: RunFacts = NO_FACTS) -> None:
+    """The table of an evaluation, one rollout that failed, the capability line and the findings."""
     failed = next((r for r in report.rollouts if not r.passed), None)
     if failed is not None:
         console.print(Text("\nOne rollout that failed", style="bold"))
@@ -84,7 +93,8 @@ def print_evaluation(console: Console, name: str, report: EvalReport) -> None:
         table.add_row("reward", "", show_interval(report.reward))
     console.print()
     console.print(table)
-    print_findings(console, evaluation_findings(report.rollouts))
+    console.print(Text(str(capability_of(report)), style="dim"), soft_wrap=True)
+    print_findings(console, evaluation_findings(report.rollouts, facts))
 
 
 def change_table(before: EvalReport, after: EvalReport) -> Table:
@@ -188,6 +198,8 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
     """What kept the model from learning or passing more, and what to change."""
     for finding in findings:
         console.print(Text(f"! {visible(finding.sentence)}", style="yellow"))
+        if finding.example is not None:
+            console.print(Text(f"  {visible(str(finding.example))}", style="dim"), soft_wrap=True)
 
 
 def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:

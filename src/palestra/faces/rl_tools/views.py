@@ -105,6 +105,7 @@ def status(run: Run) -> Data:
         **_tracking(run),
         "processes": {part: _process(run, part) for part in PARTS},
         "metrics": {name: run.progress.get(name) for name in _METRICS},
+        "capability": _capability(run),
         "findings": _findings(run),
         "logs": _logs(run),
         **({"error": run.reason} if run.state == "failed" else {"note": run.reason} if run.reason else {}),
@@ -138,6 +139,7 @@ def results(run: Run, found: Data) -> Data:
         **_tracking(run),
         "final_metrics": found.get("final_metrics"),
         "history": found.get("history"),
+        "capability": _capability(run),
         "findings": _findings(run),
         "report": _rates(found.get("report")),
         "report_path": found.get("report_path"),
@@ -174,9 +176,14 @@ def _where(run: Run) -> dict[str, Any]:
 
 
 def _findings(run: Run) -> list[str]:
-    """Why nothing, or little, is learned, each with the setting to change; empty if all is well."""
+    """Why little is learned, each with what to change and an example; empty if nothing was found."""
+    return [str(finding) for finding in recorded_findings(RunFolder(run.folder), ended=not run.is_active)]
+
+
+def _capability(run: Run) -> str | None:
+    """What the model could do before training; None until the first step."""
     folder = RunFolder(run.folder)
-    return recorded_findings(folder.report(), folder.metrics(), ended=not run.is_active)
+    return (folder.record.get("capability") or {}).get("text") if folder.has_begun else None
 
 
 def _tracking(run: Run) -> dict[str, Any]:

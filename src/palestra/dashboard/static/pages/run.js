@@ -47,6 +47,7 @@ export async function show({ names: [id], signal }) {
       h("h2", "About"),
       facts([
         ["Rollouts", rollouts],
+        ...(run.capability ? [["Before training", run.capability.text]] : []),
         ["Started", moment(run.started ?? run.created)],
         ["Folder", h("span.mono.small", breakable(run.folder))],
         ...(run.measures ?? []).map((m) => [m.name, m.rewarded ? `weight ${number(m.weight)}` : "witness"]),
@@ -81,6 +82,7 @@ function adviceOf(findings, run) {
       notice(
         "warn",
         h("p", finding.sentence),
+        exampleOf(finding.example, run),
         finding.settings?.length
           ? h(
               "p.small.soft",
@@ -95,11 +97,26 @@ function adviceOf(findings, run) {
     h("h2", "Advice"),
     list.length
       ? h("ul.advice", list)
-      : h(
-          "p.soft",
-          run.active ? "Nothing stands in the way of learning so far." : "Nothing stood in the way of learning.",
-        ),
+      : h("p.soft", noFindings(run)),
   ];
+}
+
+/** What can be said without findings: nothing about learning where the run failed, or has taken no steps. */
+function noFindings(run) {
+  if (run.state === "failed") return "The run failed. Its steps up to then show no other problem.";
+  if (!run.step) return run.active ? "Findings appear after the first steps." : "The run took no steps.";
+  return run.active ? "No problems found so far." : "No problems found in its steps.";
+}
+
+/** The rollout that shows what a finding says. */
+function exampleOf(example, run) {
+  if (!example) return null;
+  const parts = ["runs", run.id, "rollouts"];
+  const target = example.id
+    ? link([...parts, String(example.id)])
+    : link(parts, { kind: example.source, step: example.source === "train" ? example.step : undefined });
+  const name = example.source ? h("a", { href: target }, "Example") : "Example";
+  return h("p.small", name, example.text ? [": ", h("span.mono", example.text)] : null);
 }
 
 /* All charts of a run. New rows arrive while it trains; a series that was not there before draws the charts anew. */
