@@ -1,4 +1,4 @@
-"""Whole dialogues for palestra/tiny: look-ups with and without arithmetic, sums, copying, small talk."""
+"""Whole dialogues for palestra/tiny: open worlds, shops and other fixed topics, sums, copying, small talk."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import tiny_names as names
 import tiny_words as words
 from tiny_novice import Scribe, Task, answer
+from tiny_open_novice import open_dialogue
 from tiny_world import Dialogue, World, make_world
 
 from palestra.demo import mentions_held_out
 
 
+COPIED = (
+    words.number,
+    words.any_item,
+    words.any_word,
+    names.integer,
+    names.decimal,
+    names.thing,
+    names.proper_name,
+    names.code,
+    names.argument_name,
+)
+
+
 def dialogues(seed: int) -> Iterator[Dialogue]:
     """Endless dialogues, none of which mentions an item or a price of the demo's held-out cases."""
     rng = random.Random(seed)
-    kinds = (tool_dialogue, sum_dialogue, copy_dialogue, small_talk)
+    kinds = (open_dialogue, tool_dialogue, sum_dialogue, copy_dialogue, small_talk)
     while True:
-        dialogue = rng.choices(kinds, (0.72, 0.05, 0.18, 0.05))[0](rng)
+        dialogue = rng.choices(kinds, (0.6, 0.2, 0.02, 0.13, 0.05))[0](rng)
         if not mentions_held_out(repr(dialogue)):
             yield dialogue
 
@@ -83,10 +98,7 @@ def copy_dialogue(rng: random.Random) -> Dialogue:
     """Say after me: the cheapest way to learn to copy."""
     messages = []
     for _ in range(rng.choice((1, 2, 3))):
-        parts = [
-            str(words.number(rng)) if rng.random() < 0.35 else rng.choice((words.any_item, words.any_word))(rng)
-            for _ in range(rng.randint(1, 4))
-        ]
+        parts = [str(rng.choice(COPIED)(rng)) for _ in range(rng.randint(1, 5))]
         text = " ".join(parts)
         messages.append({"role": "user", "content": rng.choice(("Say: {}", "Repeat {}", "Say {}")).format(text)})
         messages.append({"role": "assistant", "content": text})

@@ -47,15 +47,15 @@ def orthogonal(matrices: torch.Tensor, rounds: int = 5) -> torch.Tensor:
 class Optimizer:
     """One step of both; the rates warm up for 50 steps, hold, and fall over the last 60 %."""
 
-    def __init__(self, model: torch.nn.Module, steps: int, muon_rate: float, adam_rate: float) -> None:
+    def __init__(self, model: torch.nn.Module, muon_rate: float, adam_rate: float) -> None:
         inner = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
         outer = [p for n, p in model.named_parameters() if n not in inner]
         self.muon, self.muon_rate = Muon(list(inner.values())), muon_rate
         self.adam, self.adam_rate = torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0), adam_rate
-        self.steps = steps
 
-    def step(self, i: int) -> None:
-        shape = min(1.0, (i + 1) / 50) * min(1.0, 0.02 + (1 - i / self.steps) / 0.6)
+    def step(self, i: int, done: float) -> None:
+        """Step number i; `done` is the share of the training that lies behind."""
+        shape = min(1.0, (i + 1) / 50) * min(1.0, 0.02 + (1 - done) / 0.6)
         self.muon.step(self.muon_rate * shape)
         for group in self.adam.param_groups:
             group["lr"] = self.adam_rate * shape
