@@ -22,6 +22,13 @@ MISTRAL = "[TOOL_CALLS]"
 _NOT_SPACE = re.compile(r"\S|\Z")
 _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters|arguments)"')
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# A call at the beginning of a line, with the fence, the tag or the doubled braces around it. Qwen2.5-Coder's template shows
+# calls as {{"name": …}} by mistake, and the model copies that.
+_EMBEDDED_START = re.compile(
+    r'^[ \t]*(?:```\w*\s*|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")',
+    re.MULTILINE,
+)
+_EMBEDDED_END = re.compile(r"[\s},;]*(?:```|</tool_call>)?")
 _CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _DEEPSEEK_CALL = re.compile(
@@ -135,6 +142,24 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
     if not calls and counts(bare := _bare(text)):
         return "", bare
     return rest, calls
+
+
+def find_embedded(text: str, schemas: Schemas) -> Found:
+    """JSON objects at the beginning of a line that are calls of a known tool; other JSON stays text."""
+    parts, calls, position = list[str](), list[Any](), 0
+    while start := _EMBEDDED_START.search(text, position):
+        try:
+            value, end = _decoder.raw_decode(text, start.start("call"))
+        except (ValueError, RecursionError):
+            value, end = None, start.end()
+        if not (_is_call(value) and name_of(value) in schemas):
+            parts.append(text[position:end])
+            position = end
+            continue
+        calls.append(value)
+        parts.append(text[position : start.start()])
+        position = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+    return "".join([*parts, text[position:]]), calls
 
 
 def write_bare(calls: Calls) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.chat.callformats import FORMATS, HERMES, JSON, LLAMA, CallFormat
-from palestra.chat.calls_json import Schemas, find_fenced, name_of, why_not_json
+from palestra.chat.calls_json import Schemas, find_embedded, find_fenced, name_of, why_not_json
 from palestra.chat.calls_python import Unreadable
 from palestra.chat.reasoning import split_reasoning
 from palestra.core.types import ToolCall
@@ -79,9 +79,9 @@ def _find_unexpected(
         outside, found = each.find(text, schemas)
         if found and all(name_of(call) in schemas for call in found):
             return outside, _unexpected_calls(found, each, own, mode)
-    if own is JSON:
-        return None
-    outside, found = find_fenced(text, schemas, known_tools_only=True)
+    outside, found = ("", []) if own is JSON else find_fenced(text, schemas, known_tools_only=True)
+    if not found:
+        outside, found = find_embedded(text, schemas)
     return (outside, _unexpected_calls(found, JSON, own, mode)) if found else None
 
 
