@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("specs", nargs="+")
     args = parser.parse_args()
     target = ([args.agent] if args.agent else ["--env", args.env]) + ["--model.name", args.model]
+    args.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + args.seconds
     running = [start(spec, target, args.out) for spec in args.specs]
     for _, process in running:
