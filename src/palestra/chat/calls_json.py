@@ -114,6 +114,13 @@ def find_bare(text: str, schemas: Schemas) -> Found:
     return ("", calls) if calls else (text, [])
 
 
+def find_phi(text: str, schemas: Schemas) -> Found:
+    """Phi-4 mini: a list behind `functools`, or a message that is nothing but calls, as its template writes them."""
+    if "functools[" in text:
+        return find_tagged(text, schemas, "functools", "\0", needs_close=False)
+    return find_bare(text, schemas)
+
+
 def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> Found:
     """Fenced blocks that hold calls; without any, a message that is nothing but calls."""
     calls: list[Any] = []
