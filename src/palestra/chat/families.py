@@ -25,6 +25,7 @@ PROBE = {
 }
 
 
+_NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates want an object, some text
 _XML_TOOLS = "{%- set xml_tools = xml_tools or tools -%}\n"
 # FunctionGemma shows its tools below a system message only
 _SYSTEM_FOR_TOOLS = (
@@ -64,7 +65,7 @@ def family_of(tokenizer: Any) -> str | None:
 
 def _own_format(tokenizer: Any) -> str | None:
     """The format of a template that writes calls but does not show tools (DeepSeek's); None if it writes no calls."""
-    for arguments in ({}, "{}"):
+    for arguments in _NO_ARGUMENTS:
         call = {"id": "call00000", "type": "function", "function": {"name": "palestra_probe", "arguments": arguments}}
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}
         with suppress(TemplateRefusal):

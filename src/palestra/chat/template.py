@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from palestra.chat.callformats import HARMONY, CallFormat, format_of
+from palestra.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.chat.calls_tokens import find_harmony
 from palestra.chat.families import PROBE as _PROBE
 from palestra.chat.pieces import (
@@ -32,7 +32,7 @@ from palestra.chat.remembered import remembered
 from palestra.chat.render import TemplateRefusal, render
 from palestra.chat.segments import SegmentTokenizer
 from palestra.chat.surroundings import Surroundings
-from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant
+from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -104,6 +104,9 @@ class ChatFormat:
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
+        # transformers' own parser, for a format that is not known here
+        ships = getattr(tokenizer, "response_template", None) is not None
+        self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
         self._probe_tools = self._find_probe_tools()
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
@@ -234,6 +237,8 @@ class ChatFormat:
         unexpected: UnexpectedCalls = "execute",
     ) -> Reply:
         """Reasoning, text and tool calls of an assistant's text."""
+        if self._ships_parser:
+            return parse_by_template(self.tokenizer, text, tools, prompt_end)
         is_open = ends_open(prompt_end)
         return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from palestra.chat.calls_python import Unreadable
 from palestra.chat.reasoning import split_reasoning
 from palestra.core.types import ToolCall
 
+log = logging.getLogger("palestra")
 UnexpectedCalls = Literal["execute", "error"]
 # The formats whose models look for a result by the id that they gave, and what such an id looks like.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -54,6 +56,18 @@ def parse_assistant(
         if other is not None:
             outside, calls = other
     return Reply(reasoning, outside.strip(), calls)
+
+
+def parse_by_template(tokenizer: Any, text: str, tools: Iterable[Mapping[str, Any]], prompt_end: str) -> Reply:
+    """Read an assistant's message by the response template that came with the tokenizer."""
+    try:
+        message = tokenizer.parse_response(text, prefix=prompt_end, tools=[dict(tool) for tool in tools] or None)
+    except Exception as error:  # it comes with the model, so it may fail in any way
+        log.warning("the tokenizer's response template cannot read an answer (%s: %s)", type(error).__name__, error)
+        message = {"content": text}
+    calls = tuple(_call_of(value, index, JSON) for index, value in enumerate(message.get("tool_calls") or ()))
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    return Reply(str(reasoning).strip(), str(message.get("content") or "").strip(), calls)
 
 
 def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> Schemas:
