@@ -12,6 +12,10 @@ from palestra.chat.calls_xml import types_of
 
 _SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
 _TEXT = r"/(?s:.*)/"
+_COMMA, _NL = '"," " "?', "\n"
+_GEMMA_QUOTE = '<|"|>'
+_MISTRAL_ID = "/[A-Za-z0-9]{9}/"
+_TRIGGERS = {"json": "```json\n", "llama": "{", "phi4": "functools"}
 # Values of Gemma's formats inside of objects and lists, which follow no schema. `gemma_text` is a quoted string.
 _GEMMA_VALUES = (
     'gemma_value: gemma_text | GEMMA_NUMBER | "true" | "false" | "null" | gemma_object | gemma_list',
@@ -34,11 +38,80 @@ class CallRules:
     answer_lead: str = ""
 
 
+def trigger_of(format: CallFormat) -> str:
+    """The text after which a call is bound to its grammar; `{` only at the beginning of a message."""
+    return _TRIGGERS.get(format.name, format.opens[0])
+
+
+def rules_of(
+    format: CallFormat, tools: Sequence[dict[str, Any]], literal: Callable[[str], str], one_call: bool = False
+) -> CallRules:
+    """The rules by which these tools are called in a format. `literal` turns a text, with special tokens, into Lark."""
+    writer = _RuleWriter(literal, tools, one_call)
+    trigger = trigger_of(format)
+    body = _body(format.name, trigger, writer)
+    lead, answer_lead = writer.harmony_leads() if format.name == "harmony" else ("", "")
+    rules = (*writer.rules, f"WS: /{_SPACE}/")
+    return CallRules(body, rules, f"{literal(trigger)} {body}", lead, answer_lead)
+
+
+def _body(name: str, trigger: str, w: _RuleWriter) -> str:
+    """What follows the trigger in the format of this name."""
+    closing = w.literal(trigger.replace("<", "</"))
+    match name:
+        case "hermes":
+            return f"WS? {w.json_calls('arguments')} WS? {closing}"
+        case "json":
+            return f"WS? {w.json_calls('parameters')} WS? {w.literal('```')}"
+        case "llama":
+            return w.json_calls("parameters", is_open=True)
+        case "granite" | "phi4":
+            return w.json_list()
+        case "nemotron_v2" | "tool_calls":
+            return f"{w.json_list()} WS? {closing}"
+        case "mistral":
+            return w.json_list(has_id=True)
+        case "mistral_args":
+            return w.named_json("", f"({w.literal('[CALL_ID]')} {_MISTRAL_ID})? {w.literal('[ARGS]')}", '""')
+        case "deepseek_v3":
+            call = w.named_json("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", w.literal("\n```json\n"),
+                                w.literal("\n```<｜tool▁call▁end｜>"))  # fmt: skip
+            return f"WS? {w.several(call, 'WS?')} WS? {w.literal('<｜tool▁calls▁end｜>')}"
+        case "deepseek_v31":
+            call = w.named_json("<｜tool▁call▁begin｜>", w.literal("<｜tool▁sep｜>"), w.literal("<｜tool▁call▁end｜>"))
+            return f"WS? {w.several(call, 'WS?')} WS? {w.literal('<｜tool▁calls▁end｜>')}"
+        case "kimi":
+            number = f'":" /[0-9]{{1,4}}/ {w.literal("<|tool_call_argument_begin|>")}'
+            call = w.named_json("<|tool_call_begin|>functions.", number, w.literal("<|tool_call_end|>"))
+            return f"{w.several(call, 'WS?')} {w.literal('<|tool_calls_section_end|>')}"
+        case "harmony":
+            channel, constrain = w.literal("<|channel|>"), w.literal("<|constrain|>")
+            header = f'" "? ({channel} "commentary" " "?)? {constrain}? "json"? {w.literal("<|message|>")}'
+            return w.named_json("", header, w.literal("<|call|>"))
+        case "qwen_xml" | "seed":
+            return f"{w.one_of(lambda tool: w.qwen_call(tool, _NL if name == 'qwen_xml' else ''))} {closing}"
+        case "glm":
+            return f"{w.one_of(w.glm_call)} {closing}"
+        case "minimax" | "deepseek_v32" | "deepseek_v4":
+            prefix = "" if name == "minimax" else "｜DSML｜"
+            call = w.one_of(lambda tool: w.invoke_call(tool, prefix))
+            return f'"\\n" {w.several(call, "WS?")} {closing}'
+        case "gemma4":
+            return f"{w.one_of(lambda tool: w.gemma_call(tool, _GEMMA_QUOTE))} {w.literal('<tool_call|>')}"
+        case "function_gemma":
+            return f"{w.one_of(lambda tool: w.gemma_call(tool, '<escape>'))} {w.literal('<end_function_call>')}"
+        case "lfm":
+            return f'"[" {w.several(w.one_of(w.python_call), _COMMA)} "]" {w.literal("<|tool_call_end|>")}'
+    raise NotImplementedError(f"the call format {name} has no grammar")
+
+
 @dataclass(slots=True)
-class RuleWriter:
-    """Writes the rules of one format; `literal` turns a text into Lark, special tokens included."""
+class _RuleWriter:
+    """Writes the rules of one format."""
 
     literal: Callable[[str], str]
+    tools: Sequence[dict[str, Any]]
+    one_call: bool
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str) -> str:
@@ -46,6 +119,12 @@ class RuleWriter:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
+
+    def one_of(self, write: Callable[[dict[str, Any]], str]) -> str:
+        return "(" + " | ".join(self.rule(write(tool)) for tool in self.tools) + ")"
+
+    def several(self, call: str, separator: str) -> str:
+        return call if self.one_call else f"{call} ({separator} {call})*"
 
     def text_until(self, end: str) -> str:
         """Any text up to and including `end`."""
@@ -56,15 +135,61 @@ class RuleWriter:
         self.rules.append(f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {_TEXT}")
         return name
 
-    def json_call(self, tool: dict[str, Any], key: str, has_id: bool = False, is_open: bool = False) -> str:
+    def json_calls(self, key: str, has_id: bool = False, is_open: bool = False) -> str:
         """`{"name": …, "arguments": {…}}`; with `is_open` its first brace is there already."""
-        call_id = f' (WS? "," WS? {_key("id")} WS? ":" WS? "\\"" /[A-Za-z0-9]{{9}}/ "\\"")?' if has_id else ""
-        return (
-            ("" if is_open else '"{" ') + f'WS? {_key("name")} WS? ":" WS? {_key(_name(tool))} WS? "," WS? '
-            f'{_key(key)} WS? ":" WS? {json_rule(arguments_schema(tool))}{call_id} WS? "}}"'
+        brace = "" if is_open else '"{" '
+        call_id = f' (WS? "," WS? {_key("id")} WS? ":" WS? "\\"" {_MISTRAL_ID} "\\"")?' if has_id else ""
+        return self.one_of(
+            lambda tool: (
+                f'{brace}WS? {_key("name")} WS? ":" WS? {_key(_name(tool))} WS? "," WS? {_key(key)} WS? ":" WS? '
+                f'{json_rule(arguments_schema(tool))}{call_id} WS? "}}"'
+            )
         )
 
-    def tagged_arguments(self, tool: dict[str, Any], opening: Callable[[str, bool], str], closing: str) -> str:
+    def json_list(self, has_id: bool = False) -> str:
+        calls = self.several(self.json_calls("arguments", has_id), 'WS? "," WS?')
+        return f'WS? "[" WS? {calls} WS? "]"'
+
+    def named_json(self, before: str, between: str, after: str) -> str:
+        """The name behind the text `before`, then arguments as JSON between two pieces of Lark."""
+        return self.one_of(
+            lambda tool: f"{self.literal(before + _name(tool))} {between} {json_rule(arguments_schema(tool))} {after}"
+        )
+
+    def harmony_leads(self) -> tuple[str, str]:
+        """Reasoning, and the header of a call or of an answer."""
+        text = self.text_until("<|end|>")
+        thought = self.rule(
+            f"{self.literal('<|channel|>analysis<|message|>')} {text} {self.literal('<|start|>assistant')}"
+        )
+        return (
+            f"{thought}? {self.literal('<|channel|>commentary ')}",
+            f"{thought}? {self.literal('<|channel|>final<|message|>')}",
+        )
+
+    def qwen_call(self, tool: dict[str, Any], line: str) -> str:
+        arguments = self._tagged(
+            tool, lambda key, is_text: self.literal(f"<parameter={key}>{line}"), f"{line}</parameter>"
+        )
+        opening = self.literal(f"<function={_name(tool)}>")
+        return f'"\\n"? {opening} "\\n" {arguments} {self.literal("</function>")} "\\n"?'
+
+    def glm_call(self, tool: dict[str, Any]) -> str:
+        def opening(key: str, is_text: bool) -> str:
+            return f'{self.literal(f"<arg_key>{key}</arg_key>")} "\\n"? {self.literal("<arg_value>")}'
+
+        return f'{self.literal(_name(tool))} "\\n"? {self._tagged(tool, opening, "</arg_value>")}'
+
+    def invoke_call(self, tool: dict[str, Any], prefix: str) -> str:
+        def opening(key: str, is_text: bool) -> str:
+            mark = f' string="{str(is_text).lower()}"' if prefix else ""
+            return self.literal(f'<{prefix}parameter name="{key}"{mark}>')
+
+        arguments = self._tagged(tool, opening, f"</{prefix}parameter>")
+        first, last = f'<{prefix}invoke name="{_name(tool)}">\n', f"</{prefix}invoke>\n"
+        return f"{self.literal(first)} {arguments} {self.literal(last)}"
+
+    def _tagged(self, tool: dict[str, Any], opening: Callable[[str, bool], str], closing: str) -> str:
         """One rule for each parameter, in the order of the schema: its opening (as Lark), value and closing tag."""
         parts = []
         for name, schema, is_required in _parameters(tool):
@@ -81,7 +206,7 @@ class RuleWriter:
             parts.append(part if is_required else f"{part}?")
         return " ".join(parts) or '""'
 
-    def listed_arguments(self, parameters: Sequence[tuple[str, str, bool]], comma: str) -> str:
+    def _listed(self, parameters: Sequence[tuple[str, str, bool]], comma: str) -> str:
         """`key value` rules with commas between those that are there: (key, value rule, is required) of each."""
         following = '""'  # what may follow, with its comma
         first: list[str] = []
@@ -108,7 +233,7 @@ class RuleWriter:
         parameters = [(f"{name}:", value(schema), is_required) for name, schema, is_required in _parameters(tool)]
         if quote == _GEMMA_QUOTE:  # Gemma 4's template sorts them
             parameters.sort()
-        return f'{json.dumps(f"call:{_name(tool)}{{")} {self.listed_arguments(parameters, json.dumps(","))} "}}"'
+        return f'{json.dumps(f"call:{_name(tool)}{{")} {self._listed(parameters, json.dumps(","))} "}}"'
 
     def python_call(self, tool: dict[str, Any]) -> str:
         def value(schema: Any) -> str:
@@ -119,150 +244,10 @@ class RuleWriter:
             return '("True" | "False")' if types_of(schema) == {"boolean"} else self._json_value(schema)
 
         parameters = [(f"{name}=", value(schema), is_required) for name, schema, is_required in _parameters(tool)]
-        return f'{json.dumps(f"{_name(tool)}(")} {self.listed_arguments(parameters, _COMMA)} ")"'
+        return f'{json.dumps(f"{_name(tool)}(")} {self._listed(parameters, _COMMA)} ")"'
 
     def _json_value(self, schema: Any) -> str:
         return self.rule(json_rule(schema if isinstance(schema, dict) else {}))
-
-
-_COMMA = '"," " "?'
-_TRIGGERS = {"json": "```json\n", "llama": "{", "phi4": "functools"}
-
-
-def trigger_of(format: CallFormat) -> str:
-    """The text after which a call is bound to its grammar; `{` only at the beginning of a message."""
-    return _TRIGGERS.get(format.name, format.opens[0])
-
-
-def rules_of(
-    format: CallFormat, tools: Sequence[dict[str, Any]], literal: Callable[[str], str], one_call: bool = False
-) -> CallRules:
-    """The rules by which these tools are called in a format."""
-    writer = RuleWriter(literal)
-
-    def one_of(write: Callable[[dict[str, Any]], str]) -> str:
-        return "(" + " | ".join(writer.rule(write(tool)) for tool in tools) + ")"
-
-    def several(item: str, separator: str) -> str:
-        return item if one_call else f"{item} ({separator} {item})*"
-
-    def json_items(key: str, has_id: bool = False, is_open: bool = False) -> str:
-        return one_of(lambda tool: writer.json_call(tool, key, has_id, is_open))
-
-    def json_list(key: str = "arguments", has_id: bool = False) -> str:
-        return f'WS? "[" WS? {several(json_items(key, has_id), _LIST_COMMA)} WS? "]"'
-
-    def named_json(before: str, between: str, after: str) -> str:
-        return one_of(
-            lambda tool: (
-                f"{literal(before + _name(tool) + between)} {json_rule(arguments_schema(tool))} {literal(after)}"
-            )
-        )
-
-    lead = answer_lead = ""
-    trigger = trigger_of(format)
-    match format.name:
-        case "hermes":
-            body = f"WS? {json_items('arguments')} WS? {literal('</tool_call>')}"
-        case "json":
-            body = f"WS? {json_items('parameters')} WS? {literal('```')}"
-        case "llama":
-            body = json_items("parameters", is_open=True)
-        case "phi4":
-            body = json_list()
-        case "granite":
-            body = json_list()
-        case "nemotron_v2" | "tool_calls":
-            body = f"{json_list()} WS? {literal(trigger.replace('<', '</'))}"
-        case "mistral":
-            body = json_list(has_id=True)
-        case "mistral_args":
-            call_id = f"({literal('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
-            body = one_of(
-                lambda tool: f"{literal(_name(tool))} {call_id} {literal('[ARGS]')} {json_rule(arguments_schema(tool))}"
-            )
-        case "deepseek_v3" | "deepseek_v31":
-            is_v3 = format.name == "deepseek_v3"
-            before = "<｜tool▁call▁begin｜>" + ("function<｜tool▁sep｜>" if is_v3 else "")
-            between, after = ("\n```json\n", "\n```") if is_v3 else ("<｜tool▁sep｜>", "")
-            item = named_json(before, between, f"{after}<｜tool▁call▁end｜>")
-            body = f"WS? {several(item, 'WS?')} WS? {literal('<｜tool▁calls▁end｜>')}"
-        case "kimi":
-            item = one_of(
-                lambda tool: (
-                    f"{literal('<|tool_call_begin|>functions.' + _name(tool) + ':')} /[0-9]{{1,4}}/ "
-                    f"{literal('<|tool_call_argument_begin|>')} {json_rule(arguments_schema(tool))} "
-                    f"{literal('<|tool_call_end|>')}"
-                )
-            )
-            body = f"{several(item, 'WS?')} {literal('<|tool_calls_section_end|>')}"
-        case "harmony":
-            header = (
-                f'" "? ({literal("<|channel|>")} "commentary" " "?)? {literal("<|constrain|>")}? "json"? '
-                f"{literal('<|message|>')}"
-            )
-            body = one_of(
-                lambda tool: (
-                    f"{literal(_name(tool))} {header} {json_rule(arguments_schema(tool))} {literal('<|call|>')}"
-                )
-            )
-            thought = writer.rule(f"{literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}")
-            thoughts = f"({thought} {literal('<|start|>assistant')})?"
-            lead = f"{thoughts} {literal('<|channel|>commentary ')}"
-            answer_lead = f"{thoughts} {literal('<|channel|>final<|message|>')}"
-        case "qwen_xml" | "seed":
-            close, line = trigger.replace("<", "</"), "" if format.name == "seed" else "\n"
-
-            def parameter(key: str, is_text: bool) -> str:
-                return literal(f"<parameter={key}>{line}")
-
-            body = one_of(
-                lambda tool: (
-                    f'"\\n"? {literal("<function=" + _name(tool) + ">")} "\\n" '
-                    f"{writer.tagged_arguments(tool, parameter, f'{line}</parameter>')} "
-                    f'{literal("</function>")} "\\n"?'
-                )
-            )
-            body = f"{body} {literal(close)}"
-        case "glm":
-
-            def argument(key: str, is_text: bool) -> str:
-                return f'{literal(f"<arg_key>{key}</arg_key>")} "\\n"? {literal("<arg_value>")}'
-
-            body = one_of(
-                lambda tool: f'{literal(_name(tool))} "\\n"? {writer.tagged_arguments(tool, argument, "</arg_value>")}'
-            )
-            body = f"{body} {literal('</tool_call>')}"
-        case "minimax" | "deepseek_v32" | "deepseek_v4":
-            prefix = "" if format.name == "minimax" else "｜DSML｜"
-
-            def opening(key: str, is_text: bool) -> str:
-                mark = f' string="{str(is_text).lower()}"' if prefix else ""
-                return literal(f'<{prefix}parameter name="{key}"{mark}>')
-
-            item = one_of(
-                lambda tool: (
-                    f"{literal(f'<{prefix}invoke name=' + json.dumps(_name(tool)) + '>' + _NL)} "
-                    f"{writer.tagged_arguments(tool, opening, f'</{prefix}parameter>')} "
-                    f"{literal(f'</{prefix}invoke>' + _NL)}"
-                )
-            )
-            body = f'"\\n" {several(item, "WS?")} {literal(trigger.replace("<", "</"))}'
-        case "gemma4":
-            body = f"{one_of(lambda tool: writer.gemma_call(tool, _GEMMA_QUOTE))} {literal('<tool_call|>')}"
-        case "function_gemma":
-            body = f"{one_of(lambda tool: writer.gemma_call(tool, '<escape>'))} {literal('<end_function_call>')}"
-        case "lfm":
-            body = f'"[" {several(one_of(writer.python_call), _COMMA)} "]" {literal("<|tool_call_end|>")}'
-        case _:
-            raise NotImplementedError(format.name)
-    rules = (*writer.rules, f"WS: /{_SPACE}/")
-    return CallRules(body, rules, f"{literal(trigger)} {body}", lead, answer_lead)
-
-
-_LIST_COMMA = 'WS? "," WS?'
-_NL = "\n"
-_GEMMA_QUOTE = '<|"|>'
 
 
 def json_rule(schema: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from palestra.chat.pieces import (
     split_at_marks,
     with_texts,
 )
-from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning
+from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
 from palestra.chat.remembered import remembered
 from palestra.chat.render import TemplateRefusal, render
 from palestra.chat.segments import SegmentTokenizer
@@ -227,7 +227,7 @@ class ChatFormat:
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         reply = self.parse(self._decode(ids), tools, self._decode(prompt_end[-PROMPT_END_TOKENS:]), unexpected)
-        return Message("assistant", reply.text, tool_calls=reply.calls)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
 
     def parse(
         self,

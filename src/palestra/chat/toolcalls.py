@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from palestra.chat.callformats import FORMATS, HERMES, JSON, LLAMA, CallFormat
+from palestra.chat.callformats import FORMATS, HERMES, JSON, CallFormat
 from palestra.chat.calls_json import Schemas, find_fenced, name_of, why_not_json
 from palestra.chat.calls_python import Unreadable
 from palestra.chat.reasoning import split_reasoning
@@ -88,7 +88,7 @@ def _find_unexpected(
 ) -> tuple[str, tuple[ToolCall, ...]] | None:
     """The text and the calls in the first other format in which every call names a tool."""
     for each in FORMATS:
-        if each is own or each in (JSON, LLAMA) or not any(opening in text for opening in each.opens):
+        if each is own or each is JSON or not any(opening in text for opening in each.opens):
             continue
         outside, found = each.find(text, schemas)
         if found and all(name_of(call) in schemas for call in found):

@@ -89,7 +89,8 @@ class EnvironmentTask:
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
-            parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
+            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+            parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):
                 raise PalestraError("rollout_func samples in the process that trains; use backend: local with it")
