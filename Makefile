@@ -9,7 +9,7 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test run-tests test-slow test-browser test-foreign test-agents test-tinker test-vllm test-ray fuzz lint clean
+.PHONY: docs demo check test run-tests test-slow test-browser test-foreign test-agents test-templates test-tinker test-vllm test-ray fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -41,6 +41,10 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py tests/faces/test_example_agents.py
 	$(BIN)/python scripts/train_agents.py
+
+test-templates: $(READY_DEV)  ## real chat templates of all model families: downloads them, writes the table of docs/models.md (network, 130 MB)
+	$(BIN)/python scripts/model_families.py --download
+	$(BIN)/python -m pytest tests/unit/chat/test_model_families.py
 
 test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/faces/test_tinker_compatibility.py

@@ -197,5 +197,6 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
+    config.refuse(["rollout.unexpected_call_format"], "the endpoint reads tool calls by itself")
     limits, speakers = attempt_limits(config, training=training), endpoint_speakers(OpenAIChat(openai))
     return Collector(env, limits, speakers, max_open_episodes=config.rollout.max_open_episodes)

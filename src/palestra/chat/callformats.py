@@ -34,9 +34,9 @@ class CallFormat:
         return self.write([("tool_name", {"argument": "value"})])
 
 
-def _tagged(name: str, opening: str, closing: str, *, needs_close: bool = True) -> CallFormat:
+def _tagged(name: str, opening: str, closing: str) -> CallFormat:
     """A JSON list of calls between two tags."""
-    find = partial(js.find_tagged, opening=opening, closing=closing, needs_close=needs_close)
+    find = partial(js.find_tagged, opening=opening, closing=closing)
     write = partial(js.write_tagged_list, opening=opening, closing=closing)
     return CallFormat(name, (opening,), find, write, (opening,))
 
@@ -111,20 +111,40 @@ FORMATS: tuple[CallFormat, ...] = (
         "kimi", ("<|tool_calls_section_begin|>",), js.find_kimi, js.write_kimi, ("<|tool_calls_section_begin|>",)
     ),
     CallFormat("minimax", _MINIMAX[:1], **_between(xml.find_invoke, xml.write_invoke, *_MINIMAX), marks=_MINIMAX[:1]),
-    CallFormat("seed", _SEED[:1], **_between(xml.find_qwen, xml.write_qwen, *_SEED), marks=_SEED[:1]),
+    CallFormat(
+        "seed",
+        _SEED[:1],
+        partial(xml.find_qwen, opening=_SEED[0], closing=_SEED[1]),
+        partial(xml.write_qwen, opening=_SEED[0], closing=_SEED[1], line=""),
+        _SEED[:1],
+    ),
     QWEN_XML,
     GLM,
     MISTRAL_ARGS,
     MISTRAL,
     HERMES,
-    _tagged("granite", "<|tool_call|>", "<|/tool_call|>", needs_close=False),
-    _tagged("phi4", "functools", "\n", needs_close=False),
+    CallFormat(
+        "granite",
+        ("<|tool_call|>",),
+        partial(js.find_tagged, opening="<|tool_call|>", closing="<|/tool_call|>", needs_close=False),
+        partial(js.write_tagged_list, opening="<|tool_call|>", closing=""),
+        ("<|tool_call|>",),
+    ),
+    CallFormat(
+        "phi4",
+        ("functools[",),
+        js.find_phi,
+        partial(js.write_tagged_list, opening="functools", closing=""),
+        ("functools",),
+        ("{", "["),
+    ),
     _tagged("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"),
     _tagged("tool_calls", "<tool_calls>", "</tool_calls>"),
     LLAMA,
     JSON,
 )
-_LLAMA_HEADERS = ("<|start_header_id|>", "<|header_start|>")
+# Texts by which a template that shows no call can be told.
+_HINTS = {"<|tool_list_start|>": LFM, "<|start_header_id|>": LLAMA, "<|header_start|>": LLAMA}
 
 
 def format_of(chat_template: Any, tokens: Collection[str] = ()) -> CallFormat:
@@ -138,6 +158,6 @@ def format_of(chat_template: Any, tokens: Collection[str] = ()) -> CallFormat:
     for each in FORMATS:
         if each.marks and all(mark in text for mark in each.marks):
             return each
-    if any(header in text for header in _LLAMA_HEADERS):
-        return LLAMA
+    if hinted := next((each for hint, each in _HINTS.items() if hint in text), None):
+        return hinted
     return next((each for each in FORMATS if each.marks and all(mark in tokens for mark in each.marks)), JSON)

@@ -7,37 +7,35 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callformats import HERMES, CallFormat
-from palestra.chat.calls_json import TOOL_CALL as OPEN
-from palestra.chat.calls_json import TOOL_CALL_END as CLOSE
+from palestra.chat.callformats import CallFormat
+from palestra.chat.callrules import rules_of, trigger_of
+from palestra.chat.reasoning import is_inside
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_OPEN = OPEN.encode()
-_SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
+_NOTHING_YET = (b"", b"<|python_tag|>")  # before a call that must begin its message
 _KEPT_PLACES = 4096  # a mask each, of a bit for every token
 A_NOTE = "Unknown format"  # a warning that can be passed over: a format may be a mere note
 
 
 class CallGrammars:
-    """Makes the grammars of tools, for one tokenizer."""
+    """Makes the grammars of tools, for one tokenizer and its call format."""
 
-    def __init__(self, tokenizer: Any, form: CallFormat) -> None:
-        if form is not HERMES:
-            raise PalestraError(
-                f"rollout.constrain_tool_calls knows the form {HERMES.example}; this model's chat template asks for "
-                f"the {form.name} form, {form.example}. Leave the setting off, or use a template with {OPEN}"
-            )
+    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
+        self._format = format
+        self.trigger = trigger_of(format).encode()
+        self.at_start = self.trigger == b"{"
         self.tokens = guidance_tokens(tokenizer, "rollout.constrain_tool_calls")
         self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
-        self.crossing = _crossing(self.pieces)
-        self._close = tag_rule(tokenizer, self.tokens, CLOSE)
+        self.crossing = _crossing(self.pieces, self.trigger, self.at_start)
+        self._literal = Literals(tokenizer, self.tokens)
 
     def of(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
         """The grammar of these tools, given as their schemas. After a call, only tokens of `end_after_call` may come,
@@ -47,8 +45,8 @@ class CallGrammars:
     def _matcher(self, tools: Sequence[dict[str, Any]]) -> LLMatcher:
         from llguidance import LLMatcher
 
-        start = f"start: WS? ({call_names(len(tools))}) WS? {self._close}"
-        matcher = LLMatcher(self.tokens, "\n".join([start, *call_rules(tools)]), log_level=0)
+        rules = rules_of(self._format, tools, self._literal)
+        matcher = LLMatcher(self.tokens, "\n".join([f"start: {rules.body}", *rules.rules]), log_level=0)
         said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         unkept = [text for text in said if not text.startswith(A_NOTE)]
         if not unkept:
@@ -76,6 +74,7 @@ class CallGrammar:
     def __init__(self, grammars: CallGrammars, matcher: LLMatcher, after_call: bytes | None = None) -> None:
         self.pieces = grammars.pieces
         self.after_call = after_call
+        self.trigger, self.at_start = grammars.trigger, grammars.at_start
         self._grammars = grammars
         self._matcher = matcher
         self._openings: dict[int, bytes | None] = {}
@@ -132,7 +131,8 @@ class CallMatching:
         if self._has_called and self._grammar.after_call is not None:
             return self._grammar.after_call
         if self._call is None:
-            return self._grammar.openings(self._begun)
+            is_late = self._grammar.at_start and self._text.strip() not in _NOTHING_YET
+            return None if is_late else self._grammar.openings(self._begun)
         return self._grammar.mask_at(self._place, self._call)
 
     def accept(self, token_id: int) -> None:
@@ -145,29 +145,28 @@ class CallMatching:
                 self._place = self._place.after.setdefault(token_id, _Place())
             return
         piece = self._grammar.pieces[token_id] if token_id < len(self._grammar.pieces) else b""
-        text = self._text
-        unseen = max(0, len(text) - len(_OPEN) + 1)  # where a tag that is new would begin
+        text, trigger = self._text, self._grammar.trigger
+        unseen = max(0, len(text) - len(trigger) + 1)  # where a trigger that is new would begin
         text += piece
-        at = text.find(_OPEN, unseen)
-        self._begun = next((n for n in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:n])), 0)
-        if (at >= 0 or self._begun) and self._only_thought():
+        at = text.find(trigger, unseen)
+        if self._grammar.at_start and text[: max(at, 0)].strip() not in _NOTHING_YET:
+            at = -1
+        self._begun = next((n for n in range(len(trigger) - 1, 0, -1) if text.endswith(trigger[:n])), 0)
+        if (at >= 0 or self._begun) and is_inside(text.decode(errors="replace")):
             self._begun = 0
         elif at >= 0:
-            said = bytes(text[at + len(_OPEN) :])
+            said = bytes(text[at + len(trigger) :])
             self._call, self._place = self._grammar.opened(said), self._grammar.place(said)
 
-    def _only_thought(self) -> bool:
-        return self._text.lstrip().startswith(b"<think>") and b"</think>" not in self._text
 
-
-def _crossing(pieces: Sequence[bytes]) -> list[list[tuple[int, bytes]]]:
-    """By how much of the opening tag is there: the tokens that end it and go on, with what they say of the call."""
-    found: list[list[tuple[int, bytes]]] = [[] for _ in _OPEN]
+def _crossing(pieces: Sequence[bytes], trigger: bytes, at_start: bool) -> list[list[tuple[int, bytes]]]:
+    """By how much of the trigger is there: the tokens that end it and go on, with what they say of the call."""
+    found: list[list[tuple[int, bytes]]] = [[] for _ in trigger]
     for token_id, piece in enumerate(pieces):
-        if _OPEN[-1:] in piece[:-1]:
+        if trigger[-1:] in piece[:-1]:
             for begun, rows in enumerate(found):
-                _, tag, said = (_OPEN[:begun] + piece).partition(_OPEN)
-                if tag and said:
+                before, tag, said = (trigger[:begun] + piece).partition(trigger)
+                if tag and said and not (at_start and before.strip()):
                     rows.append((token_id, said))
     return found
 
@@ -184,35 +183,23 @@ def guidance_tokens(tokenizer: Any, setting: str) -> LLTokenizer:
         raise PalestraError(f"{setting} cannot read {type(tokenizer).__name__}: {error}. Leave it off") from None
 
 
-def tag_rule(tokenizer: Any, tokens: LLTokenizer, tag: str) -> str:
-    """A tag in llguidance's dialect of Lark. It keeps added tokens in <…> apart from text, also where they are not
-    declared special."""
-    added = {str(token.content): i for i, token in tokenizer.added_tokens_decoder.items()}
-    is_apart = tag in added and tokens.is_special_token(added[tag])
-    return f"<[{added[tag]}]>" if is_apart else json.dumps(tag)
+class Literals:
+    """Text in llguidance's dialect of Lark, which keeps special tokens, and added ones in <…>, apart from text."""
+
+    def __init__(self, tokenizer: Any, tokens: LLTokenizer) -> None:
+        added = {str(token.content): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+        self._apart = {text: i for text, i in added.items() if text and tokens.is_special_token(i)}
+        longest_first = sorted(self._apart, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+    def __call__(self, text: str) -> str:
+        parts = [part for part in self._cut.split(text) if part] if self._cut is not None else [text]
+        rules = [f"<[{self._apart[part]}]>" if part in self._apart else _quoted(part) for part in parts]
+        return " ".join(rules) or '""'
 
 
-def call_rules(tools: Sequence[dict[str, Any]]) -> list[str]:
-    """A rule for the JSON of a call to each tool, and WS, in llguidance's dialect of Lark."""
-
-    def key(word: str) -> str:
-        return json.dumps(json.dumps(word, ensure_ascii=False), ensure_ascii=False)
-
-    calls = [
-        f'"{{" WS? {key("name")} WS? ":" WS? {key(tool["function"]["name"])} WS? "," WS? '
-        f'{key("arguments")} WS? ":" WS? {json_rule(_arguments_schema(tool))} WS? "}}"'
-        for tool in tools
-    ]
-    return [*(f"call_{i}: {call}" for i, call in enumerate(calls)), f"WS: /{_SPACE}/"]
-
-
-def call_names(count: int) -> str:
-    return " | ".join(f"call_{i}" for i in range(count))
-
-
-def json_rule(schema: dict[str, Any]) -> str:
-    options = {"whitespace_pattern": _SPACE, "coerce_one_of": True, "lenient": True}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def why_not(message: str) -> str:
@@ -228,8 +215,3 @@ def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
     for token_id in token_ids:
         mask[token_id >> 3] |= 1 << (token_id & 7)
     return bytes(mask)
-
-
-def _arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Closed as tools read them: what is not named is refused."""
-    return {"type": "object", "additionalProperties": False, **(tool["function"].get("parameters") or {})}

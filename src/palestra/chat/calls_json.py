@@ -22,13 +22,13 @@ MISTRAL = "[TOOL_CALLS]"
 _NOT_SPACE = re.compile(r"\S|\Z")
 _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters|arguments)"')
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-# A call at the beginning of a line, with the fence, the tag or the doubled braces around it. Qwen2.5-Coder's template shows
-# calls as {{"name": …}} by mistake, and the model copies that.
+# A call in a text, with the fence, the tag, the backtick or the doubled braces around it. Qwen2.5-Coder's template
+# shows calls as {{"name": …}} by mistake, and the model copies that.
 _EMBEDDED_START = re.compile(
-    r'^[ \t]*(?:```\w*\s*|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")',
-    re.MULTILINE,
+    r'(?:```\w*\s*|`|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")'
 )
-_EMBEDDED_END = re.compile(r"[\s},;]*(?:```|</tool_call>)?")
+_EMBEDDED_END = re.compile(r"[\s},;]*(?:```|`|</tool_call>)?[\s.]*")
+_NAMED_TOOL = re.compile(r'\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"]*)"')
 _CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _DEEPSEEK_CALL = re.compile(
@@ -121,6 +121,13 @@ def find_bare(text: str, schemas: Schemas) -> Found:
     return ("", calls) if calls else (text, [])
 
 
+def find_phi(text: str, schemas: Schemas) -> Found:
+    """Phi-4 mini: a list behind `functools`, or a message that is nothing but calls, as its template writes them."""
+    if "functools[" in text:
+        return find_tagged(text, schemas, "functools", "\0", needs_close=False)
+    return find_bare(text, schemas)
+
+
 def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> Found:
     """Fenced blocks that hold calls; without any, a message that is nothing but calls."""
     calls: list[Any] = []
@@ -145,21 +152,32 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
 
 
 def find_embedded(text: str, schemas: Schemas) -> Found:
-    """JSON objects at the beginning of a line that are calls of a known tool; other JSON stays text."""
+    """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
     parts, calls, position = list[str](), list[Any](), 0
     while start := _EMBEDDED_START.search(text, position):
-        try:
-            value, end = _decoder.raw_decode(text, start.start("call"))
-        except (ValueError, RecursionError):
-            value, end = None, start.end()
-        if not (_is_call(value) and name_of(value) in schemas):
-            parts.append(text[position:end])
+        value, end = _decode_call(text, start.start("call"))
+        end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+        begins_line = not text[text.rfind("\n", 0, start.start()) + 1 : start.start()].strip()
+        if name_of(value) in schemas and (begins_line or end == len(text)):
+            calls.append(value)
+            parts.append(text[position : start.start()])
             position = end
-            continue
-        calls.append(value)
-        parts.append(text[position : start.start()])
-        position = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+        else:
+            parts.append(text[position : start.end()])
+            position = start.end()
     return "".join([*parts, text[position:]]), calls
+
+
+def _decode_call(text: str, start: int) -> tuple[Any, int]:
+    """The JSON object at `start` and its end; `Unreadable` with the tool's name if it is not valid JSON."""
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        named = _NAMED_TOOL.match(text, start)
+        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else ""), len(
+            text
+        )
+    return (value if _is_call(value) else None), end
 
 
 def write_bare(calls: Calls) -> str:
@@ -185,16 +203,18 @@ def _bare(text: str, is_code: bool = False) -> list[Any]:
 
 def _is_call(value: Any) -> bool:
     """JSON may also be an answer: a call has a name and arguments."""
-    inner = value.get("function", value) if isinstance(value, dict) else None
-    return isinstance(inner, dict) and "name" in inner and bool({"arguments", "parameters"} & set(inner))
+    if not isinstance(value, dict):
+        return False
+    inner = value["function"] if isinstance(value.get("function"), dict) else value
+    return bool({"name", "function"} & set(inner)) and bool({"arguments", "parameters"} & set(inner))
 
 
 def name_of(call: Any) -> str:
-    """The name of the tool that a found call names; empty where it is unreadable."""
+    """The name of the tool that a found call names; empty if it names none."""
     if not isinstance(call, dict):
-        return ""
+        return call.name if isinstance(call, Unreadable) else ""
     inner = call["function"] if isinstance(call.get("function"), dict) else call
-    name = inner.get("name", inner.get("tool_name"))
+    name = inner.get("name", inner.get("tool_name", inner.get("function")))
     return name if isinstance(name, str) else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,11 @@ def read_calls(text: str) -> list[Any]:
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
     """A call as Python: `add(a=1, b='x')`."""
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
+
+    return f"{name}({', '.join(f'{key}={written(value)}' for key, value in arguments.items())})"
 
 
 def _parse(text: str) -> list[ast.stmt] | None:

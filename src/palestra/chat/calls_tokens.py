@@ -150,7 +150,8 @@ def write_gemma(calls: Calls, opening: str, closing: str, quote: str) -> str:
         if isinstance(each, str):
             return f"{quote}{each}{quote}"
         if isinstance(each, Mapping):
-            return "{" + ",".join(f"{key}:{value(item)}" for key, item in each.items()) + "}"
+            items = sorted(each.items()) if quote == '<|"|>' else each.items()  # as Gemma 4's template does
+            return "{" + ",".join(f"{key}:{value(item)}" for key, item in items) + "}"
         if isinstance(each, list | tuple):
             return "[" + ",".join(map(value, each)) + "]"
         return dumps(each)

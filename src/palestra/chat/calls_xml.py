@@ -108,9 +108,13 @@ def find_qwen(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
     return outside, calls
 
 
-def write_qwen(calls: Calls, opening: str, closing: str) -> str:
+def write_qwen(calls: Calls, opening: str, closing: str, line: str = "\n") -> str:
+    """`line` is what stands on either side of a value."""
+
     def one(name: str, arguments: Mapping[str, Any]) -> str:
-        written = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+        written = "".join(
+            f"<parameter={key}>{line}{as_text(value)}{line}</parameter>\n" for key, value in arguments.items()
+        )
         return f"{opening}\n<function={name}>\n{written}</function>\n{closing}"
 
     return "\n".join(one(*call) for call in calls)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
+from palestra.chat.callformats import FORMATS, format_of
 from palestra.chat.render import TemplateRefusal, render
 
 # family -> special tokens that only its tokenizers have
@@ -16,10 +19,19 @@ _MARKS = {
     "mistral": ("[INST]", "[/INST]"),
     "phi3": ("<|assistant|>", "<|end|>"),
 }
-_PROBE = {
+PROBE = {
     "type": "function",
     "function": {"name": "palestra_probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+_NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates want an object, some text
+_XML_TOOLS = "{%- set xml_tools = xml_tools or tools -%}\n"
+# FunctionGemma shows its tools below a system message only
+_SYSTEM_FOR_TOOLS = (
+    '{%- if tools and messages[0].role != "system" -%}'
+    '{%- set messages = [{"role": "system", "content": ""}] + messages -%}{%- endif -%}\n'
+)
 
 
 def prepare(tokenizer: Any) -> None:
@@ -31,10 +43,17 @@ def prepare(tokenizer: Any) -> None:
     if not tokenizer.chat_template and family is not None:
         tokenizer.chat_template = _read(family)
     template = tokenizer.chat_template
-    if isinstance(template, str) and not _shows(tokenizer, {"role": "user", "content": "?"}, [_PROBE]):
-        form = "hermes" if family == "chatml" else "json"
+    if isinstance(template, str) and "xml_tools" in template:  # SmolLM3 takes its tools by another name
+        tokenizer.chat_template = template = _XML_TOOLS + template
+    shows_tools = isinstance(template, str) and _shows(tokenizer, {"role": "user", "content": "?"}, [PROBE])
+    if isinstance(template, str) and not shows_tools and _shows(tokenizer, {"role": "system", "content": "?"}, [PROBE]):
+        tokenizer.chat_template, shows_tools = _SYSTEM_FOR_TOOLS + template, True
+    if isinstance(template, str) and not shows_tools:
+        form = _own_format(tokenizer) or ("hermes" if family == "chatml" else "json")
         place = "system" if _shows(tokenizer, {"role": "system", "content": "palestra_probe"}) else "user"
+        example = json.dumps(next(each for each in FORMATS if each.name == form).example, ensure_ascii=False)
         settings = f'{{%- set call_form = "{form}" -%}}{{%- set tools_in = "{place}" -%}}\n'
+        settings += f"{{%- set call_example = {example} -%}}\n"
         tokenizer.chat_template = settings + _read("tools") + template
 
 
@@ -42,6 +61,17 @@ def family_of(tokenizer: Any) -> str | None:
     """The family whose special tokens the tokenizer has."""
     known = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
     return next((family for family, marks in _MARKS.items() if known.issuperset(marks)), None)
+
+
+def _own_format(tokenizer: Any) -> str | None:
+    """The format of a template that writes calls but does not show tools (DeepSeek's); None if it writes no calls."""
+    for arguments in _NO_ARGUMENTS:
+        call = {"id": "call00000", "type": "function", "function": {"name": "palestra_probe", "arguments": arguments}}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        with suppress(TemplateRefusal):
+            if "palestra_probe" in render(tokenizer, [question, answer]):
+                return format_of(tokenizer.chat_template).name
+    return None
 
 
 def _read(name: str) -> str:

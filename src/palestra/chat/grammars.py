@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from palestra.chat.callformats import format_of
+from palestra.chat.callformats import CallFormat, format_of
 from palestra.chat.callgrammar import CallGrammars
 from palestra.chat.turngrammar import TurnGrammars
 from palestra.core.types import Grammar
@@ -28,10 +28,11 @@ class GrammarText:
     tools: tuple[dict[str, Any], ...] = ()
     answer: dict[str, Any] | None = None  # a JSON schema
     one_call: bool = False
+    close_reasoning: str = ""  # the tag that ends the reasoning which the prompt has opened
     free_text: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self))
 
 
 def grammar_compiler(tokenizer: Any) -> Callable[[str], Grammar]:
@@ -57,12 +58,17 @@ class _Compiler:
         read = GrammarText(**value)
         if read.free_text:
             return self._calls.of(read.tools, end_after_call=read.stop_token_ids)
-        return self._turns.of(read.tools, read.answer, read.stop_token_ids, read.one_call)
+        return self._turns.of(read.tools, read.answer, read.stop_token_ids, read.one_call, read.close_reasoning)
+
+    @cached_property
+    def _format(self) -> CallFormat:
+        tokens = [str(token.content) for token in self._tokenizer.added_tokens_decoder.values()]
+        return format_of(getattr(self._tokenizer, "chat_template", None), tokens)
 
     @cached_property
     def _calls(self) -> CallGrammars:
-        return CallGrammars(self._tokenizer, format_of(getattr(self._tokenizer, "chat_template", None) or ""))
+        return CallGrammars(self._tokenizer, self._format)
 
     @cached_property
     def _turns(self) -> TurnGrammars:
-        return TurnGrammars(self._tokenizer)
+        return TurnGrammars(self._tokenizer, self._format)

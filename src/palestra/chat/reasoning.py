@@ -65,11 +65,24 @@ def strip_reasoning(text: str) -> str:
     return text.strip()
 
 
+def is_inside(text: str) -> bool:
+    """Whether a text ends within reasoning that it opened at its start or, in harmony, in its last message."""
+    start = text.lstrip()
+    if any(start.startswith(opening) and closing not in start for opening, closing in TAGS):
+        return True
+    return text.rfind("<|channel|>analysis") > max(text.rfind("<|end|>"), -1)
+
+
 def ends_open(prompt: str) -> bool:
     """Whether a prompt's end has opened the reasoning.
 
     >>> ends_open("<|im_start|>assistant\\n<think>\\n"), ends_open("<think>\\n\\n</think>\\n\\n")
     (True, False)
     """
+    return bool(closing_tag(prompt))
+
+
+def closing_tag(prompt: str) -> str:
+    """The tag that ends the reasoning which a prompt's end has opened; empty if it has not."""
     end = prompt.rstrip()
-    return any(end.endswith(opening) for opening, _ in TAGS)
+    return next((closing for opening, closing in TAGS if end.endswith(opening)), "")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, groupby, product
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from palestra.chat.callformats import HARMONY, CallFormat, format_of
+from palestra.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.chat.calls_tokens import find_harmony
+from palestra.chat.families import PROBE as _PROBE
 from palestra.chat.pieces import (
     Piece,
     TokenRuns,
@@ -25,17 +27,21 @@ from palestra.chat.pieces import (
     split_at_marks,
     with_texts,
 )
-from palestra.chat.reasoning import ends_open, split_reasoning
+from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
 from palestra.chat.remembered import remembered
-from palestra.chat.render import render
+from palestra.chat.render import TemplateRefusal, render
 from palestra.chat.segments import SegmentTokenizer
 from palestra.chat.surroundings import Surroundings
-from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant
+from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall, Turn
 
+# GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
+_BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
+_HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
+_MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
 _END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -43,6 +49,10 @@ _END_OF_TURN = (
     "<end_of_turn>",
     "<|end|>",
     "<|call|>",
+    "<|return|>",
+    "<|eot|>",
+    "<|eom|>",
+    *_BEGINS_RESULT,
     "<|endoftext|>",
     "<|end_of_text|>",
 )
@@ -50,6 +60,8 @@ MAX_REMEMBERED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
+_CallsAs = Literal["object", "text", "content"]
+_TRIED: tuple[_CallsAs, ...] = ("object", "text")
 _IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
 
@@ -78,7 +90,7 @@ class ChatFormat:
                 f"{type(tokenizer).__name__} is a slow tokenizer, which cannot tell which characters a token covers. "
                 "Load the fast one: AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
@@ -92,6 +104,10 @@ class ChatFormat:
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
+        # transformers' own parser, for a format that is not known here
+        ships = getattr(tokenizer, "response_template", None) is not None
+        self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
+        self._probe_tools = self._find_probe_tools()
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
     def prompt(
@@ -128,9 +144,12 @@ class ChatFormat:
     def _prompt_pieces(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
     ) -> list[Piece]:
-        text = self._render(messages, tools, add_generation_prompt=True, **variables)
+        text = self.render(messages, tools, add_generation_prompt=True, **variables)
         if tools and not self._shows_tools:
-            self._shows_tools = text != self._render(messages, (), add_generation_prompt=True, **variables)
+            try:
+                self._shows_tools = text != self.render(messages, (), add_generation_prompt=True, **variables)
+            except TemplateRefusal:  # it needs tools
+                self._shows_tools = True
             if not self._shows_tools:
                 raise PalestraError(
                     "the chat template does not show tools to the model. Use a model whose template does "
@@ -147,7 +166,7 @@ class ChatFormat:
         blank = [with_texts(message, marked) for message in messages]
         if not forged:
             return [Piece(text, False)]
-        scaffold, order = at_marks(self._render(blank, tools, add_generation_prompt=True, **variables))
+        scaffold, order = at_marks(self.render(blank, tools, add_generation_prompt=True, **variables))
         return cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
 
     def continuation(
@@ -208,7 +227,7 @@ class ChatFormat:
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         reply = self.parse(self._decode(ids), tools, self._decode(prompt_end[-PROMPT_END_TOKENS:]), unexpected)
-        return Message("assistant", reply.text, tool_calls=reply.calls)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
 
     def parse(
         self,
@@ -218,6 +237,8 @@ class ChatFormat:
         unexpected: UnexpectedCalls = "execute",
     ) -> Reply:
         """Reasoning, text and tool calls of an assistant's text."""
+        if self._ships_parser:
+            return parse_by_template(self.tokenizer, text, tools, prompt_end)
         is_open = ends_open(prompt_end)
         return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
 
@@ -226,23 +247,45 @@ class ChatFormat:
         reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 
+    def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
+        """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""
+        prompt = self.render([Message("user", _QUESTION)], self._probe_tools, add_generation_prompt=True, **variables)
+        return closing_tag(prompt)
+
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _find_probe_tools(self) -> tuple[dict[str, Any], ...]:
+        """Some templates refuse conversations without tools: those get one when the template is examined."""
+        try:
+            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
+        except TemplateRefusal:
+            return (_PROBE,)
+        return ()
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
         found = {self._special[name] for name in _END_OF_TURN if name in self._special}
-        if self._tokenizer.eos_token_id is not None:
-            found.add(self._tokenizer.eos_token_id)
+        if self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
         dialogue = [Message("user", _QUESTION), Message("assistant", _ANSWER)]
-        behind = self._render(dialogue).partition(_ANSWER)[2].lstrip()
-        found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+        for more in ((), (Message("user", _LAST),)):  # GLM ends a turn with what begins the next one
+            with suppress(TemplateRefusal):
+                behind = self.render([*dialogue, *more], self._probe_tools).partition(_ANSWER)[2].lstrip()
+                found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+        if self.call_format is HARMONY:  # ends every message of a turn
+            found.discard(self._special.get(_HARMONY_END, -1))
         if not found:
             raise PalestraError(
                 "the tokenizer has no end-of-sequence token, and its chat template ends an assistant message without "
                 "a special token, so a turn would never end. Set tokenizer.eos_token."
             )
         return tuple(sorted(found))
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The tokens that end a turn, as text."""
+        return list(self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids)))
 
     def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
@@ -265,12 +308,16 @@ class ChatFormat:
         refusal = not_append_only("it leaves out what the user or the assistant said")
         # some templates refuse a system message or several calls, or leave out the text beside calls
         for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
-            opening = [*system, Message("user", _QUESTION), Message("assistant", _ANSWER, tool_calls=tool_calls)]
+            answer = Message("assistant", _ANSWER, tool_calls=tool_calls)
+            if tool_calls and self._writes_text_last:
+                marked = replace(tool_calls[-1], arguments={"text": _ANSWER})
+                answer = Message("assistant", "", (*tool_calls[:-1], marked))
+            opening = [*system, Message("user", _QUESTION), answer]
             key = (system, tuple((call.id, call.name) for call in tool_calls))
             try:
-                write = partial(self._render, opening, **variables)
+                write = partial(self.render, opening, self._probe_tools, **variables)
                 before = write() if variables else remembered(self._openings, key, write)
-                after = self._render([*opening, *replies], add_generation_prompt=True, **variables)
+                after = self.render([*opening, *replies], self._probe_tools, add_generation_prompt=True, **variables)
             except PalestraError as error:
                 refusal = error
                 continue
@@ -278,42 +325,99 @@ class ChatFormat:
                 return self._difference(before, after)
         raise refusal
 
+    @cached_property
+    def _writes_text_last(self) -> bool:
+        """Whether the text beside calls comes after their results, as in Gemma 4's templates."""
+        answer = Message("assistant", _ANSWER, (ToolCall("call_0", "palestra_probe"),))
+        reply = Message("tool", _LAST, tool_call_id="call_0", name="palestra_probe")
+        try:
+            text = self.render([Message("user", _QUESTION), answer, reply], self._probe_tools)
+        except TemplateRefusal:
+            return False
+        return 0 <= text.find(_LAST) < text.find(_ANSWER)
+
     def _difference(self, before: str, after: str) -> tuple[str, str]:
         # Only what follows the answer has to agree: a template may dress the last answer differently
         # (Qwen3 adds an empty thinking block), and what the model sampled stays as it is anyway.
         if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
             raise not_append_only("a later message changes the beginning of the conversation")
         old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
-        stops: list[str] = self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
-        if not new.startswith(old):  # Phi-3 closes a finished conversation with one more token
-            shorter = (old.removesuffix(stop) for stop in stops if old.endswith(stop))
-            old = next((text for text in shorter if new.startswith(text) and any(stop in text for stop in stops)), "")
-            if not old:
-                raise not_append_only("a later message changes the end of the assistant's message")
-        ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
-        if ends:
-            end, stop = max(ends)
-            return stop, new[end:]
-        return "", new[len(old) :]
+        stops = [*self.stop_texts, *([_HARMONY_END] if self.call_format is HARMONY else [])]
+        if new.startswith(old):
+            ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
+            if ends:
+                end, stop = max(ends)
+                return stop, new[end:]
+            following = new[len(old) :]
+            stop = next((stop for stop in stops if following.startswith(stop)), "")  # GLM: begins the next turn
+            return stop, following.removeprefix(stop)
+        # A template may close a finished conversation with one more token, or begin the next turn at once: what counts
+        # is that the text is the same up to the first stop token. In a few formats that token may differ.
+        first, stop = min(((at, stop) for stop in stops if (at := new.find(stop)) >= 0), default=(0, ""))
+        same = first if stop in _MAY_DIFFER else first + len(stop)
+        if not stop or not old.startswith(new[:same]):
+            raise not_append_only("a later message changes the end of the assistant's message")
+        return stop, new[first + len(stop) :]
 
     def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters if variables else {}
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if variables else {}
         for name in variables:
             if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
                 raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
         return variables
 
-    def _render(
+    def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
+        """The conversation as the template writes it."""
+        if any(message.tool_calls or message.tool_call_id for message in messages):
+            return self._render_calls(self._calls_as, messages, tools, add_generation_prompt, **variables)
+        return self._render_plain([to_dict(m) for m in messages], tools, add_generation_prompt, **variables)
+
+    @cached_property
+    def _calls_as(self) -> _CallsAs:
+        """How the template takes calls. One that leaves them out gets them as text, in the model's format."""
+        call = ToolCall("call_0", "palestra_probe", {"a": 1})
+        dialogue = [Message("user", _QUESTION), Message("assistant", "", (call,)), Message("tool", "4", (), "call_0")]
+        is_shown = False
+        for calls_as in _TRIED:
+            try:
+                written = self._render_calls(calls_as, dialogue, (_PROBE,)).partition(_QUESTION)[2]
+            except TemplateRefusal:
+                continue
+            is_shown = is_shown or call.name in written
+            # a dict written by Python's str, or text written as a JSON string, is no object
+            if call.name in written and "{'a'" not in written and '\\"a' not in written:
+                return calls_as
+        return "object" if is_shown else "content"
+
+    def _render_calls(
+        self,
+        calls_as: _CallsAs,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        if calls_as == "content":
+            messages = [_with_written_calls(message, self.call_format) for message in messages]
         if self.call_format.name in ("mistral", "mistral_args"):
             messages = [_with_short_ids(message) for message in messages]
-        plain = [to_dict(_without_formats(message)) for message in messages]
-        return render(self._tokenizer, plain, tools, add_generation_prompt, **variables)
+        plain = [to_dict(_without_formats(m), arguments_as_text=calls_as == "text") for m in messages]
+        return self._render_plain(plain, tools, add_generation_prompt, **variables)
+
+    def _render_plain(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        return render(self.tokenizer, messages, tools, add_generation_prompt, **variables)
 
     def _has_special(self, text: str) -> bool:
         return self._special_text.search(text) is not None
@@ -351,6 +455,14 @@ class ChatFormat:
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
             runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
+
+
+def _with_written_calls(message: Message, format: CallFormat) -> Message:
+    """The message with its calls as text, for a template that leaves calls out."""
+    if not message.tool_calls:
+        return message
+    written = format.write([(call.name, call.arguments) for call in message.tool_calls])
+    return replace(message, text=f"{message.text}\n{written}" if message.text else written, tool_calls=())
 
 
 def _without_formats(message: Message) -> Message:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from palestra.chat.callformats import FORMATS, HERMES, JSON, LLAMA, CallFormat
+from palestra.chat.callformats import FORMATS, HERMES, JSON, CallFormat
 from palestra.chat.calls_json import Schemas, find_embedded, find_fenced, name_of, why_not_json
 from palestra.chat.calls_python import Unreadable
 from palestra.chat.reasoning import split_reasoning
 from palestra.core.types import ToolCall
 
+log = logging.getLogger("palestra")
 UnexpectedCalls = Literal["execute", "error"]
 # The formats whose models look for a result by the id that they gave, and what such an id looks like.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -56,6 +58,18 @@ def parse_assistant(
     return Reply(reasoning, outside.strip(), calls)
 
 
+def parse_by_template(tokenizer: Any, text: str, tools: Iterable[Mapping[str, Any]], prompt_end: str) -> Reply:
+    """Read an assistant's message by the response template that came with the tokenizer."""
+    try:
+        message = tokenizer.parse_response(text, prefix=prompt_end, tools=[dict(tool) for tool in tools] or None)
+    except Exception as error:  # it comes with the model, so it may fail in any way
+        log.warning("the tokenizer's response template cannot read an answer (%s: %s)", type(error).__name__, error)
+        message = {"content": text}
+    calls = tuple(_call_of(value, index, JSON) for index, value in enumerate(message.get("tool_calls") or ()))
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    return Reply(str(reasoning).strip(), str(message.get("content") or "").strip(), calls)
+
+
 def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     """The JSON schema of each tool's arguments, by the tool's name."""
     functions = (tool.get("function", tool) for tool in tools)
@@ -74,7 +88,7 @@ def _find_unexpected(
 ) -> tuple[str, tuple[ToolCall, ...]] | None:
     """The text and the calls in the first other format in which every call names a tool."""
     for each in FORMATS:
-        if each is own or each in (JSON, LLAMA) or not any(opening in text for opening in each.opens):
+        if each is own or each is JSON or not any(opening in text for opening in each.opens):
             continue
         outside, found = each.find(text, schemas)
         if found and all(name_of(call) in schemas for call in found):
@@ -110,8 +124,8 @@ def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | 
     if not isinstance(value, dict):
         return broken("the tool call is not a JSON object")
     inner = value["function"] if isinstance(value.get("function"), dict) else value
-    name = inner.get("name", inner.get("tool_name"))
-    if not isinstance(name, str) or not name:
+    name = name_of(value)
+    if not name:
         return broken('the tool call has no "name"')
     key = "arguments" if "arguments" in inner or (format is HERMES and "parameters" not in inner) else "parameters"
     arguments: Any = inner.get(key, {})

@@ -6,32 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palestra.chat.callgrammar import (
-    A_NOTE,
-    bits,
-    call_names,
-    call_rules,
-    guidance_tokens,
-    json_rule,
-    tag_rule,
-    why_not,
-)
-from palestra.chat.calls_json import TOOL_CALL as OPEN
-from palestra.chat.calls_json import TOOL_CALL_END as CLOSE
+from palestra.chat.callformats import CallFormat
+from palestra.chat.callgrammar import A_NOTE, Literals, bits, guidance_tokens, why_not
+from palestra.chat.callrules import json_rule, rules_of
 from palestra.core.errors import PalestraError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+# formats with all calls in one block, or with one call in a message
+_ONE_BLOCK = ("granite", "phi4", "nemotron_v2", "tool_calls", "mistral", "lfm", "llama", "harmony", "minimax", "kimi",
+              "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4")  # fmt: skip
 _SETTING = "an answer by a JSON schema, or a required tool call,"
 
 
 class TurnGrammars:
     """Makes such grammars for one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
+        self._format = format
         self._tokens = guidance_tokens(tokenizer, _SETTING)
-        self._open, self._close = (tag_rule(tokenizer, self._tokens, tag) for tag in (OPEN, CLOSE))
+        self._literal = Literals(tokenizer, self._tokens)
 
     def of(
         self,
@@ -39,17 +34,27 @@ class TurnGrammars:
         answer: dict[str, Any] | None,
         stop_token_ids: Sequence[int],
         one_call: bool = False,
+        close_reasoning: str = "",
     ) -> TurnGrammar:
-        """Calls of `tools`, one or more, or an answer by the schema; a stop token ends it."""
+        """Calls of `tools`, one or more, or an answer by the schema; a stop token ends it.
+
+        `close_reasoning` is the tag that ends the reasoning which the prompt has opened.
+        """
         from llguidance import LLMatcher
 
-        rules = call_rules(tools)
+        written = rules_of(self._format, tools, self._literal, one_call)
+        rules = list(written.rules)
         if tools:
-            more = "" if one_call else "(WS? call)*"
-            rules += [f"calls: call {more}", f"call: {self._open} WS? ({call_names(len(tools))}) WS? {self._close}"]
+            more = "" if one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
+            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
         if answer is not None:
-            rules.append(f"answer: {json_rule(answer)}")
+            rules.append(f"answer: {written.answer_lead} {json_rule(answer)}")
         start = " | ".join([*(["calls"] if tools else []), *(["answer"] if answer is not None else [])])
+        if close_reasoning:
+            closing = self._literal(close_reasoning)
+            ends_text = not closing.startswith("<[")
+            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
+            start = f"reasoning WS? ({start})"
         matcher = LLMatcher(self._tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
         said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if unkept := [text for text in said if not text.startswith(A_NOTE)]:

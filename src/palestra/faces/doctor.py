@@ -51,6 +51,25 @@ def examine() -> list[Check]:
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
+def examine_model(name: str) -> list[Check]:
+    """Check that a model's chat template works, and that the tool calls it writes are read back."""
+    from palestra.chat.roundtrip import check_tool_calls
+    from palestra.chat.template import ChatFormat
+    from palestra.core.errors import PalestraError
+    from palestra.models.loading import load_tokenizer
+
+    try:
+        chat = ChatFormat(load_tokenizer(name))
+    except PalestraError as error:
+        return [Check("model", "chat template", "broken", name, str(error))]
+    found = [Check("model", "chat template", "ok", f"{name}; a turn ends with {' or '.join(chat.stop_texts)}")]
+    try:
+        check_tool_calls(chat)
+    except PalestraError as error:
+        return [*found, Check("model", "tool calls", "broken", f"format {chat.call_format.name}", str(error))]
+    return [*found, Check("model", "tool calls", "ok", f"format {chat.call_format.name}, read back as written")]
+
+
 def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
     return Check(topic, name, "ok", found) if ok else Check(topic, name, otherwise, found, remedy)
 

@@ -86,7 +86,7 @@ class MessagesBody(CountBody):
             ),
             tools,
             reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema),
+            grammar=grammar_of(model, tools, choice, schema, {}),
             stop=tuple(text for text in self.stop_sequences or () if text),
         )
 

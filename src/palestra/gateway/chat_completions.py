@@ -32,7 +32,7 @@ class ChatCompletionBody(ChatBody):
             tools,
             self.variables,
             reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema) or self.grammar,
+            grammar=grammar_of(model, tools, choice, schema, self.variables) or self.grammar,
             top_logprobs=self.top_logprobs or 0,
         )
 

@@ -78,7 +78,7 @@ class ResponseBody(BaseModel):
             tools,
             {} if effort is None else {"reasoning_effort": effort},
             reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema),
+            grammar=grammar_of(model, tools, choice, schema, {} if effort is None else {"reasoning_effort": effort}),
             top_logprobs=self.top_logprobs or 0,
         )
 

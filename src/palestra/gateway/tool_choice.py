@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from palestra.chat.callformats import HERMES
 from palestra.chat.grammars import GrammarText
 from palestra.core.errors import PalestraError
 from palestra.serve.completer import Completer
@@ -76,9 +75,16 @@ def json_schema(form: Any, name: str) -> dict[str, Any] | None:
 
 
 def grammar_of(
-    model: Completer, tools: Sequence[dict[str, Any]], choice: ToolChoice, schema: dict[str, Any] | None
+    model: Completer,
+    tools: Sequence[dict[str, Any]],
+    choice: ToolChoice,
+    schema: dict[str, Any] | None,
+    variables: Mapping[str, Any],
 ) -> str | None:
-    """The text of the grammar that a turn follows; None where it may say what it likes."""
+    """The text of the grammar that a turn follows; None where it may say what it likes.
+
+    `variables` of the chat template decide whether the prompt opens the reasoning.
+    """
     known = {tool.get("function", {}).get("name"): tool for tool in tools}
     if unknown := [name for name in choice.only if name not in known]:
         raise PalestraError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
@@ -88,14 +94,10 @@ def grammar_of(
     is_bound = schema is not None or choice.mode == "required"
     if not is_bound and not (callable_tools and (choice.one_call or choice.only)):
         return None
-    if callable_tools and model.chat.call_format is not HERMES:
-        raise PalestraError(
-            f"this model writes calls as {model.chat.call_format.example}; only {HERMES.example} can be required, "
-            "or limited to one; use tool_choice auto and leave parallel_tool_calls and response_format out"
-        )
     stops = model.chat.stop_token_ids
     if is_bound:
         answer = None if choice.mode == "required" else schema
-        return str(GrammarText(stops, callable_tools, answer, choice.one_call))
+        close = model.chat.closes_reasoning(variables)
+        return str(GrammarText(stops, callable_tools, answer, choice.one_call, close))
     loose = tuple({**t, "function": {**t["function"], "parameters": _ANY_ARGUMENTS}} for t in callable_tools)
     return str(GrammarText(stops if choice.one_call else (), loose, one_call=choice.one_call, free_text=True))

@@ -86,6 +86,7 @@ class ProgramTask:
             sampling = attempt_limits(parts.config, training=True).sampling
             in_sandbox = parts.config.agent.sandbox
             model, program = completer_of(self.loaded, parts.policy), self.program
+            model.check_tool_calls()
             model.unexpected_calls = parts.config.rollout.unexpected_call_format
             if in_sandbox:
                 if not isinstance(program, CommandAgent):

@@ -109,7 +109,7 @@ async def play(
     tools = {tool.name: tool for tool in episode.tools}
     sampling = limits.sampling
     if limits.constrain_tool_calls and tools:
-        sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()], sort_keys=True))
+        sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()]))
     first_seed = sampling.seed if seed is None else seed
     turn = rounds = 0
     while True:

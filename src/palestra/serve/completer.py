@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from palestra.chat.roundtrip import check_tool_calls
 from palestra.chat.streaming import certain
 from palestra.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.chat.toolcalls import Reply, UnexpectedCalls
@@ -97,6 +98,11 @@ class Completer:
         """The same with a tokenizer of its own, to prepare requests in another thread: tokenizers keep settings."""
         own = copy.deepcopy(self.tokenizer)
         return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
+
+    def check_tool_calls(self) -> None:
+        """Refuse a model whose template writes tool calls that cannot be read; one without a template has no calls."""
+        if self._chat is not None:
+            check_tool_calls(self._chat, appends=False)
 
     @property
     def chat(self) -> ChatFormat:

@@ -15,7 +15,9 @@ from palestra.serve.completer import Completer
 def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
     """Any accepted model name -> what the inference server answers from."""
     loaded = load_model(name, dtype=dtype, device=device)
-    return completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine, keep_closed=True))
+    completer = completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine, keep_closed=True))
+    completer.check_tool_calls()
+    return completer
 
 
 def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:

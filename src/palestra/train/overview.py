@@ -75,7 +75,7 @@ class Overview:
         checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
         every = self.config.track.rollouts_every
         rollouts = self.rollouts * self.steps // every if every else 0
-        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0  # snapshot, docs/explain
+        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0  # a snapshot
         return checkpoints * (saved + self.state_bytes + best) + saved + rollouts * _ROLLOUT_BYTES
 
     @property

@@ -292,7 +292,9 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
         case None:
             config = RunConfig()
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
-    config.refuse(["echo", "rollout.constrain_tool_calls"], "StepTrainer samples without tools")
+    config.refuse(
+        ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"
+    )
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")

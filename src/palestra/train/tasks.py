@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from palestra.chat.grammars import grammar_compiler
+from palestra.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.chat.template import ChatFormat
 from palestra.cluster.actor import GroupSampler
 from palestra.cluster.pool import PoolCollector, PoolPolicy
@@ -17,7 +18,6 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
-from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
@@ -97,7 +97,8 @@ class EnvironmentTask:
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
-            parts.config.refuse(["rollout.constrain_tool_calls"], "rollout_func samples by itself")
+            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+            parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):
                 raise PalestraError("rollout_func samples in the process that trains; use backend: local with it")
@@ -201,6 +202,8 @@ def agent_collector(
     environment: Environment, policy: Policy[Any], chat: ChatFormat, config: RunConfig, *, training: bool
 ) -> Collector:
     """Our agent loop over an environment and a policy, sampling for training or for evaluation."""
+    if tool_call_problem(chat) and _tools_of(environment):
+        check_tool_calls(chat)
     limits = attempt_limits(config, chat.stop_token_ids, training=training)
     open_at_once = config.rollout.max_open_episodes
     return Collector(
@@ -208,18 +211,26 @@ def agent_collector(
     )
 
 
-def _check_tools(environment: Environment, parts: Parts) -> None:
-    """Find out now, not in every rollout, whether tools can be used as asked."""
+def _tools_of(environment: Environment) -> list[Any] | None:
+    """The tools of the first problem; None if it cannot be opened, which fails its own attempts, not the run."""
     try:
-        episode = environment.open(environment.problems("train")[0])
-    except Exception:  # fails its own attempts, not the run
-        return
+        problems = environment.problems("train") or environment.problems("held_out")
+        episode = environment.open(problems[0])
+    except Exception:
+        return None
     tools = list(episode.tools)
     episode.close()
+    return tools
+
+
+def _check_tools(environment: Environment, parts: Parts) -> None:
+    """Find out now, not in every rollout, whether tools can be used as asked."""
+    tools = _tools_of(environment)
+    if tools is None:
+        return
     if tools:
         if parts.config.rollout.constrain_tool_calls:
             grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
-        parts.chat.continuation([Message("tool", "result", tool_call_id="call_0", name=tools[0].name)])
     elif parts.config.echo.coefficient > 0:
         raise PalestraError(
             "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"

@@ -64,7 +64,8 @@ class WireTask:
 
     def source(self, parts: Parts) -> WireSource:
         parts.config.refuse(
-            ["rollout.constrain_tool_calls"], "environments over the wire sample with settings of their own"
+            ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
+            "environments over the wire sample with settings of their own",
         )
         limits, completer = self._served(parts.policy)
         requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.chat.callformats import HERMES, JSON, LLAMA, MISTRAL, format_of
+from palestra.chat.callformats import FORMATS, HERMES, JSON, LLAMA, MISTRAL, format_of
+from palestra.chat.calls_xml import typed
 from palestra.chat.toolcalls import parse_assistant
 from palestra.core.types import ToolCall
 
@@ -133,3 +134,63 @@ def test_no_text_whatever_breaks_the_reader(form, scraps):
     reply = parse_assistant("".join(scraps), form)
     assert isinstance(reply.text, str)
     assert all(call.error or call.name for call in reply.calls)
+
+
+ODD = {
+    "text": 'a "b", {c}',
+    "number_as_text": "42",
+    "count": 3,
+    "share": -0.5,
+    "flag": False,
+    "nested": {"list": [1, "two", None], "empty": {}},
+}
+ODD_TYPES = {"text": "string", "number_as_text": "string", "count": "integer", "share": "number", "flag": "boolean"}
+ODD_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": kind} for name, kind in ODD_TYPES.items()} | {"nested": {"type": "object"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_a_format_writes_it_reads_with_the_types_of_the_schema(form):
+    reply = parse_assistant(form.write([("look_up", ODD)]), form, [ODD_TOOL])
+    assert [(call.name, call.arguments, call.error) for call in reply.calls] == [("look_up", ODD, None)]
+    two = parse_assistant(form.write([("look_up", ODD), ("look_up", {"text": "x"})]), form, [ODD_TOOL])
+    assert [call.arguments for call in two.calls] == [ODD, {"text": "x"}]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_piece_of_a_call_breaks_its_reader(form, data):
+    written = form.write([("look_up", ODD)])
+    start = data.draw(st.integers(0, len(written)))
+    end = data.draw(st.integers(start, len(written)))
+    reply = parse_assistant(written[start:end], form, [ODD_TOOL])
+    assert all(call.error or call.name for call in reply.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("42", {"type": "string"}, "42"),
+        ("42", {"type": "integer"}, 42),
+        ("True", {"type": "boolean"}, True),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("none of it", {"type": ["string", "null"]}, "none of it"),
+        ("3", {"enum": ["3", "4"]}, "3"),
+        ("{'a': [1, None]}", {"type": "object"}, {"a": [1, None]}),
+        ('{"a": 1}', {"$ref": "#/$defs/A"}, {"a": 1}),
+        ("many", {"type": "integer"}, "many"),
+        ("tea", None, "tea"),
+        ("42", None, 42),
+    ],
+)
+def test_an_argument_written_as_text_gets_the_type_of_its_schema(text, schema, value):
+    assert typed(text, schema) == value

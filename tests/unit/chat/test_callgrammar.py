@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra import function_tool
 from palestra.chat import callgrammar
-from palestra.chat.callformats import HERMES, LLAMA
+from palestra.chat.callformats import HERMES
 from palestra.chat.callgrammar import CallGrammars, CallMatching
 from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError
@@ -190,11 +190,6 @@ def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(
     begun = '<tool_call>{"name": "odd", "arguments": {"a": "/x"'
     assert follow(matching, tiny_tokenizer, begun) == begun
     assert not follow(matching, tiny_tokenizer, ",")
-
-
-def test_other_forms_of_calls_are_refused_by_name(tiny_tokenizer: Any) -> None:
-    with pytest.raises(PalestraError, match="llama form"):
-        CallGrammars(tiny_tokenizer, LLAMA)
 
 
 def test_without_the_library_the_extra_is_named(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def asked(text: str) -> list[Message]:
 
 def whole(chat: ChatFormat, tokenizer: Any, text: str) -> list[int]:
     """Rendered and tokenised without any memory."""
-    rendered = chat._render(asked(text), [TOOL], add_generation_prompt=True)
+    rendered = chat.render(asked(text), [TOOL], add_generation_prompt=True)
     return list(tokenizer.backend_tokenizer.encode(rendered, add_special_tokens=False).ids)
 
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import palestra.models
+from palestra.chat.roundtrip import tool_call_problem
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -412,3 +413,36 @@ def test_environment_tokens_cover_nothing_but_the_bodies(bodies):
         if turn.maker == "environment":
             text = tokenizer.decode(turn.token_ids)
             assert any(text in normalizers.NFC().normalize_str(body) for body in bodies)
+
+
+OWN_TAGS = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{% set f = call.function %}
+{{- '<do>' + f.name + ' ' + (f.arguments | tojson) + '</do>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<do>(?P<name>\w+) ",
+            "close": "</do>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>|$", "content": "text"},
+    },
+}
+
+
+def test_an_unknown_format_is_read_by_the_response_template_that_the_tokenizer_ships():
+    tokenizer = make_tokenizer(OWN_TAGS)
+    problem = tool_call_problem(ChatFormat(tokenizer))
+    assert problem is not None
+    assert "is read as []" in problem
+    tokenizer = make_tokenizer(OWN_TAGS + "{# #}")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    assert tool_call_problem(ChatFormat(tokenizer)) is None

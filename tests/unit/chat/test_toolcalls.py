@@ -139,6 +139,12 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
         (f"```\n{ADD}\n```", "", "json"),
         (ADD, "", "json"),
         (f"[{ADD}]", "", "json"),
+        (f"{{{ADD}}}", "", "json"),
+        (f"{{{ADD}}}}}\n\nThat adds.", "That adds.", "json"),
+        (f"<tool_call>\n{{{ADD}}}\n</tool_call>", "", "json"),
+        (f"To add: {ADD}", "To add:", "json"),
+        (f"`{ADD}`", "", "json"),
+        ('{"function": "add", "arguments": {"a": 1}}', "", "json"),
         ("```tool_code\nprint(add(a=1))\n```", "", "json"),
         ("[add(a=1)]", "", "json"),
         ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "", "qwen_xml"),
@@ -167,6 +173,12 @@ def test_a_call_of_a_tool_in_another_format_is_found_and_names_the_format(text, 
 )
 def test_what_names_no_tool_or_is_no_call_by_itself_stays_text(text):
     assert parse(text, tools=TOOLS).calls == ()
+
+
+def test_a_call_of_a_tool_that_is_not_valid_json_is_an_error_for_the_model():
+    (call,) = parse('To add:\n{"name": "add", "arguments": {"a": 1 + 2}}', tools=TOOLS).calls
+    assert (call.name, call.format) == ("add", "json")
+    assert call.error.startswith("the tool call is not valid JSON")
 
 
 def test_without_tools_no_other_format_is_looked_for():

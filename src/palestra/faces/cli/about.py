@@ -17,19 +17,22 @@ _MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗",
 
 
 @click.command("doctor")
+@click.option("--model", "model_name", metavar="NAME", help="Check this model's chat template and tool calls instead.")
 @json_option
-def doctor(as_json: bool) -> None:
+def doctor(model_name: str | None, as_json: bool) -> None:
     """Check what this machine has: Python, torch, GPU, memory, disk, extras, keys, ports; with remedies.
+
+    With --model NAME, check a model instead: tool calls that its chat template writes must be read back.
 
     ✓ is there, · is optional and missing, ✗ is needed and broken. The exit status is 1 only for the last.
     """
     from rich.console import Console
 
-    from palestra.faces.doctor import examine
+    from palestra.faces.doctor import examine, examine_model
     from palestra.train.progress import task
 
-    with task(Console(stderr=True), "examining this machine"):
-        checks = examine()
+    with task(Console(stderr=True), f"examining {model_name or 'this machine'}"):
+        checks = examine() if model_name is None else examine_model(model_name)
     broken = any(check.state == "broken" for check in checks)
     if as_json:
         click.echo(json.dumps({"ok": not broken, "findings": [asdict(check) for check in checks]}))

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from palestra.chat.roundtrip import check_tool_calls
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
@@ -148,6 +149,8 @@ def _open(
     with task(console, f"loading {partner.model}"):
         loaded = load_model(partner.model, dtype=dtype, device=device)
         chat = ChatFormat(loaded.tokenizer)
+        if partner.tools:
+            check_tool_calls(chat)
         policy = build_policy(loaded.model.eval(), loaded.tokenizer, "auto")
     sampling = SamplingParams(max_new_tokens, temperature, stop_token_ids=chat.stop_token_ids, seed=seed)
     return ChatSession(policy, chat, partner.tools, AttemptLimits(sampling), partner.instructions)

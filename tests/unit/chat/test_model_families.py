@@ -1,0 +1,48 @@
+"""Tool calls of each model family with its real chat template, as docs/models.md says.
+
+TRL's templates are installed with it. `make test-templates` downloads the others; without it their tests are skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import model_families  # noqa: E402
+
+sys.path.remove(str(SCRIPTS))
+
+
+def of_each(family: Any) -> Any:
+    is_there = family.path.exists()
+    skip = pytest.mark.skipif(not is_there, reason=f"{family.path.name} is not there: make test-templates")
+    return pytest.param(family, id=family.name, marks=skip)
+
+
+@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+def test_calls_that_the_template_writes_are_read_back_and_results_can_follow(family):
+    model_families.check_round_trip(family)
+
+
+@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+def test_the_grammar_allows_good_calls_and_no_others(family):
+    model_families.check_constrained(family)
+
+
+@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+def test_a_streamed_call_arrives_as_a_call_in_both_dialects_and_not_as_text(family):
+    model_families.check_openai_stream(family)
+    model_families.check_anthropic_stream(family)
+
+
+def test_the_table_of_the_docs_has_a_row_of_passed_checks_for_every_family():
+    rows = model_families.written_rows()
+    assert list(rows) == [family.name for family in model_families.FAMILIES]
+    for family in model_families.FAMILIES:
+        cells = [family.name, f"`{family.format}`", f"`{family.template}`", *["yes"] * len(model_families.CHECKS)]
+        assert rows[family.name] == f"| {' | '.join(cells)} |"
