@@ -41,7 +41,7 @@ def _tools(e: Evidence) -> Iterator[Finding]:
             "unread_calls",
             f"{unread:.0%} of the rollouts {e.when} wrote text that looks like a tool call, in a format that could not "
             "be parsed, so that no tool was called",
-            Remedy("use a model that writes calls in the format of its chat template", "model.name"),
+            Remedy("use a model that writes calls in the format of its chat template (model.name)", "model.name"),
             example="unread_call",
         )
     elif called:
@@ -60,7 +60,7 @@ def _tools(e: Evidence) -> Iterator[Finding]:
             "no_tool_calls",
             f"no rollout {e.when} called a tool, in any format",
             WORKED_EXAMPLE,
-            Remedy("use a model that was trained to call tools", "model.name"),
+            Remedy("use a model that was trained to call tools (model.name)", "model.name"),
             example="no_call",
         )
 
