@@ -99,8 +99,8 @@ def _failed_calls(e: Evidence, called: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _call_remedies(e: Evidence, problem: CallProblem) -> tuple[Remedy, ...]:
-    allowed = "allows only calls that fit the tools, for models that write <tool_call>"
-    remedy = Remedy(f"set rollout.constrain_tool_calls=true ({allowed})", "rollout.constrain_tool_calls")
+    text = "set rollout.constrain_tool_calls=true, which allows only calls that fit the tools"
+    remedy = Remedy(text, "rollout.constrain_tool_calls")
     constrain = () if e.facts.value(remedy.setting) else (remedy,)
     match problem:
         case "rejected_format":
