@@ -93,12 +93,7 @@ function adviceOf(findings, run) {
       ),
     ),
   );
-  return [
-    h("h2", "Advice"),
-    list.length
-      ? h("ul.advice", list)
-      : h("p.soft", noFindings(run)),
-  ];
+  return [h("h2", "Advice"), list.length ? h("ul.advice", list) : h("p.soft", noFindings(run))];
 }
 
 /** The rollout that shows what a finding says. */
