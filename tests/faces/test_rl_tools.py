@@ -196,6 +196,9 @@ def test_status_and_results_say_why_nothing_is_learned(folder):
     manager.run = replace(run, state="completed")
     (sentence,) = views.results(manager.run, {})["findings"]
     assert "in 4 of 4 steps" in sentence
+    assert views.results(manager.run, {})["capability"] is None
+    (run.folder / "run.json").write_text(json.dumps({"capability": {"text": "2 calls per attempt"}}))
+    assert views.results(manager.run, {})["capability"] == "2 calls per attempt"
     (run.folder / "report.json").write_text(json.dumps({"findings": [{"kind": "x", "sentence": "It loops."}]}))
     assert views.results(manager.run, {})["findings"] == ["It loops."]
 

@@ -13,9 +13,10 @@ from rich.console import Console
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.findings import Finding
+from palestra.evals.evidence import Finding
+from palestra.evals.examples import Example
 from palestra.evals.report import EvalReport, pick_transcripts
-from palestra.faces.cli.summary import change_table, outcome_summary, print_evaluation, score_command
+from palestra.faces.cli.summary import change_table, outcome_summary, print_evaluation, print_findings, score_command
 from palestra.report.page import render
 from palestra.report.write import report_data
 from palestra.train.run import Outcome
@@ -148,15 +149,33 @@ def test_an_evaluation_shows_means_and_what_stood_in_the_way() -> None:
     print_evaluation(out, "clerk", replace(EvalReport.of(cut_off, seconds=1.0), split="train"))
     assert "training cases (none are held out)" in out.file.getvalue()  # type: ignore[attr-defined]
     assert "! 100% of the rollouts in the evaluation were cut off because the model's context" in text
+    assert "capability: no tools, 100 % truncated\n" in text
+    several = [rollout("1"), rollout("1"), rollout("2"), rollout("2")]
+    print_evaluation(out, "clerk", EvalReport.of(several, seconds=1.0))
+    assert "pass@1 0 %, pass@2 0 %" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_finding_is_printed_with_where_to_look() -> None:
+    out = Console(file=io.StringIO(), width=200)
+    example = Example("after", 0, 4, "p", "la\x1b[31m")
+    print_findings(out, [Finding("looping", "It loops.", (), example), Finding("x", "Slow.")])
+    assert out.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "! It loops.",
+        "  Example (evals/after.jsonl, line 5): la\\x1b[31m",
+        "! Slow.",
+    ]
 
 
 def test_the_page_leads_with_the_mean_where_pass_rates_say_nothing(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
-    finding = Finding("looping", "It <loops>.", ("model.name",))
+    folder.add_to_record(capability={"text": "2 calls per <attempt>"})
+    finding = Finding("looping", "It <loops>.", ("model.name",), Example("train", 3, 4, "p", "la <la>"))
     page = render(report_data(folder, graded(0.0, 0.25), graded(0.5, 0.75), [], 1.0, [finding]))
     words = " ".join(page.split())
     assert '<span class="from">0.12</span><span class="arrow">→</span><span class="to">0.62</span>' in words
     assert "It &lt;loops&gt;." in words
+    assert "Example (rollouts.jsonl, step 3, rollout 4): la &lt;la&gt;" in words
+    assert "Before training:</span> 2 calls per &lt;attempt&gt;" in words
     assert "mean close" in words
     assert "(0 to 0.75)" in words
 

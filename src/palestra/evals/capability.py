@@ -64,7 +64,8 @@ class Capability:
 
     @property
     def text(self) -> str:
-        calls = [f"{self.calls_per_attempt:.2g} calls per attempt"] if self.has_tools else ["no tools"]
+        count = f"{self.calls_per_attempt:.2g}"
+        calls = [f"{count} {'call' if count == '1' else 'calls'} per attempt"] if self.has_tools else ["no tools"]
         if self.calls_per_attempt:
             formats = f" ({', '.join(self.formats)})" if self.formats else ""
             calls += [

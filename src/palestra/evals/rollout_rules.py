@@ -41,7 +41,7 @@ def _tools(e: Evidence) -> Iterator[Finding]:
             "unread_calls",
             f"{unread:.0%} of the rollouts {e.when} wrote text that looks like a tool call, in a format that could not "
             "be parsed, so that no tool was called",
-            Remedy("use a model that writes calls in the format of its chat template", "model.name"),
+            Remedy("use a model that writes calls in the format of its chat template (model.name)", "model.name"),
             example="unread_call",
         )
     elif called:
@@ -60,7 +60,7 @@ def _tools(e: Evidence) -> Iterator[Finding]:
             "no_tool_calls",
             f"no rollout {e.when} called a tool, in any format",
             WORKED_EXAMPLE,
-            Remedy("use a model that was trained to call tools", "model.name"),
+            Remedy("use a model that was trained to call tools (model.name)", "model.name"),
             example="no_call",
         )
 
@@ -99,8 +99,8 @@ def _failed_calls(e: Evidence, called: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _call_remedies(e: Evidence, problem: CallProblem) -> tuple[Remedy, ...]:
-    allowed = "allows only calls that fit the tools, for models that write <tool_call>"
-    remedy = Remedy(f"set rollout.constrain_tool_calls=true ({allowed})", "rollout.constrain_tool_calls")
+    text = "set rollout.constrain_tool_calls=true, which allows only calls that fit the tools"
+    remedy = Remedy(text, "rollout.constrain_tool_calls")
     constrain = () if e.facts.value(remedy.setting) else (remedy,)
     match problem:
         case "rejected_format":

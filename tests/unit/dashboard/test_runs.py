@@ -47,6 +47,23 @@ def test_a_run_tells_its_settings_and_measures(client, api) -> None:
     assert found["actions"] == ["rescore"]  # it has no weights, and the index does not list it
 
 
+def test_a_run_tells_its_capability_and_links_the_examples_of_its_findings(client, api, run) -> None:
+    run.add_to_record(capability={"text": "3.5 calls per attempt"})
+    example = {"source": "train", "step": 2, "index": 5, "problem_id": "p", "text": "so"}
+    finding = {"kind": "looping", "sentence": "It loops.", "settings": [], "example": example}
+    elsewhere = finding | {"example": example | {"source": "after"}}
+    older = {"kind": "looping", "sentence": "It loops.", "settings": []}
+    run.report_file.write_text(json.dumps({"findings": [finding, elsewhere, older]}))
+    found = client.get(api).json()
+    assert found["capability"]["text"] == "3.5 calls per attempt"
+    linked, missing, without = (row["example"] for row in found["findings"])
+    assert linked["location"] == "rollouts.jsonl, step 2, rollout 5"
+    rollout = client.get(f"{api}/rollouts/{linked['id']}").json()
+    assert (rollout["step"], rollout["problem_id"]) == (2, list(run.rollouts())[8 + 5]["problem_id"])
+    assert missing["id"] is None, "there is no such file"
+    assert without is None
+
+
 def test_metrics_are_columns_with_a_row_a_step(client, api, run) -> None:
     found = client.get(f"{api}/metrics").json()
     rows = run.metrics()

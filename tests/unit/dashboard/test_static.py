@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 import palestra.dashboard
 
@@ -46,3 +51,24 @@ def test_a_layer_imports_only_those_below_it() -> None:
         for _, _, module in imports(path):
             assert order[module.parent.name] <= order[path.parent.name], f"{path.name} imports {module.name}"
             assert path.parent.name != "pages" or module.parent.name != "pages", "pages know nothing of each other"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"state": "failed", "active": False, "step": 3}, "The run failed"),
+        ({"state": "failed", "active": False, "step": 0}, "The run failed"),
+        ({"state": "stopped", "active": False, "step": 0}, "no steps"),
+        ({"state": "running", "active": True, "step": 0}, "after the first steps"),
+        ({"state": "running", "active": True, "step": 3}, "so far"),
+        ({"state": "completed", "active": False, "step": 3}, "No problems found"),
+    ],
+)
+def test_a_run_without_findings_is_praised_only_if_it_took_its_steps(run: dict[str, object], words: str) -> None:
+    module = (STATIC / "lib" / "format.js").read_text(encoding="utf-8")
+    script = f"{module}\nconsole.log(noFindings({json.dumps(run)}));"
+    command = ["node", "--input-type=module", "-"]
+    said = subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout
+    assert words in said
+    assert run["state"] != "failed" or "No problems" not in said

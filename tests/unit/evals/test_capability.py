@@ -15,7 +15,9 @@ from palestra.evals.rollout_stats import call_problem, has_unread_call, has_unru
 TOOLS = ("stock", "calculate")
 
 
-def attempt(passed: bool | None = False, *calls: ToolResult, text: str = "", problem: str = "p", **more: Any) -> Rollout:
+def attempt(
+    passed: bool | None = False, *calls: ToolResult, text: str = "", problem: str = "p", **more: Any
+) -> Rollout:
     scores = {} if passed is None else {"right": Score(float(passed), passed)}
     turns = (Turn("template", (1,)), Turn("model", (2, 3), (-0.1, -0.1)))
     messages = (Message("user", "How many?"), Message("assistant", text))

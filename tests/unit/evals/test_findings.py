@@ -1,25 +1,45 @@
-"""What the metrics of a run say about why nothing is learned: one sentence, and the setting to change."""
+"""Findings: each appears where the metrics show it, and only there, with remedies that apply to the run."""
 
 from __future__ import annotations
 
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.types import Rollout, Score, StopReason, ToolCall, ToolResult, Turn
-from palestra.evals.findings import Finding, broken_tool, evaluation_findings, recorded_findings, run_findings
+from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
+from palestra.core.run_folder import RunFolder, RunKind
+from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
+from palestra.evals import rollout_rules, training_rules
+from palestra.evals.evidence import Finding, RunFacts
+from palestra.evals.examples import Example, find_examples, recorded_examples
+from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
 from palestra.evals.rollout_stats import loops, rollout_stats
 
 GOOD = {
     "rollouts": 16.0, "rollout_failures": 0.0, "measure_errors": 0.0, "reward_mean": 0.5, "reward_min": 0.0,
-    "reward_max": 1.0, "pass_rate": 0.5, "equal_reward_groups": 0.25, "completion_length_mean": 80.0,
-    "truncation_rate": 0.0, "context_full_rate": 0.0, "looping_rate": 0.0, "tools_offered": 2.0,
-    "tool_calls_mean": 1.0, "tool_error_rate": 0.2, "unknown_tool_rate": 0.1, "entropy": 0.5,
+    "reward_max": 1.0, "pass_rate": 0.5, "equal_reward_groups": 0.25, "passed_groups": 0.1, "failed_groups": 0.15,
+    "groups": 4.0, "signal_groups": 3.0, "update_scale": 1.0, "completion_length_mean": 80.0,
+    "conversation_length_max": 200.0, "truncation_rate": 0.0, "context_full_rate": 0.0, "looping_rate": 0.0,
+    "tools_offered": 2.0, "tool_calls_mean": 1.0, "tool_error_rate": 0.2, "unknown_tool_rate": 0.1,
+    "malformed_call_rate": 0.1, "rejected_format_rate": 0.0, "other_format_rate": 0.0, "invalid_argument_rate": 0.0,
+    "raised_call_rate": 0.0, "unread_call_rate": 0.0, "unrun_call_rate": 0.0, "reinforced_rollouts": 6.0,
+    "reinforced_without_tools": 1.0, "entropy": 0.5,
 }  # fmt: skip
-
-
 TIMES = {"sample_seconds": 8.0, "train_seconds": 2.0, "decode_seconds": 1.0}  # of a run that samples by its own engine
+AGENT = RunFacts(RunConfig())
+NO_SIGNAL = {"equal_reward_groups": 1.0, "signal_groups": 0.0, "update_scale": 0.0, "reinforced_rollouts": 0.0}
+ZERO = NO_SIGNAL | {"reward_max": 0.0, "reward_mean": 0.0, "pass_rate": 0.0, "failed_groups": 1.0}
+NO_CALLS = {"tool_calls_mean": 0.0, "tool_error_rate": 0.0, "unknown_tool_rate": 0.0, "malformed_call_rate": 0.0}
+FAILING = {"tool_error_rate": 1.0, "unknown_tool_rate": 0.0, "malformed_call_rate": 0.0}
+
+
+def with_settings(kind: RunKind = "agent", **settings: Any) -> RunFacts:
+    return RunFacts(RunConfig.build({name.replace("__", "."): value for name, value in settings.items()}), kind)
 
 
 def steps(count: int, **changes: float) -> list[dict[str, float]]:
@@ -31,84 +51,134 @@ def kinds(rows: list[dict[str, float]], **more: Any) -> list[str]:
 
 
 def test_a_run_that_learns_has_no_findings() -> None:
-    assert run_findings(steps(10)) == run_findings(steps(10), ended=True) == []
+    assert run_findings(steps(10), facts=AGENT) == run_findings(steps(10), ended=True, facts=AGENT) == []
     assert evaluation_findings([rollout(1, 2, calls=(result("add"),))]) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "words"),
-    [
-        ({"equal_reward_groups": 1.0, "reward_max": 0.0, "pass_rate": 0.0}, "zero_reward", "earned a reward of 0"),
-        ({"equal_reward_groups": 1.0, "pass_rate": 0.5}, "equal_rewards", "the same reward, so nothing was learned"),
-        ({"equal_reward_groups": 1.0, "reward_min": 1.0, "pass_rate": 1.0}, "solved", "nothing left to learn"),
-        ({"tool_calls_mean": 0.0, "unknown_tool_rate": 0.0}, "no_tool_calls", "no rollout called a tool"),
-        ({"unknown_tool_rate": 1.0, "tool_error_rate": 1.0}, "unknown_tools", "100% of the tool calls in the last 5"),
-        ({"tool_error_rate": 1.0}, "tool_errors", "100% of the tool calls in the last 5 steps failed"),
-        ({"truncation_rate": 0.8}, "truncated", "80% of the rollouts in the last 5 steps were cut off by rollout.max_"),
-        ({"truncation_rate": 0.8, "context_full_rate": 0.7}, "context_full", "context (or its KV cache) was full"),
-        ({"truncation_rate": 0.8, "looping_rate": 0.6}, "looping", "more tokens would not help"),
-        ({"rollout_failures": 8.0}, "rollout_failures", "40 of 80 rollouts in the last 5 steps failed with an error"),
-        ({"measure_errors/judge": 1.0}, "measure_errors", "the measure judge failed by itself in 5 of 80 rollouts"),
-        ({"hung_calls": 7.0}, "hung_calls", "7 calls of tools or measures"),
-        ({"stale_groups_dropped": 3.0, "groups": 4.0}, "stale_groups", "15 of 35 groups in the last 5 steps were"),
-        ({"staleness_max": 6.0}, "staleness", "6.0 versions before the weights that learned from them"),
-        ({"staleness_max": 1.0, "clip_fraction_high": 0.3}, "staleness", "30% of the tokens were clipped"),
-        (TIMES | {"agent_loop_seconds": 7.0}, "idle", "idle for 70% of the time in the last 5 steps"),
-    ],
-)
-def test_each_obstacle_is_named_with_settings_that_exist(changes: dict[str, float], kind: str, words: str) -> None:
-    (finding,) = run_findings(steps(6, **changes))
-    assert finding.kind == kind
-    assert words in finding.sentence
-    assert set(finding.settings) <= set(RunConfig.keys())
+# kind: the rows in which it appears, and rows much like them in which it must not
+Changes = dict[str, float]
+CASES: dict[str, tuple[Changes, list[Changes]]] = {
+    "zero_reward": (ZERO, [ZERO | {"reward_max": 0.5}, ZERO | {"equal_reward_groups": 0.5}]),
+    "equal_rewards": (NO_SIGNAL, [NO_SIGNAL | {"equal_reward_groups": 0.7, "update_scale": 0.9}, ZERO]),
+    "solved": (
+        NO_SIGNAL | {"reward_min": 1.0, "pass_rate": 1.0},
+        [NO_SIGNAL | {"pass_rate": 0.9}, NO_SIGNAL | FAILING | {"reward_min": 1.0, "pass_rate": 1.0}],
+    ),
+    "reward_for_failed_calls": (
+        NO_SIGNAL | FAILING | {"raised_call_rate": 1.0, "reward_min": 0.5, "reward_max": 0.5},
+        [NO_SIGNAL | FAILING, NO_SIGNAL | {"reward_min": 0.5}, FAILING | {"reward_min": 0.5}],
+    ),
+    "mostly_equal_rewards": (
+        {"equal_reward_groups": 0.8, "failed_groups": 0.8},
+        [{"equal_reward_groups": 0.7}, {"equal_reward_groups": 0.8, "pass_rate": 0.95}],
+    ),
+    "low_signal": ({"equal_reward_groups": 0.9, "update_scale": 0.3}, [{"update_scale": 0.6}, {"update_scale": 0.0}]),
+    "no_tool_calls": (
+        NO_CALLS,
+        [NO_CALLS | {"tools_offered": 0.0}, NO_CALLS | {"unread_call_rate": 0.1}, NO_CALLS | {"unrun_call_rate": 0.1}],
+    ),
+    "unread_calls": (NO_CALLS | {"unread_call_rate": 0.9}, [NO_CALLS, {"unread_call_rate": 0.1}]),
+    "unrun_calls": (NO_CALLS | {"unrun_call_rate": 0.9}, [NO_CALLS, {"unrun_call_rate": 0.9}]),
+    "rejected_format": (
+        FAILING | {"rejected_format_rate": 0.8, "other_format_rate": 0.8, "raised_call_rate": 0.2},
+        [{"other_format_rate": 1.0, "tool_error_rate": 0.0}, FAILING | {"malformed_call_rate": 1.0}],
+    ),
+    "malformed_calls": (FAILING | {"malformed_call_rate": 1.0}, [{"malformed_call_rate": 0.5, "tool_error_rate": 0.5}]),
+    "unknown_tools": (FAILING | {"unknown_tool_rate": 1.0}, [FAILING | {"malformed_call_rate": 1.0}]),
+    "invalid_arguments": (FAILING | {"invalid_argument_rate": 1.0}, [FAILING | {"raised_call_rate": 1.0}]),
+    "tool_errors": (
+        FAILING | {"raised_call_rate": 1.0},
+        [FAILING | {"unknown_tool_rate": 1.0}, FAILING | {"raised_call_rate": 1.0, "pass_rate": 0.95}],
+    ),
+    "truncated": (
+        {"truncation_rate": 0.8},
+        [{"truncation_rate": 0.2}, {"truncation_rate": 0.8, "context_full_rate": 0.7}],
+    ),
+    "context_full": ({"truncation_rate": 0.8, "context_full_rate": 0.7}, [{"truncation_rate": 0.8}]),
+    "looping": ({"truncation_rate": 0.8, "looping_rate": 0.6}, [{"truncation_rate": 0.8, "looping_rate": 0.1}]),
+    "rollout_failures": ({"rollout_failures": 8.0}, [{"rollout_failures": 1.0}]),
+    "measure_errors": ({"measure_errors/judge": 1.0}, [{"measure_errors": 0.0}]),
+    "hung_calls": ({"hung_calls": 7.0}, [{"hung_calls": 0.0}]),
+    "stale_groups": ({"stale_groups_dropped": 3.0}, [{"stale_groups_dropped": 1.0, "groups": 8.0}]),
+    "staleness": (
+        {"staleness_max": 6.0},
+        [{"staleness_max": 2.0, "clip_fraction_high": 0.1}, {"clip_fraction_high": 0.3}],  # of several iterations
+    ),
+    "idle": (
+        TIMES | {"agent_loop_seconds": 7.0},
+        [TIMES | {"agent_loop_seconds": 4.0}, {"sample_seconds": 8.0, "train_seconds": 2.0, "agent_loop_seconds": 7.9}],
+    ),
+}
+LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of ten
+    "lucky_guesses": (
+        {"tool_calls_mean": 0.07, "reinforced_without_tools": 6.0},
+        [
+            {"tool_calls_mean": 0.07},
+            {"tool_calls_mean": 0.9, "reinforced_without_tools": 6.0},
+            {"tool_calls_mean": 0.07, "reinforced_without_tools": 6.0, "pass_rate": 0.7},
+        ],
+    ),
+    "tool_collapse": (
+        {"tool_calls_mean": 0.1},
+        [{"tool_calls_mean": 0.3}, {"tool_calls_mean": 0.1, "pass_rate": 0.8}],
+    ),
+    "short_answers": (
+        {"completion_length_mean": 8.0},
+        [{"completion_length_mean": 8.0, "pass_rate": 0.8}, {"completion_length_mean": 8.0, "reward_mean": 0.6}],
+    ),
+    "entropy_collapse": ({"entropy": 0.05}, [{"entropy": 0.05, "pass_rate": 0.8}, {"entropy": 0.2}]),
+}
+ELSEWHERE = {"identical_rollouts", "ended_early"}  # by a setting; by the loop
 
 
-@pytest.mark.parametrize(
-    "usual",
-    [
-        {"staleness_max": 2.0, "clip_fraction_high": 0.1},
-        {"clip_fraction_high": 0.3},  # of several iterations on fresh tokens
-        {"stale_groups_dropped": 1.0, "groups": 8.0},
-        TIMES | {"agent_loop_seconds": 4.0},
-        {"sample_seconds": 8.0, "train_seconds": 2.0, "agent_loop_seconds": 7.9},  # a server samples, and is busy
-    ],
-)
-def test_what_is_usual_in_asynchronous_runs_is_no_finding(usual: dict[str, float]) -> None:
-    assert kinds(steps(6, **usual)) == []
+@pytest.mark.parametrize("kind", CASES)
+def test_a_finding_appears_where_the_metrics_show_it(kind: str) -> None:
+    found = {finding.kind: finding for finding in run_findings(steps(6, **CASES[kind][0]), facts=AGENT)}
+    assert kind in found
+    assert set(found) <= {kind, "tool_errors"}, "and no other, unless it is true as well"
+    assert set(found[kind].settings) <= set(RunConfig.keys())
+    assert all(name in found[kind].sentence for name in found[kind].settings), "settings are named in the sentence"
 
 
-def test_tools_that_nobody_offers_are_not_missed() -> None:
-    assert kinds(steps(6, tools_offered=0.0, tool_calls_mean=0.0)) == []
+@pytest.mark.parametrize(("kind", "changes"), [(kind, rows) for kind, (_, no) in CASES.items() for rows in no])
+def test_a_finding_is_absent_where_the_metrics_do_not_show_it(kind: str, changes: Changes) -> None:
+    assert kind not in kinds(steps(6, **changes), facts=AGENT)
+    assert kind not in kinds(steps(6, **changes), facts=AGENT, ended=True)
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_change_for_the_worse_is_noticed(kind: str) -> None:
+    rows = [*steps(5), *steps(5, **LATER[kind][0])]
+    assert kinds(rows, facts=AGENT) == kinds(rows, facts=AGENT, ended=True) == [kind]
+
+
+@pytest.mark.parametrize(("kind", "last"), [(kind, rows) for kind, (_, no) in LATER.items() for rows in no])
+def test_a_change_that_paid_off_or_is_small_is_no_finding(kind: str, last: Changes) -> None:
+    assert kind not in kinds([*steps(5), *steps(5, **last)], facts=AGENT)
+
+
+def test_every_kind_of_finding_has_a_case_in_which_it_appears_and_one_in_which_it_does_not() -> None:
+    sources = [Path(str(module.__file__)).read_text() for module in (rollout_rules, training_rules)]
+    calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    made = [call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "finding"]
+    named = {node.value for arg in made for node in ast.walk(arg) if isinstance(node, ast.Constant)}
+    named |= set(rollout_rules._PROBLEM_KINDS.values())
+    assert {name for name in named if name} == set(CASES) | set(LATER) | ELSEWHERE - {"ended_early"}
+    assert all(no for _, no in (*CASES.values(), *LATER.values()))
 
 
 def test_a_run_that_goes_on_is_judged_by_its_newest_steps_and_not_before_the_third() -> None:
-    idle = steps(2, equal_reward_groups=1.0)
+    idle = steps(2, **NO_SIGNAL)
     assert kinds(idle) == []
     assert kinds(idle, ended=True) == ["equal_rewards"]
-    assert kinds(steps(3, equal_reward_groups=1.0)) == ["equal_rewards"]
-    assert kinds([*steps(9, equal_reward_groups=1.0), *steps(1)]) == []
+    assert kinds(steps(3, **NO_SIGNAL)) == ["equal_rewards"]
+    assert kinds([*steps(9, **NO_SIGNAL), *steps(2)]) == []
 
 
 def test_a_run_that_has_ended_is_judged_as_a_whole() -> None:
-    half = [*steps(5, equal_reward_groups=1.0), *steps(5)]
-    (finding,) = run_findings(half, ended=True)
+    (finding,) = run_findings([*steps(5, **NO_SIGNAL), *steps(5)], ended=True)
     assert "in 5 of 10 steps" in finding.sentence
-    assert kinds([*steps(4, equal_reward_groups=1.0), *steps(6)], ended=True) == []
-
-
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [
-        ({"completion_length_mean": 8.0}, ["short_answers"]),
-        ({"entropy": 0.05}, ["entropy_collapse"]),
-        ({"tool_calls_mean": 0.1}, ["tool_collapse"]),
-        ({"tool_calls_mean": 0.0}, ["tools_unlearned"]),
-        ({"tool_calls_mean": 0.1, "pass_rate": 0.8}, []),
-        ({"completion_length_mean": 8.0, "entropy": 0.05, "pass_rate": 0.8}, []),
-    ],
-)
-def test_a_collapse_is_told_unless_the_pass_rate_gained(last: dict[str, float], expected: list[str]) -> None:
-    assert kinds([*steps(5), *steps(5, **last)]) == expected
+    assert kinds([*steps(4, **NO_SIGNAL), *steps(6)], ended=True) == []
 
 
 def test_rows_of_evaluations_between_steps_are_passed_over() -> None:
@@ -116,17 +186,223 @@ def test_rows_of_evaluations_between_steps_are_passed_over() -> None:
     assert run_findings(rows, ended=True) == []
 
 
-def test_a_finding_reads_as_its_sentence_and_goes_into_json() -> None:
-    finding = Finding("looping", "It loops.", ("model.name",))
-    assert str(finding) == "It loops."
-    assert finding.to_dict() == {"kind": "looping", "sentence": "It loops.", "settings": ("model.name",)}
+# What findings say.
 
 
-def test_a_run_on_disk_is_judged_by_its_report_or_else_by_its_metrics() -> None:
-    idle = steps(4, equal_reward_groups=1.0)
-    assert recorded_findings({"findings": [{"sentence": "It loops."}]}, idle, ended=True) == ["It loops."]
-    assert "in 4 of 4 steps" in recorded_findings({"agent": "of Palestra 0.1"}, idle, ended=True)[0]
-    assert "in the last 4 steps" in recorded_findings(None, idle, ended=False)[0]
+def only(rows: list[dict[str, float]], facts: RunFacts = AGENT, **more: Any) -> Finding:
+    (finding,) = run_findings(rows, facts=facts, **more)
+    return finding
+
+
+def test_lucky_guesses_are_told_with_numbers() -> None:
+    """Calls fall from 3.5 to 0.07 while single guesses are all that is rewarded."""
+    few = {"pass_rate": 0.003, "equal_reward_groups": 0.97, "reinforced_rollouts": 1.0, "reinforced_without_tools": 1.0}
+    rows = [*steps(10, tool_calls_mean=3.5, **few), *steps(10, tool_calls_mean=0.07, **few)]
+    found = {finding.kind: finding.sentence for finding in run_findings(rows, facts=AGENT)}
+    assert set(found) == {"mostly_equal_rewards", "lucky_guesses"}
+    assert "from 3.5 to 0.07 per rollout, while the pass rate went from 0.3% to 0.3%" in found["lucky_guesses"]
+    assert "20 of the 20 rollouts that earned more than others" in found["lucky_guesses"]
+
+
+def test_calls_that_vanished_without_any_reward_are_not_blamed_on_the_reward() -> None:
+    rows = [*steps(5, **ZERO), *steps(5, **ZERO, **NO_CALLS)]
+    found = {finding.kind: finding.sentence for finding in run_findings(rows, facts=AGENT)}
+    assert set(found) == {"zero_reward", "tool_collapse"}
+    assert "reward" not in found["tool_collapse"]
+
+
+def test_failed_calls_are_told_by_cause() -> None:
+    finding = only(steps(6, **(FAILING | {"malformed_call_rate": 0.6, "invalid_argument_rate": 0.4})))
+    assert finding.kind == "malformed_calls"
+    assert "100% of the tool calls in the last 5 steps failed: 60% could not be parsed, 40% had arguments" in str(
+        finding
+    )
+
+
+def test_low_signal_says_how_small_the_updates_were() -> None:
+    assert "scaled down to 30% of the learning rate" in only(steps(6, **CASES["low_signal"][0])).sentence
+
+
+def test_reward_counts_as_a_gain_where_nothing_decides_about_passing() -> None:
+    graded = [{k: v for k, v in row.items() if k != "pass_rate"} for row in steps(10)]
+    for row in graded[5:]:
+        row |= {"tool_calls_mean": 0.1}
+    assert kinds(graded, facts=AGENT) == ["tool_collapse"]
+    for row in graded[5:]:
+        row |= {"reward_mean": 0.9}
+    assert kinds(graded, facts=AGENT) == []
+
+
+# Remedies: only where they apply.
+
+
+@pytest.mark.parametrize("kind", ["malformed_calls", "unknown_tools", "invalid_arguments"])
+def test_constrained_calls_are_advised_only_where_they_are_possible_and_off(kind: str) -> None:
+    rows, setting = steps(6, **CASES[kind][0]), "rollout.constrain_tool_calls"
+    assert setting in only(rows).settings
+    refusing = [
+        with_settings(rollout__constrain_tool_calls=True),
+        with_settings("wire"),
+        with_settings("program"),
+        with_settings(backend="tinker"),
+        with_settings(vllm__mode="server"),
+        RunFacts(),
+    ]
+    for facts in refusing:
+        assert setting not in str(only(rows, facts))
+        assert setting not in only(rows, facts).settings
+
+
+@pytest.mark.parametrize(("context", "expected"), [(None, True), (4000, True), (205, False)])
+def test_more_tokens_are_advised_only_where_the_context_has_room(context: int | None, expected: bool) -> None:
+    rows, facts = steps(6, truncation_rate=0.8), replace(AGENT, context_tokens=context)
+    assert ("rollout.max_new_tokens" in only(rows, facts).settings) is expected
+    assert "rollout.max_new_tokens=1024" in only(rows, facts).sentence
+    assert "rollout.max_new_tokens" not in str(only(rows, with_settings("wire"))), (
+        "environments have limits of their own"
+    )
+
+
+def test_sampling_ahead_is_advised_only_where_it_is_possible_and_off() -> None:
+    rows, setting = steps(6, **TIMES, agent_loop_seconds=7.0), "rollout.max_staleness"
+    assert setting in only(rows).settings
+    facts = [with_settings("wire"), with_settings("function"), with_settings("prompts"), replace(AGENT, ranks=2)]
+    for each in [*facts, with_settings(rollout__max_staleness=1), with_settings(model__sleep_mode=True)]:
+        assert setting not in str(only(rows, each))
+
+
+def test_a_limit_of_age_is_advised_over_the_wire_and_lowered_elsewhere() -> None:
+    rows = steps(6, staleness_max=6.0)
+    assert "rollout.max_staleness=2" in only(rows, with_settings("wire")).sentence
+    assert "(now 8)" in only(rows, with_settings(rollout__max_staleness=8)).sentence
+    assert "rollout.max_staleness" not in only(rows, with_settings("function")).settings, "nothing is sampled ahead"
+
+
+def test_larger_groups_are_advised_only_where_some_rollouts_pass() -> None:
+    """Then more groups hold both passes and failures, whatever the chance of each problem."""
+    few = CASES["mostly_equal_rewards"][0]
+    assert "rollout.group_size" in only(steps(6, **few)).settings
+    assert "rollout.group_size" not in only(steps(6, **few, pass_rate=0.0)).settings
+    for p in (0.001, 0.02, 0.5, 0.98):
+        mixed = [1 - p**size - (1 - p) ** size for size in (4, 8, 16, 64)]
+        assert mixed == sorted(mixed)
+
+
+def test_drawing_again_is_advised_only_where_some_groups_have_signal() -> None:
+    few = CASES["mostly_equal_rewards"][0]
+    assert "train.signal_share" in only(steps(6, **few)).settings
+    assert "train.signal_share" not in only(steps(6, **ZERO)).settings
+    for facts in (with_settings("wire"), with_settings("prompts"), with_settings(train__signal_share=1.0)):
+        assert "train.signal_share" not in only(steps(6, **few), facts).settings
+
+
+def test_a_higher_temperature_is_advised_only_up_to_1() -> None:
+    rows = steps(6, **NO_SIGNAL)
+    assert "rollout.temperature" in only(rows).settings
+    for facts in (with_settings(rollout__temperature=1.0), with_settings("wire"), with_settings(backend="tinker")):
+        assert "rollout.temperature" not in only(rows, facts).settings
+    assert only(rows, with_settings(rollout__temperature=0.0)).kind == "identical_rollouts"
+    assert kinds(steps(6), facts=with_settings(rollout__temperature=0.0)) == []
+
+
+def test_groups_that_all_pass_call_for_harder_cases() -> None:
+    finding = only(steps(6, equal_reward_groups=0.8, passed_groups=0.7, failed_groups=0.1, pass_rate=0.8))
+    assert "harder" in finding.sentence
+    assert finding.settings == ()
+
+
+def test_a_lower_learning_rate_is_advised_against_repetition_only_if_training_caused_it() -> None:
+    later = {"truncation_rate": 0.8, "looping_rate": 0.7}
+    caused = only([*steps(5), *steps(5, **later)])
+    assert "train.learning_rate" in caused.settings
+    assert "up from 0% in the first steps" in caused.sentence
+    assert "train.learning_rate" not in only(steps(10, **later)).settings
+
+
+def test_more_tool_rounds_are_advised_only_where_none_are_allowed() -> None:
+    rows = steps(6, **CASES["unrun_calls"][0])
+    assert only(rows, with_settings(rollout__max_tool_rounds=0)).settings == ("rollout.max_tool_rounds",)
+    assert only(rows).settings == ()
+
+
+def test_a_run_whose_settings_are_not_known_gets_no_settings() -> None:
+    every = [finding for rows, _ in CASES.values() for finding in run_findings(steps(6, **rows))]
+    assert len(every) >= len(CASES)
+    assert all(finding.settings == () for finding in every)
+
+
+def test_an_early_end_names_its_setting_only_if_that_was_the_reason() -> None:
+    solved = outcome_findings([], ended_early="every rollout passed (train.stop_when_solved=3)")
+    assert [finding.settings for finding in solved] == [("train.stop_when_solved",)]
+    (other,) = outcome_findings([], ended_early="the reward collapsed")
+    assert (other.kind, other.settings) == ("ended_early", ())
+    assert outcome_findings([]) == []
+
+
+# Examples, and findings on disk.
+
+
+def test_a_finding_has_an_example_of_what_it_says() -> None:
+    call = '```json {"name": "add", "arguments": {}}```'
+    said = rollout(1, messages=(Message("user", "?"), Message("assistant", call)))
+    (finding,) = evaluation_findings([rollout(1), said], AGENT, "after")
+    assert finding.kind == "unread_calls"
+    assert finding.example == Example("after", 0, 1, "p", call)
+    assert str(finding).endswith(f"Example (evals/after.jsonl, line 2): {call}")
+    assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
+    assert Finding.from_dict({"sentence": "It loops."}) == Finding("", "It loops."), "of an older report"
+
+
+@pytest.mark.parametrize(
+    ("trait", "text", "shown"),
+    [
+        ("failure", "boom", {"error": "boom"}),
+        ("measure_error", "judge: away", {"scores": {"judge": Score(0.0, False, "away", error=True)}}),
+        ("raised", "add() → Error: add raised KeyError", {"calls": ("Error: add raised KeyError",)}),
+        ("truncated", "so far", {"stop": "truncated"}),
+        ("context_full", "so far", {"stop": "context_full"}),
+        ("guess", "so far", {"reward": 1.0}),
+    ],
+)
+def test_examples_are_found_by_trait(trait: str, text: str, shown: dict[str, Any]) -> None:
+    calls = tuple(result("add", content, ok=False) for content in shown.pop("calls", ()))
+    said = (Message("user", "?"), Message("assistant", "so far"))
+    with_trait = rollout(1, messages=said, calls=calls, **shown)
+    found = find_examples([rollout(1, calls=(result("add"),)), with_trait], "train", 7)
+    assert (found[trait].step, found[trait].index, found[trait].text) == (7, 1, text)
+    assert trait not in find_examples([rollout(1, calls=(result("add"),))])
+
+
+def test_a_run_on_disk_is_judged_by_its_report_or_else_by_its_metrics(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run", RunConfig(), {"kind": "agent"})
+    folder.metrics_file.write_text("".join(json.dumps({"step": i, **GOOD, **ZERO}) + "\n" for i in range(4)))
+    (finding,) = recorded_findings(folder, ended=False)
+    assert "in the last 4 steps" in finding.sentence
+    folder.report_file.write_text(json.dumps({"agent": "of Palestra 0.1"}))
+    assert "in 4 of 4 steps" in str(recorded_findings(folder, ended=True)[0])
+    folder.report_file.write_text(json.dumps({"findings": [{"kind": "looping", "sentence": "It loops."}]}))
+    assert recorded_findings(folder, ended=True) == [Finding("looping", "It loops.")]
+    assert recorded_findings(folder, ended=False) == [finding], "a resumed run has the report of its first part"
+
+
+def test_the_newest_rollouts_on_disk_are_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path, "run", RunConfig(), {})
+    assert recorded_examples(folder) == {}
+    rows = [{"step": step, **rollout_to_dict(rollout(1))} for step in (1, 1, 2, 2)]
+    folder.rollouts_file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 3}]))
+    assert (recorded_examples(folder)["no_call"].step, recorded_examples(folder)["no_call"].index) == (2, 0)
+    whole = folder.rollouts_file.stat().st_size
+    monkeypatch.setattr("palestra.evals.examples._TAIL_BYTES", whole - 10)
+    assert recorded_examples(folder)["no_call"].step == 2, "step 1 is not whole in the tail"
+    monkeypatch.setattr("palestra.evals.examples._TAIL_BYTES", 100)
+    assert recorded_examples(folder) == {}
+
+
+def test_how_calls_failed_and_in_which_format_survives_the_disk() -> None:
+    wrong = ToolResult(ToolCall("c", "add", error="write <tool_call>", format="json"), "Error", ok=False)
+    kept = rollout_from_dict(json.loads(json.dumps(rollout_to_dict(rollout(1, calls=(wrong, result("add")))))))
+    assert rollout_stats([kept])["rejected_format_rate"] == 0.5
+    assert rollout_stats([kept])["other_format_rate"] == 0.5
 
 
 # What the rollouts themselves tell.
@@ -134,7 +410,8 @@ def test_a_run_on_disk_is_judged_by_its_report_or_else_by_its_metrics() -> None:
 
 def rollout(*ids: int, stop: StopReason = "answered", calls: tuple[ToolResult, ...] = (), **more: Any) -> Rollout:
     turns = (Turn("template", (1,)), Turn("model", ids, [-0.1] * len(ids)))  # type: ignore[arg-type]
-    return Rollout("p", turns, (), stop, tool_results=calls, tool_names=("add", "search"), **more)
+    more = {"messages": (), **more}
+    return Rollout("p", turns, stop=stop, tool_results=calls, tool_names=("add", "search"), **more)
 
 
 def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:

@@ -5,7 +5,7 @@ import pytest
 
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Lineage, Rollout, Score, Turn
+from palestra.core.types import Group, Lineage, Rollout, Score, ToolCall, ToolResult, Turn
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, has_signal, to_samples, trainable_samples
 
@@ -156,3 +156,21 @@ def test_each_conversation_of_an_attempt_is_a_row_with_its_advantage_and_the_att
     assert [bool(row.policy_mask.any()) for row in rows] == [True, True, False, True]
     assert group.rollouts[0].sampled_tokens == 5
     assert rollout_metrics([group], advantages, 8)["rollouts"] == 2
+
+
+def test_a_step_counts_rollouts_that_were_reinforced_without_a_successful_tool_call() -> None:
+    good, failed = (ToolResult(ToolCall("c", "add"), "", ok) for ok in (True, False))
+    calls = ((good,), (failed,), (), (failed,))
+    rollouts = tuple(rollout(0.0, tool_names=("add",), tool_results=results) for results in calls)
+    metrics = rollout_metrics([Group("p", rollouts)], [[1.0, 0.5, 0.5, -2.0]], 0)
+    assert (metrics["reinforced_rollouts"], metrics["reinforced_without_tools"]) == (3.0, 2.0)
+    without_tools = rollout_metrics([Group("p", (rollout(0.0), rollout(1.0)))], [[-1.0, 1.0]], 0)
+    assert "reinforced_rollouts" not in without_tools
+
+
+def test_a_step_counts_groups_that_all_passed_and_that_all_failed() -> None:
+    yes, no, graded = rollout(1.0), rollout(0.0), rollout(1.0, scores={"close": Score(0.5, None)})
+    groups = [Group("a", (yes, yes)), Group("b", (no, no)), Group("c", (yes, no)), Group("d", (no, no))]
+    metrics = rollout_metrics(groups, [[0.0, 0.0], [0.0, 0.0], [1.0, -1.0], [0.0, 0.0]], 0)
+    assert (metrics["passed_groups"], metrics["failed_groups"]) == (0.25, 0.5)
+    assert "passed_groups" not in rollout_metrics([Group("p", (graded, graded))], [[0.0, 0.0]], 0)

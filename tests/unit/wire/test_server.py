@@ -87,7 +87,7 @@ def test_groups_go_round_with_every_field(trained):
         errors=[None, "broken"], seconds=[0.5, 0.25], tool_seconds=[0.0, 0.125],
         verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False}}, {}],
         tool_results=[
-            [{"id": "c", "name": "add", "ok": False, "seconds": 0.5, "raised": True, "error": "?", "format": "json"}], [],
+            [{"id": "c", "name": "a", "ok": False, "seconds": 0.5, "raised": True, "error": "?", "format": "json"}], [],
         ],
     )  # fmt: skip
     assert trained.post("/scored_data", json=whole).json() == {"status": "received"}

@@ -75,3 +75,10 @@ export const signKind = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "so
 
 /** "1 rollout", "2 rollouts". */
 export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+/** What can be said without findings: nothing about learning where the run failed, or has taken no steps. */
+export function noFindings(run) {
+  if (run.state === "failed") return "The run failed. Its steps up to then show no other problem.";
+  if (!run.step) return run.active ? "Findings appear after the first steps." : "The run took no steps.";
+  return run.active ? "No problems found so far." : "No problems found in its steps.";
+}

@@ -5,7 +5,7 @@ import { facts, notice, progress, stats } from "../components/parts.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { follow, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { duration, integer, moment, number, percent } from "../lib/format.js";
+import { duration, integer, moment, noFindings, number, percent } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { breakable } from "../lib/text.js";
 
@@ -93,19 +93,7 @@ function adviceOf(findings, run) {
       ),
     ),
   );
-  return [
-    h("h2", "Advice"),
-    list.length
-      ? h("ul.advice", list)
-      : h("p.soft", noFindings(run)),
-  ];
-}
-
-/** What can be said without findings: nothing about learning where the run failed, or has taken no steps. */
-function noFindings(run) {
-  if (run.state === "failed") return "The run failed. Its steps up to then show no other problem.";
-  if (!run.step) return run.active ? "Findings appear after the first steps." : "The run took no steps.";
-  return run.active ? "No problems found so far." : "No problems found in its steps.";
+  return [h("h2", "Advice"), list.length ? h("ul.advice", list) : h("p.soft", noFindings(run))];
 }
 
 /** The rollout that shows what a finding says. */
