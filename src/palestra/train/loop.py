@@ -48,6 +48,7 @@ from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")
+MIN_STEPS = 40  # of a run whose length is not given
 T = TypeVar("T")
 
 
@@ -419,12 +420,13 @@ class Training:
 
 
 def total_steps(config: RunConfig, problems: int | None) -> int:
-    """Optimizer steps in the whole run: `max_steps`, or enough for all epochs."""
+    """Optimizer steps in the whole run: `max_steps`, or enough for all epochs; with neither, one epoch or MIN_STEPS."""
     if config.train.max_steps is not None:
         return config.train.max_steps
     if problems is None:
         raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
-    return config.train.epochs * math.ceil(problems / config.train.problems_per_step)
+    per_epoch = math.ceil(problems / config.train.problems_per_step)
+    return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
 
 
 def memory_remedy(error: Exception, config: RunConfig) -> str:

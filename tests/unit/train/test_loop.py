@@ -610,6 +610,8 @@ def test_total_steps_cover_all_epochs_unless_limited() -> None:
     config = RunConfig.build({"train": {"epochs": 3, "problems_per_step": 4}})
     assert total_steps(config, 10) == 9
     assert total_steps(RunConfig.build({"train": {"max_steps": 5}}), 10) == 5
+    unsaid = RunConfig.build({"train.problems_per_step": 4})
+    assert (total_steps(unsaid, 90), total_steps(unsaid, 400)) == (40, 100)
     with pytest.raises(PalestraError, match=r"say when to stop with train\.max_steps"):
         total_steps(config, None)
 
