@@ -90,3 +90,19 @@ def kv_memory_for(config: RunConfig, model: Any) -> float | None:
     if enough < found.memory.kv / GIB:
         enough = left_by(smallest)
     return None if enough > free / 2 else max(enough, smallest.memory.kv / GIB)
+
+
+def memory_remedy(error: Exception, config: RunConfig) -> str:
+    """The settings to change when memory ran out; nothing for other errors."""
+    if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
+        return ""
+    model, tokens = config.model, config.train.tokens_per_micro_batch or "16384 or more, by the model"
+    remedies = {
+        f"a lower train.tokens_per_micro_batch (now {tokens})": True,
+        "model.gradient_checkpointing=true": not model.gradient_checkpointing,
+        "model.sleep_mode=true": not model.sleep_mode,
+        "a lower model.kv_memory_gib": True,
+        "lora.r=16": not config.lora.r,
+        f"a lower rollout.max_new_tokens (now {config.rollout.max_new_tokens})": True,
+    }
+    return f"To need less memory, in this order: {', '.join(text for text, helps in remedies.items() if helps)}. "

@@ -42,10 +42,11 @@ from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluati
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource
 from palestra.train.interrupt import sigterm_as_ctrl_c
-from palestra.train.loop import Training, total_steps
+from palestra.train.loop import Training
 from palestra.train.overview import STEP_KEYS, Overview
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
+from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, use_threads
 from palestra.train.tasks import EnvironmentTask, Parts, Task
 from palestra.train.watcher import SilentWatcher, Watcher

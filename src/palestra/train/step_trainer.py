@@ -32,7 +32,7 @@ from palestra.rollout.collect import Collector, require_one_good
 from palestra.tracking.base import Trackers
 from palestra.train.checkpoint import TrainState
 from palestra.train.group_source import ProblemSource, StepRollouts
-from palestra.train.loop import Training, total_steps
+from palestra.train.loop import Training
 from palestra.train.progress import console_progress
 from palestra.train.prompts import (
     Prompt,
@@ -47,6 +47,7 @@ from palestra.train.prompts import (
 )
 from palestra.train.run import Run
 from palestra.train.samples import group_advantages
+from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
 
 log = logging.getLogger("palestra")

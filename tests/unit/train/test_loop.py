@@ -20,8 +20,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, Rollout, Score, Turn
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import ProblemSource, StepRollouts, draw
-from palestra.train.loop import Interrupted, total_steps
-from palestra.train.schedule import learning_rate_at
+from palestra.train.loop import Interrupted
+from palestra.train.schedule import learning_rate_at, total_steps
 from palestra.train.watcher import Watcher
 
 Play = Callable[[int, str], Sequence[Rollout]]
