@@ -13,6 +13,7 @@ from palestra.plan.shape import ModelShape
 from palestra.plan.work import MICRO_BATCH, Method, StepWork
 
 STEP_SIZES = ((4, 4), (8, 8), (16, 8), (32, 8), (32, 16), (64, 16))  # problems × rollouts of each
+CPU_SIZES = STEP_SIZES[:3]
 GPU_STEP_S, CPU_STEP_S = 6.0, 2.0  # what a step of a size that nobody chose may take
 UNKNOWN_GPU_STEP = (8, 8)
 USUAL_PROMPT, USUAL_NEW_SHARE = 512, 0.25  # tokens of a prompt, and the share of max_new_tokens that a rollout samples
@@ -52,7 +53,7 @@ def with_suited_step(
         found = estimate(shape, where, replace(work, new_tokens=sampled), default_efficiency(where))
         return found.fits and found.time.total_s <= (GPU_STEP_S if where.is_gpu else CPU_STEP_S)
 
-    sizes = [limited(*size) for size in STEP_SIZES]
+    sizes = [limited(*size) for size in (CPU_SIZES if device and not device.is_gpu else STEP_SIZES)]
     if device is None:
         size = limited(*UNKNOWN_GPU_STEP)
     else:

@@ -138,7 +138,7 @@ class Overview:
             return []
         values = ", ".join(f"{key} = {self.config.value(key)}" for key in self.chosen)
         where = "defaults" if not self.weights else f"chosen for {_millions(self.weights)} weights on {self.device}"
-        return [f"{where}: {values}; set them to override"]
+        return [f"{where}: {values}; set to override"]
 
     def _memory_text(self) -> str:
         if self.planned is None:

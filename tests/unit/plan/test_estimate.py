@@ -269,6 +269,7 @@ def test_a_shape_knows_its_adapters() -> None:
     [
         ("tiny", cpu(1, 8.0), {}, (16, 8, 256)),
         ("tiny", cpu(64, 256.0), {}, (16, 8, 256)),  # the same run on every CPU
+        ("tiny", cpu(1, 8.0), {"rollout.max_new_tokens": 10}, (16, 8, 10)),
         ("smollm2-135m", cpu(8, 32.0), {}, (4, 4, 1024)),
         ("smollm2-135m", H200, {}, (64, 16, 1024)),
         ("qwen2.5-1.5b", H200, {}, (32, 16, 1024)),

@@ -58,7 +58,7 @@ def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Pa
     overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, chosen, chosen=keys)
     assert overview.text(tmp_path).splitlines()[3] == (
         f"chosen for 600 M weights on cuda: train.problems_per_step = {sizes[0]}, rollout.group_size = {sizes[1]}; "
-        "set them to override"
+        "set to override"
     )
 
 
