@@ -39,7 +39,7 @@ def right_count(ctx):
 pairs = [(a, b) for a in STOCK for b in STOCK if a < b][::8]
 cases = [{"input": f"How many {a}s and {b}s are in stock?", "expect": STOCK[a] + STOCK[b]} for a, b in pairs]
 suite = EvalSuite.from_records(cases, measures=[right_count])
-config = {"train.max_steps": 15, "rollout.group_size": 8, "rollout.max_new_tokens": 80}
+config = {"train.max_steps": 15, "train.problems_per_step": 4, "rollout.group_size": 8, "rollout.max_new_tokens": 80}
 
 
 def ask(url: str, question: str) -> str:

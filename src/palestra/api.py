@@ -292,12 +292,14 @@ def evaluate(
 
     def score() -> EvalReport:
         from palestra.policy.build import build_policy
+        from palestra.train.setup import suited_to
         from palestra.train.tasks import Parts
 
         trainer.config.refuse(
             ["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training"
         )
-        config, loaded = trainer.config, trainer._load(trainer.config)
+        loaded = trainer._load(trainer.config)
+        config = suited_to(trainer.config, loaded.model)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
         with trainer._watching() as watcher, asyncio.Runner() as runner:
             parts, task = Parts(config, policy, loaded.tokenizer, runner, watcher), trainer._task(environment, config)

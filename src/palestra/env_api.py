@@ -136,6 +136,7 @@ def process_env(
     on_group: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
     """Attempt the first training problems and write one scored group a line, each as soon as it is there."""
+    config = config.with_step_size()
     problems = env.problems("train")[:groups]
     watch, done = watcher or Watcher(), itertools.count(1)
     watch.phase("attempting", len(problems) * config.rollout.group_size)
@@ -181,7 +182,7 @@ def serve_env(
         tokenizer = load_tokenizer(model_name or await policy.model_name())
         return agent_collector(env, policy, ChatFormat(tokenizer), config, training=True)
 
-    feed = Feed(env.name, env, make_collector, config, wire, watcher or Watcher())
+    feed = Feed(env.name, env, make_collector, config.with_step_size(), wire, watcher or Watcher())
     outside_event_loop(lambda: asyncio.run(feed.run()))
     return feed
 
@@ -189,12 +190,13 @@ def serve_env(
 def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:
     """What attempts the problems: the model of the config, or an endpoint."""
     if openai is None:
-        from palestra.train.setup import load_for_run
+        from palestra.train.setup import load_for_run, suited_to
         from palestra.train.tasks import agent_collector
 
         config.refuse(["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training")
         loaded = load_for_run(config)
         policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
+        config = suited_to(config, loaded.model)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
     config.refuse(["rollout.unexpected_call_format"], "the endpoint reads tool calls by itself")

@@ -17,6 +17,9 @@ from pydantic.fields import FieldInfo
 from palestra.core.config_sections import (
     FULL_LEARNING_RATE,
     LORA_LEARNING_RATE,
+    NEW_TOKENS,
+    STEP_GROUP_SIZE,
+    STEP_PROBLEMS,
     TINKER_LORA_RANK,
     AgentSection,
     CheckpointSection,
@@ -117,6 +120,18 @@ class RunConfig(Section):
             return self
         rate = (lora_learning_rate if self.lora.r else full_learning_rate)(parameters)
         return self.model_copy(update={"train": self.train.model_copy(update={"learning_rate": rate})})
+
+    def with_step_size(
+        self, problems: int = STEP_PROBLEMS, group_size: int = STEP_GROUP_SIZE, max_new_tokens: int = NEW_TOKENS
+    ) -> RunConfig:
+        """With these sizes of a step where none are given; the defaults are for code that knows no model."""
+        values = {
+            "train.problems_per_step": problems,
+            "rollout.group_size": group_size,
+            "rollout.max_new_tokens": max_new_tokens,
+        }
+        missing = {key: value for key, value in values.items() if self.value(key) is None}
+        return RunConfig.build(self.model_dump(), missing) if missing else self
 
     @classmethod
     def build(cls, *layers: Mapping[str, Any]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,7 +10,16 @@ FULL_LEARNING_RATE = 1e-5  # all weights, 100 M to 200 M of them
 LORA_LEARNING_RATE = 1e-4  # adapters of a model of up to 1 B; they want about ten times as much
 LORA_RANK = 16  # where LoRA is implied, not given
 TINKER_LORA_RANK = 32  # as the SDK has it
+STEP_PROBLEMS, STEP_GROUP_SIZE = 4, 4  # of a step where neither model nor device is known
+NEW_TOKENS = 1024  # of a rollout, unless the context of the model is small
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+
+
+if TYPE_CHECKING:
+    Automatic = int  # a run chooses a number before anything reads it
+else:
+    Automatic = int | None
+BY_RUN: Any = None  # the default of such a setting: the run chooses
 
 
 class Section(BaseModel):
@@ -68,10 +77,18 @@ class TrainSection(Section):
         description="default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; "
         "LoRA 1e-4 up to 1 B, down to 2e-5 from 5 B",
     )
-    epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the training cases")
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="passes over the training cases; default: one, but at least 40 steps",
+    )
     max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
-    problems_per_step: int = Field(
-        4, ge=1, le=65_536, description="problems in one optimizer step; each gets a group of rollouts"
+    problems_per_step: Automatic = Field(
+        BY_RUN,
+        ge=1,
+        le=65_536,
+        description="problems in one optimizer step, each with a group of rollouts; default 4 to 64, by model and GPU",
     )
     loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
     ratio: Literal["token", "sequence"] = Field(
@@ -161,13 +178,20 @@ class TrainSection(Section):
 class RolloutSection(Section):
     """How attempts are made."""
 
-    group_size: int = Field(4, ge=1, le=65_536, description="rollouts per problem")
+    group_size: Automatic = Field(
+        BY_RUN, ge=1, le=65_536, description="rollouts per problem; default 4 to 16, by model and GPU"
+    )
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(1024, ge=1, le=10_000_000, description="all turns of a rollout together")
+    max_new_tokens: Automatic = Field(
+        BY_RUN,
+        ge=1,
+        le=10_000_000,
+        description="all turns of a rollout together; default 1024, or an eighth of a context below 4096",
+    )
     max_tool_rounds: int = Field(5, ge=0, le=10_000)
     tool_timeout_s: float = Field(30.0, gt=0)
     max_tool_result_chars: int = Field(

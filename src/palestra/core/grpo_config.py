@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import RunConfig, explain
-from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE
+from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, STEP_GROUP_SIZE
 from palestra.core.errors import PalestraError, needs_extra
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ class GRPOTrainingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    num_train_epochs: int = 1
+    num_train_epochs: int | None = None  # one, but at least 40 steps
     max_steps: int | None = None
-    # Problems of one optimizer step: the product of these two. What fits into memory at once is decided by
-    # train.tokens_per_micro_batch (RunConfig), not by them.
-    per_device_batch_size: int = 2
-    gradient_accumulation_steps: int = 2
+    # Problems of one optimizer step: the product of these two, by model and GPU where neither is given, 2 for one that
+    # is not. What fits into memory at once is decided by train.tokens_per_micro_batch (RunConfig), not by them.
+    per_device_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
     learning_rate: float | None = None  # suited to the model
     max_grad_norm: float = 1.0
-    num_generations: int = 4
-    max_completion_length: int = 1024  # all turns of a rollout together
+    num_generations: int | None = None  # by model and GPU
+    max_completion_length: int | None = None  # all turns of a rollout together; by the model's context
     temperature: float = 0.8
     mask_truncated_completions: bool = True
     gradient_checkpointing: bool = False
@@ -100,7 +100,7 @@ class GRPOTrainingConfig(BaseModel):
         return RunConfig.build(self._settings(problems))
 
     def _settings(self, problems: int | None = None) -> dict[str, Any]:
-        batch = self.per_device_batch_size * self.gradient_accumulation_steps
+        batch = self._problems_per_step()
         same = {key: getattr(self, name) for name, key in _SAME.items()}
         return (
             same
@@ -139,10 +139,15 @@ class GRPOTrainingConfig(BaseModel):
         usual = "bfloat16" if cuda else "float32"
         dtype = self.torch_dtype if "torch_dtype" in self.model_fields_set and self.torch_dtype != "auto" else usual
         same = {name: value for name, value in self if name in GRPOConfig.__dataclass_fields__}
+        group = self.num_generations or STEP_GROUP_SIZE
         different = {
             "learning_rate": self.learning_rate or (LORA_LEARNING_RATE if self._lora_rank() else FULL_LEARNING_RATE),
             "vllm_max_model_length": self.vllm_max_model_len,
-            "per_device_train_batch_size": self.per_device_batch_size * self.num_generations,  # TRL counts completions
+            "num_generations": group,
+            "per_device_train_batch_size": (self.per_device_batch_size or 2) * group,  # TRL counts completions
+            "gradient_accumulation_steps": self.gradient_accumulation_steps or 2,
+            "max_completion_length": self.max_completion_length or NEW_TOKENS,
+            "num_train_epochs": self.num_train_epochs or 1,
             "max_steps": -1 if self.max_steps is None else self.max_steps,
             "bf16": cuda and dtype == "bfloat16",
             "fp16": cuda and dtype == "float16",
@@ -165,12 +170,21 @@ class GRPOTrainingConfig(BaseModel):
     def _lora_rank(self) -> int:
         return self.lora_r if self.use_lora or self.load_in_4bit else 0
 
-    def _save_every(self, batch: int, problems: int | None) -> int:
+    def _problems_per_step(self) -> int | None:
+        sizes = (self.per_device_batch_size, self.gradient_accumulation_steps)
+        return None if sizes == (None, None) else (sizes[0] or 2) * (sizes[1] or 2)
+
+    def _save_every(self, batch: int | None, problems: int | None) -> int:
         match self.save_strategy:
             case "no":
                 return 0
             case "steps":
                 return self.save_steps
+            case "epoch" if batch is None:
+                raise PalestraError(
+                    "save_strategy='epoch' needs the problems of a step to know where an epoch ends; set "
+                    "per_device_batch_size, or save_strategy='steps'"
+                )
             case "epoch":
                 return max(1, -(-(problems or batch) // batch))
 

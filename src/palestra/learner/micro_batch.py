@@ -17,14 +17,21 @@ from palestra.plan.shape import shape_of
 from palestra.plan.work import MICRO_BATCH
 
 
-def device_of(where: torch.device) -> Device | None:
-    """The device with the memory that this process can have of it; None for a GPU without figures."""
+def data_sheet(where: torch.device) -> Device | None:
+    """The device by its data sheet, whatever else it is busy with; None for a GPU without figures."""
     if where.type != "cuda":
         return cpu(torch.get_num_threads(), memory_gib())
     try:
-        found = find_device(torch.cuda.get_device_name(where))
+        return find_device(torch.cuda.get_device_name(where))
     except PalestraError:
         return None
+
+
+def device_of(where: torch.device) -> Device | None:
+    """The device with the memory that this process can have of it; None for a GPU without figures."""
+    found = data_sheet(where)
+    if found is None or not found.is_gpu:
+        return found
     free, total = torch.cuda.mem_get_info(where)
     others = total - free - torch.cuda.memory_reserved(where)  # other processes, and the driver
     return replace(found, memory_gib=min(found.memory_gib, (total - others) / GIB))

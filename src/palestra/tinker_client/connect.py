@@ -52,6 +52,7 @@ def suited(config: RunConfig) -> RunConfig:
             "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "
             f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
         )
+    config = config.with_step_size()  # the server does not say what it runs on
     return config.with_learning_rate(0) if config.train.learning_rate is None else config
 
 

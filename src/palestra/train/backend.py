@@ -17,7 +17,7 @@ from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy, Releases
-from palestra.train.setup import parameter_count, policy_for, samples_from_server, with_adapter
+from palestra.train.setup import policy_for, samples_from_server, suited_to, with_adapter
 
 Record = Mapping[str, Any]  # of the run folder
 
@@ -42,13 +42,19 @@ def backend_of(
     learner: Learner | None = None,
     policy: Policy[Any] | None = None,
     ranks: Ranks = ONE_PROCESS,
+    *,
+    max_problems: int | None = None,
+    max_group: int | None = None,
 ) -> Backend:
-    """The backend that the config names. Learner and policy share one module, unless others are given."""
+    """The backend that the config names. Learner and policy share one module, unless others are given.
+
+    `max_problems` and `max_group` bound the sizes of a step that the config leaves to the run.
+    """
     if config.backend == "tinker":
         config.refuse(["ray"], "it is for backend: ray")
         return tinker_backend(config, loaded)
     config.refuse(["tinker"], "it is for backend: tinker")
-    config = config.with_learning_rate(parameter_count(loaded.model))
+    config = suited_to(config, loaded.model, max_problems=max_problems, max_group=max_group)
     model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
     if config.backend == "ray":
         config = ray_config(config, model)

@@ -9,12 +9,12 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import RankVariables
-from palestra.learner.micro_batch import device_of
+from palestra.learner.micro_batch import data_sheet, device_of
 from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate, least
 from palestra.plan.memory import USABLE
-from palestra.plan.of_config import work_of
+from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import shape_of
 
 PROMPT_TOKENS = 512  # of a problem, before one has been seen
@@ -32,8 +32,26 @@ def forecast(
     return estimate(shape, device, work, efficiency_of(device))
 
 
+def with_step_size(
+    config: RunConfig,
+    model_config: Any,
+    where: torch.device,
+    *,
+    max_problems: int | None = None,
+    max_group: int | None = None,
+) -> RunConfig:
+    """Choose the sizes of a step that are not given, for this model on this device (docs/guide.md)."""
+    shape = shape_of(model_config) if model_config is not None else None
+    place = RankVariables.of_environment()
+    device = data_sheet(where)
+    gpus = place.size if place and where.type == "cuda" else 1
+    limits = {"max_problems": max_problems, "max_group": max_group}
+    return with_suited_step(config, shape, device, gpus=gpus, **limits)
+
+
 def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.device) -> None:
     """Before the weights are loaded: an error where not even the smallest micro-batch would fit on the GPU."""
+    config = with_step_size(config, model_config, where)
     found = forecast(config, model_config, where) if where.type == "cuda" else None
     if found is None or config.vllm.mode == "colocate":
         return
@@ -72,3 +90,19 @@ def kv_memory_for(config: RunConfig, model: Any) -> float | None:
     if enough < found.memory.kv / GIB:
         enough = left_by(smallest)
     return None if enough > free / 2 else max(enough, smallest.memory.kv / GIB)
+
+
+def memory_remedy(error: Exception, config: RunConfig) -> str:
+    """The settings to change when memory ran out; nothing for other errors."""
+    if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
+        return ""
+    model, tokens = config.model, config.train.tokens_per_micro_batch or "16384 or more, by the model"
+    remedies = {
+        f"a lower train.tokens_per_micro_batch (now {tokens})": True,
+        "model.gradient_checkpointing=true": not model.gradient_checkpointing,
+        "model.sleep_mode=true": not model.sleep_mode,
+        "a lower model.kv_memory_gib": True,
+        "lora.r=16": not config.lora.r,
+        f"a lower rollout.max_new_tokens (now {config.rollout.max_new_tokens})": True,
+    }
+    return f"To need less memory, in this order: {', '.join(text for text, helps in remedies.items() if helps)}. "

@@ -32,6 +32,7 @@ def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) ->
 
 def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, training: bool) -> AttemptLimits:
     """How attempts are sampled: for an evaluation at its own temperature, from the whole distribution."""
+    config = config.with_step_size()
     options, sampling = config.rollout, sampling_params(config.rollout, stop_token_ids)
     if not training:
         sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)

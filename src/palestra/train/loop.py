@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from palestra.train.checkpoint import (
     save_checkpoint,
     step_folder,
 )
+from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.low_signal import NO_GROUPS, UpdatePlan, plan_update
@@ -426,28 +426,3 @@ class Training:
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
         return PalestraError(f"{doing}: {text.rstrip('.')}. {memory_remedy(error, self.config)}{left}")
-
-
-def total_steps(config: RunConfig, problems: int | None) -> int:
-    """Optimizer steps in the whole run: `max_steps`, or enough for all epochs."""
-    if config.train.max_steps is not None:
-        return config.train.max_steps
-    if problems is None:
-        raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
-    return config.train.epochs * math.ceil(problems / config.train.problems_per_step)
-
-
-def memory_remedy(error: Exception, config: RunConfig) -> str:
-    """The settings to change when memory ran out; nothing for other errors."""
-    if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
-        return ""
-    model, tokens = config.model, config.train.tokens_per_micro_batch or "16384 or more, by the model"
-    remedies = {
-        f"a lower train.tokens_per_micro_batch (now {tokens})": True,
-        "model.gradient_checkpointing=true": not model.gradient_checkpointing,
-        "model.sleep_mode=true": not model.sleep_mode,
-        "a lower model.kv_memory_gib": True,
-        "lora.r=16": not config.lora.r,
-        f"a lower rollout.max_new_tokens (now {config.rollout.max_new_tokens})": True,
-    }
-    return f"To need less memory, in this order: {', '.join(text for text, helps in remedies.items() if helps)}. "

@@ -19,6 +19,7 @@ from palestra.train.setup import parameter_count
 
 _MOMENTS_BYTES = 8  # Adam keeps two float32 a weight
 _MASTER_BYTES = 4
+STEP_KEYS = ("train.problems_per_step", "rollout.group_size", "rollout.max_new_tokens")
 _ROLLOUT_BYTES = 4000  # of one rollout in rollouts.jsonl, roughly
 
 
@@ -36,6 +37,7 @@ class Overview:
     steps: int
     config: RunConfig
     planned: RunEstimate | None = None  # by the cost model, where it knows the model and the device
+    chosen: Sequence[str] = ()  # of STEP_KEYS, what the run chose
 
     @classmethod
     def of(cls, model: Any, config: RunConfig, steps: int, train_cases: int | None, eval_cases: int | None) -> Overview:
@@ -75,7 +77,7 @@ class Overview:
         checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
         every = self.config.track.rollouts_every
         rollouts = self.rollouts * self.steps // every if every else 0
-        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0  # a snapshot
+        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0
         return checkpoints * (saved + self.state_bytes + best) + saved + rollouts * _ROLLOUT_BYTES
 
     @property
@@ -116,7 +118,7 @@ class Overview:
         )
         if not self.weights:
             trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"
-            return f"{config.model.name}: {trained}, on a Tinker server\n{steps}"
+            return "\n".join([f"{config.model.name}: {trained}, on a Tinker server", steps, *self._choice_text()])
         trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
         free = shutil.disk_usage(folder).free
         disk = f"{_size(self.disk_bytes)} of disk" + (
@@ -126,8 +128,17 @@ class Overview:
             f"{config.model.name}: {_millions(self.weights)} weights, {trained}, {self.dtype} on {self.device}",
             steps,
             f"needs about {self._memory_text()}, and {disk}",
+            *self._choice_text(),
         ]
         return "\n".join(lines if self.planned is None else [*lines, self._step_text(self.planned)])
+
+    def _choice_text(self) -> list[str]:
+        """One line about the sizes that were not given, or none."""
+        if not self.chosen:
+            return []
+        values = ", ".join(f"{key} = {self.config.value(key)}" for key in self.chosen)
+        where = "defaults" if not self.weights else f"chosen for {_millions(self.weights)} weights on {self.device}"
+        return [f"{where}: {values}; set to override"]
 
     def _memory_text(self) -> str:
         if self.planned is None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,10 +39,11 @@ from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluati
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource
 from palestra.train.interrupt import sigterm_as_ctrl_c
-from palestra.train.loop import Training, total_steps
-from palestra.train.overview import Overview
+from palestra.train.loop import Training
+from palestra.train.overview import STEP_KEYS, Overview
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
+from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, use_threads
 from palestra.train.tasks import EnvironmentTask, Parts, Task
 from palestra.train.watcher import SilentWatcher, Watcher
@@ -76,6 +77,7 @@ class Run:
     resume_after: int | None = None  # the step after which all is done again; None for a new run
     train_cases: int | None = None  # None where there is no last one
     queue: GroupQueue | None = None  # where groups are sampled ahead of their step
+    chosen: tuple[str, ...] = ()  # sizes of a step that the config left to the run
 
     @classmethod
     def build(
@@ -108,13 +110,15 @@ class Run:
         if resume is not None:
             resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
             config = resume.config(config, resume_from[1].step if resume_from else 0)
-        steps = total_steps(config, task.problem_count) if steps is None else steps
         check_trackers(config.track)
         loaded = loaded or load_for_run(config)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)
-        backend = backend_of(config, loaded, learner, policy, ranks)
+        max_group = getattr(getattr(task, "environment", None), "max_episodes", None)
+        limits = {"max_problems": task.problem_count, "max_group": max_group}
+        asked, backend = config, backend_of(config, loaded, learner, policy, ranks, **limits)
         config, policy = backend.config, backend.policy
+        steps = total_steps(config, task.problem_count) if steps is None else steps
         state = state or TrainState()
         done = resume_from[1].step if resume_from else state.step
         parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks)
@@ -139,7 +143,8 @@ class Run:
             facts=RunFacts(config, task.kind, context_tokens(backend), ranks.size),
         )
         resume_after = done if resume or done else None
-        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue)
+        chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
+        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue, chosen)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
@@ -206,7 +211,9 @@ class Run:
     def _overview(self) -> Overview:
         training, scored = self.training, self.evaluator
         eval_cases = None if scored is None else len(scored.problems[: training.config.eval.cases])
-        return Overview.of(self.backend.model, training.config, training.total_steps or 0, self.train_cases, eval_cases)
+        steps = training.total_steps or 0
+        overview = Overview.of(self.backend.model, training.config, steps, self.train_cases, eval_cases)
+        return replace(overview, chosen=self.chosen)
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier process of this run found."""

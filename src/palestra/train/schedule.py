@@ -1,4 +1,4 @@
-"""What changes from step to step: learning rate, ECHO coefficient, entropy coefficient."""
+"""How many steps a run has, and what changes from step to step: learning rate, ECHO and entropy coefficients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from palestra.algo.entropy import next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError
+
+MIN_STEPS = 40  # of a run whose length is not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +55,13 @@ def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) ->
     done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
     factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return highest * factor
+
+
+def total_steps(config: RunConfig, problems: int | None) -> int:
+    """Optimizer steps in the whole run: `max_steps`, or enough for all epochs; with neither, one epoch or MIN_STEPS."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if problems is None:
+        raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
+    per_epoch = math.ceil(problems / config.train.problems_per_step)
+    return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch

@@ -26,7 +26,7 @@ from palestra.policy.build import build_policy
 from palestra.policy.pinned import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
-from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit
+from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit, with_step_size
 from palestra.train.ranks import join
 
 MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves about as many until the next
@@ -85,6 +85,15 @@ def use_threads(threads: int | None, config: RunConfig) -> None:
 def parameter_count(model: Any) -> int:
     """All weights; of those in 4 bits there are two in a byte."""
     return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())
+
+
+def suited_to(
+    config: RunConfig, model: Any, *, max_problems: int | None = None, max_group: int | None = None
+) -> RunConfig:
+    """The config with all that it leaves to the run: learning rate and sizes of a step, by model and device."""
+    config = config.with_learning_rate(parameter_count(model))
+    device, limits = next(model.parameters()).device, {"max_problems": max_problems, "max_group": max_group}
+    return with_step_size(config, getattr(model, "config", None), device, **limits)
 
 
 def with_adapter(model: Any, config: RunConfig) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 from palestra.algo.advantage import advantages as normalise
 from palestra.core.config import RunConfig
+from palestra.core.config_sections import STEP_PROBLEMS
 from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
@@ -31,7 +32,7 @@ from palestra.rollout.collect import Collector, require_one_good
 from palestra.tracking.base import Trackers
 from palestra.train.checkpoint import TrainState
 from palestra.train.group_source import ProblemSource, StepRollouts
-from palestra.train.loop import Training, total_steps
+from palestra.train.loop import Training
 from palestra.train.progress import console_progress
 from palestra.train.prompts import (
     Prompt,
@@ -46,7 +47,8 @@ from palestra.train.prompts import (
 )
 from palestra.train.run import Run
 from palestra.train.samples import group_advantages
-from palestra.train.setup import load_for_run, parameter_count, with_adapter
+from palestra.train.schedule import total_steps
+from palestra.train.setup import load_for_run, suited_to, with_adapter
 
 log = logging.getLogger("palestra")
 
@@ -104,9 +106,8 @@ class StepTrainer:
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
             raise PalestraError("config and config_path are one setting; give one of them")
-        self.config = _resolve(config if config_path is None else config_path).with_learning_rate(
-            parameter_count(model)
-        )
+        settings = _resolve(config if config_path is None else config_path)
+        self.config = suited_to(settings, model, max_problems=STEP_PROBLEMS)  # a dataset may have few rows
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
         use_softcaps(model)
@@ -291,6 +292,8 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
             config = RunConfig.build(read_yaml_config(Path(config)))
         case None:
             config = RunConfig()
+    if config.train.epochs is None:
+        config = RunConfig.build(config.model_dump(), {"train.epochs": 1})
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
     config.refuse(
         ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"

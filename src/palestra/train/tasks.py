@@ -29,7 +29,7 @@ from palestra.rollout.shared import SharedCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
-from palestra.train.loop import total_steps
+from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 

@@ -92,7 +92,26 @@ def test_adapters_have_no_dropout_unless_it_is_given() -> None:
 
 @pytest.mark.parametrize(("strategy", "every"), [("no", 0), ("steps", 7), ("epoch", 3)])
 def test_the_save_strategy_says_when_checkpoints_are_written(strategy, every) -> None:
-    assert GRPOTrainingConfig(save_strategy=strategy, save_steps=7).to_run_config(problems=10).checkpoint.every == every
+    config = GRPOTrainingConfig(save_strategy=strategy, save_steps=7, per_device_batch_size=2)
+    assert config.to_run_config(problems=10).checkpoint.every == every
+
+
+def test_checkpoints_by_epoch_need_the_problems_of_a_step() -> None:
+    with pytest.raises(PalestraError, match="set per_device_batch_size"):
+        GRPOTrainingConfig(save_strategy="epoch").to_run_config(problems=10)
+
+
+@pytest.mark.parametrize(("given", "problems"), [({}, None), ({"per_device_batch_size": 8}, 16)])
+def test_the_flat_config_leaves_what_is_not_given_to_the_run(given, problems) -> None:
+    config = GRPOTrainingConfig(**given).to_run_config()
+    assert config.train.problems_per_step == problems
+    assert (config.train.epochs, config.rollout.group_size, config.rollout.max_new_tokens) == (None, None, None)
+
+
+def test_sizes_of_a_step_that_are_given_stay() -> None:
+    config = RunConfig.build({"rollout.group_size": 16}).with_step_size(8, 8, 256)
+    assert (config.train.problems_per_step, config.rollout.group_size, config.rollout.max_new_tokens) == (8, 16, 256)
+    assert config.with_step_size(2, 2, 2) is config
 
 
 def test_the_flat_config_refuses_a_typo() -> None:

@@ -15,7 +15,7 @@ from palestra.plan import step_time
 from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.memory import suited_micro_batch
-from palestra.plan.of_config import work_of
+from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
 from palestra.plan.work import StepWork
 
@@ -262,3 +262,34 @@ def test_a_shape_knows_its_adapters() -> None:
     linears = [(4, 6), (4, 3), (4, 3), (6, 4), (4, 8), (4, 8), (8, 4)]  # q, k, v, o, gate, up, down
     assert shape.adapter_weights(5) == 2 * 5 * sum(a + b for a, b in linears)
     assert shape.layer_weights == sum(a * b for a, b in linears)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "settings", "size"),
+    [
+        ("tiny", cpu(1, 8.0), {}, (16, 8, 256)),
+        ("tiny", cpu(64, 256.0), {}, (16, 8, 256)),  # the same run on every CPU
+        ("tiny", cpu(1, 8.0), {"rollout.max_new_tokens": 10}, (16, 8, 10)),
+        ("smollm2-135m", cpu(8, 32.0), {}, (4, 4, 1024)),
+        ("smollm2-135m", H200, {}, (64, 16, 1024)),
+        ("qwen2.5-1.5b", H200, {}, (32, 16, 1024)),
+        ("qwen2.5-1.5b", H200, {"train.problems_per_step": 8}, (8, 16, 1024)),
+        ("qwen2.5-1.5b", H200, {"rollout.group_size": 4}, (64, 4, 1024)),
+        ("qwen3-8b", H200, {}, (4, 4, 1024)),  # it does not fit, and the run will say so
+        ("qwen3-8b", H200, {"lora.r": 16}, (16, 8, 1024)),
+        ("qwen3-8b", None, {"lora.r": 16}, (8, 8, 1024)),
+        (None, H200, {}, (4, 4, 1024)),
+    ],
+)
+def test_the_sizes_of_a_step_suit_model_and_device(
+    model: str | None, device: Device | None, settings: dict[str, Any], size: tuple[int, int, int]
+) -> None:
+    chosen = with_suited_step(RunConfig.build(settings), model and find_shape(model), device)
+    assert (chosen.train.problems_per_step, chosen.rollout.group_size, chosen.rollout.max_new_tokens) == size
+
+
+def test_a_step_has_no_more_problems_and_rollouts_than_there_can_be() -> None:
+    chosen = with_suited_step(RunConfig(), find_shape("qwen2.5-1.5b"), H200, max_problems=10, max_group=6)
+    assert (chosen.train.problems_per_step, chosen.rollout.group_size) == (10, 6)
+    given = RunConfig.build({"train.problems_per_step": 20, "rollout.group_size": 8})
+    assert with_suited_step(given, None, H200, max_problems=10, max_group=6).train.problems_per_step == 20

@@ -16,10 +16,12 @@ from palestra.core.types import Rollout, Turn
 from palestra.evals.report import EvalReport
 from palestra.learner.micro_batch import device_of, micro_batch_tokens
 from palestra.plan.device import GIB
-from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit
+from palestra.plan.of_config import STEP_SIZES
+from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit, with_step_size
 from palestra.train.overview import Overview
 
 CUDA = torch.device("cuda:0")
+STEP_SIZES_WITH_TOKENS = [(*size, 1024) for size in STEP_SIZES]
 QWEN_8B = Qwen3Config(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
                       head_dim=128, intermediate_size=12288, vocab_size=151936)  # fmt: skip
 
@@ -46,6 +48,24 @@ def test_all_weights_of_a_large_model_are_refused_with_the_setting_that_fits() -
         refuse_what_cannot_fit(config(), QWEN_8B, CUDA)
     assert "needs at least 1" in str(caught.value)  # a hundred GiB and more
     refuse_what_cannot_fit(config(**{"lora.load_in_4bit": True}), QWEN_8B, CUDA)
+
+
+def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Path) -> None:
+    chosen = with_step_size(config(), _small(), CUDA)
+    sizes = (chosen.train.problems_per_step, chosen.rollout.group_size, chosen.rollout.max_new_tokens)
+    assert sizes in STEP_SIZES_WITH_TOKENS
+    keys = ("train.problems_per_step", "rollout.group_size")
+    overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, chosen, chosen=keys)
+    assert overview.text(tmp_path).splitlines()[3] == (
+        f"chosen for 600 M weights on cuda: train.problems_per_step = {sizes[0]}, rollout.group_size = {sizes[1]}; "
+        "set to override"
+    )
+
+
+def test_memory_that_others_hold_does_not_change_the_sizes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = with_step_size(config(), _small(), CUDA)
+    on(monkeypatch, "NVIDIA GeForce RTX 4090", 4.0, 23.5)
+    assert with_step_size(config(), _small(), CUDA) == chosen
 
 
 def test_too_large_a_micro_batch_is_not_refused_as_it_will_be_halved() -> None:
@@ -90,7 +110,8 @@ def test_the_cache_leaves_room_for_what_the_learner_allocates_later(monkeypatch:
 def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(tmp_path: Path) -> None:
     planned = forecast(config(), _small(), CUDA)
     assert planned is not None
-    overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, config(), planned)
+    sized = config().with_step_size()
+    overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, sized, planned)
     memory, step = overview.text(tmp_path).splitlines()[2:]
     assert memory.startswith("needs about ")
     assert " of 24 GiB (weights, gradients and optimizer " in memory

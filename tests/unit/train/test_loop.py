@@ -20,8 +20,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, Rollout, Score, Turn
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import ProblemSource, StepRollouts, draw
-from palestra.train.loop import Interrupted, total_steps
-from palestra.train.schedule import learning_rate_at
+from palestra.train.loop import Interrupted
+from palestra.train.schedule import learning_rate_at, total_steps
 from palestra.train.watcher import Watcher
 
 Play = Callable[[int, str], Sequence[Rollout]]
@@ -610,6 +610,8 @@ def test_total_steps_cover_all_epochs_unless_limited() -> None:
     config = RunConfig.build({"train": {"epochs": 3, "problems_per_step": 4}})
     assert total_steps(config, 10) == 9
     assert total_steps(RunConfig.build({"train": {"max_steps": 5}}), 10) == 5
+    unsaid = RunConfig.build({"train.problems_per_step": 4})
+    assert (total_steps(unsaid, 90), total_steps(unsaid, 400)) == (40, 100)
     with pytest.raises(PalestraError, match=r"say when to stop with train\.max_steps"):
         total_steps(config, None)
 

@@ -54,6 +54,6 @@ def test_an_api_that_forgot_its_trainer_ends_the_run_instead_of_an_endless_wait(
 def test_a_server_that_is_no_trajectory_api_is_told_at_once(replies, answer, tmp_path):
     answers, _ = replies
     answers += [answer]
-    folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig().with_step_size(), {})
     with pytest.raises(PalestraError, match="no trajectory API; `palestra trajectory` starts one"):
         asyncio.run(WireClient("http://127.0.0.1:9").register(folder.config, 0, 512, folder))

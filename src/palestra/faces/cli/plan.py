@@ -21,7 +21,7 @@ from palestra.faces.cli.common import config_option, debug_option, json_option
 from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
-from palestra.plan.of_config import work_of
+from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
 from palestra.plan.step_time import duration_text
 from palestra.plan.work import StepWork
@@ -99,6 +99,7 @@ def command(
     config = _config(model, parameters, config_file, new_tokens, context)
     device = _device(gpu, parameters)
     shape = find_shape(config.model.name)
+    config = with_suited_step(config, shape, device, gpus=gpus)
     work = _work(config, shape, device, gpus, context, turns, tool_tokens, parameters)
     if shape.context and work.context > shape.context:
         raise PalestraError(

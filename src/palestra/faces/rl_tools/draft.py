@@ -101,6 +101,8 @@ class Draft:
         if name != "batch_size":
             return as_setting(key, value)
         attempts, group_size = self.fields[key].read(value), self.value("rollout.group_size")
+        if group_size is None:
+            raise Refusal("batch_size counts attempts: set rollout.group_size first", field=name)
         if attempts % group_size:
             raise Refusal(
                 f"batch_size counts attempts: expected a multiple of rollout.group_size = {group_size}; "
