@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from palestra.chat.callformats import FORMATS, format_of
-from palestra.chat.render import TemplateRefusal, render
+from palestra.chat.render import PROBE, TemplateRefusal, render
 
 # family -> special tokens that only its tokenizers have
 _MARKS = {
@@ -18,10 +18,6 @@ _MARKS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "mistral": ("[INST]", "[/INST]"),
     "phi3": ("<|assistant|>", "<|end|>"),
-}
-PROBE = {
-    "type": "function",
-    "function": {"name": "palestra_probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 
 

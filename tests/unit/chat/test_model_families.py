@@ -40,6 +40,18 @@ def test_a_streamed_call_arrives_as_a_call_in_both_dialects_and_not_as_text(fami
     model_families.check_anthropic_stream(family)
 
 
+def test_a_turn_that_ended_with_another_stop_token_gets_the_one_that_begins_the_result():
+    family = next(family for family in model_families.FAMILIES if family.name == "GLM 4.5")
+    chat = model_families.chat_of(family)
+    result = [model_families.Message("tool", "4", tool_call_id="call_0", name="look_up")]
+
+    def appended(last: str) -> str:
+        turns = chat.continuation(result, last_token=chat.tokenizer.convert_tokens_to_ids(last))
+        return chat.tokenizer.decode([i for turn in turns for i in turn.token_ids])
+
+    assert appended("<|endoftext|>") == "<|observation|>" + appended("<|observation|>")
+
+
 def test_the_table_of_the_docs_has_a_row_of_passed_checks_for_every_family():
     rows = model_families.written_rows()
     assert list(rows) == [family.name for family in model_families.FAMILIES]
