@@ -24,17 +24,20 @@ def of_each(family: Any) -> Any:
     return pytest.param(family, id=family.name, marks=skip)
 
 
-@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+EACH = [of_each(family) for family in model_families.FAMILIES]
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_calls_that_the_template_writes_are_read_back_and_results_can_follow(family):
     model_families.check_round_trip(family)
 
 
-@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+@pytest.mark.parametrize("family", EACH)
 def test_the_grammar_allows_good_calls_and_no_others(family):
     model_families.check_constrained(family)
 
 
-@pytest.mark.parametrize("family", map(of_each, model_families.FAMILIES))
+@pytest.mark.parametrize("family", EACH)
 def test_a_streamed_call_arrives_as_a_call_in_both_dialects_and_not_as_text(family):
     model_families.check_openai_stream(family)
     model_families.check_anthropic_stream(family)
