@@ -30,6 +30,7 @@ from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning, str
 from palestra.chat.remembered import remembered
 from palestra.chat.render import PROBE, TemplateRefusal, TemplateRenderer
 from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.streaming import StreamedReply
 from palestra.chat.surroundings import Surroundings
 from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
 from palestra.chat.watched import PLAIN, WatchedText
@@ -196,7 +197,7 @@ class ChatFormat:
         replies: Sequence[Message],
         variables: Mapping[str, Any],
         after_stop_token: bool,
-        last_token: int | None,
+        last_token: int | None = None,
     ) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
@@ -256,6 +257,12 @@ class ChatFormat:
         """Reasoning and text of an assistant who has no tools: what looks like a call is text."""
         reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
+
+    def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
+        """What turns the text of a reply, as it is sampled, into deltas."""
+        holds_all = with_tools and self._ships_parser
+        is_open = ends_open(prompt_end)
+        return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
 
     def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
         """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""

@@ -43,6 +43,14 @@ def test_a_streamed_call_arrives_as_a_call_in_both_dialects_and_not_as_text(fami
     model_families.check_anthropic_stream(family)
 
 
+@pytest.mark.parametrize("family", EACH)
+def test_a_template_that_was_prepared_and_saved_is_not_prepared_again(family):
+    tokenizer = model_families.chat_of(family).tokenizer
+    template = tokenizer.chat_template
+    model_families.prepare(tokenizer)
+    assert tokenizer.chat_template == template
+
+
 def test_a_turn_that_ended_with_another_stop_token_gets_the_one_that_begins_the_result():
     family = next(family for family in model_families.FAMILIES if family.name == "GLM 4.5")
     chat = model_families.chat_of(family)
