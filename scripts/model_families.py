@@ -191,10 +191,14 @@ def check_constrained(family: Family) -> None:
     compile_grammar = grammar_compiler(chat.tokenizer)
     free = compile_grammar(json.dumps([TOOL, OTHER]))
     bound = compile_grammar(str(GrammarText(chat.stop_token_ids, (TOOL, OTHER))))
+    close = chat.closes_reasoning({}) or "</think>"
+    thinking = compile_grammar(str(GrammarText(chat.stop_token_ids, (TOOL, OTHER), close_reasoning=close)))
     for name, arguments in (("look_up", ARGUMENTS), ("look_up", {"text": ""}), ("other", {})):
         written = chat.call_format.write([(name, arguments)])
         for grammar in (free, bound):
             assert _follow(chat, grammar.start(), written) is None, (written, _follow(chat, grammar.start(), written))
+        thought = f"hm <b>{close}\n{written}"
+        assert _follow(chat, thinking.start(), thought) is None, _follow(chat, thinking.start(), thought)
         (read,) = chat.parse(written, [TOOL, OTHER]).calls
         assert (read.name, read.arguments, read.error, read.format) == (name, arguments, None, "")
     for wrong in (("absent", {"text": "x"}), ("look_up", {"count": 1}), ("look_up", {"text": "x", "count": "many"})):

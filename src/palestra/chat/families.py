@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from palestra.chat.callformats import FORMATS, format_of
-from palestra.chat.render import TemplateRefusal, render
+from palestra.chat.render import PROBE, TemplateRefusal, render
 
 # family -> special tokens that only its tokenizers have
 _MARKS = {
@@ -19,13 +19,8 @@ _MARKS = {
     "mistral": ("[INST]", "[/INST]"),
     "phi3": ("<|assistant|>", "<|end|>"),
 }
-PROBE = {
-    "type": "function",
-    "function": {"name": "palestra_probe", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
-
-
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")  # some templates want an object, some text
+# SmolLM3 takes its tools by another name
 _XML_TOOLS = "{%- set xml_tools = xml_tools or tools -%}\n"
 # FunctionGemma shows its tools below a system message only
 _SYSTEM_FOR_TOOLS = (
@@ -43,7 +38,7 @@ def prepare(tokenizer: Any) -> None:
     if not tokenizer.chat_template and family is not None:
         tokenizer.chat_template = _read(family)
     template = tokenizer.chat_template
-    if isinstance(template, str) and "xml_tools" in template:  # SmolLM3 takes its tools by another name
+    if isinstance(template, str) and "xml_tools" in template and not template.startswith(_XML_TOOLS):
         tokenizer.chat_template = template = _XML_TOOLS + template
     shows_tools = isinstance(template, str) and _shows(tokenizer, {"role": "user", "content": "?"}, [PROBE])
     if isinstance(template, str) and not shows_tools and _shows(tokenizer, {"role": "system", "content": "?"}, [PROBE]):
@@ -51,9 +46,10 @@ def prepare(tokenizer: Any) -> None:
     if isinstance(template, str) and not shows_tools:
         form = _own_format(tokenizer) or ("hermes" if family == "chatml" else "json")
         place = "system" if _shows(tokenizer, {"role": "system", "content": "palestra_probe"}) else "user"
-        example = json.dumps(next(each for each in FORMATS if each.name == form).example, ensure_ascii=False)
         settings = f'{{%- set call_form = "{form}" -%}}{{%- set tools_in = "{place}" -%}}\n'
-        settings += f"{{%- set call_example = {example} -%}}\n"
+        if form not in ("hermes", "json"):  # the template itself writes the calls
+            example = json.dumps(next(each for each in FORMATS if each.name == form).example, ensure_ascii=False)
+            settings += f"{{%- set call_example = {example} -%}}\n"
         tokenizer.chat_template = settings + _read("tools") + template
 
 

@@ -14,10 +14,10 @@ TAGS = (
     ("◁think▷", "◁/think▷"),  # Kimi VL
 )
 _ANALYSIS = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|to=).)*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
+    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|to=).)*<\|message\|>"
+    r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
-_WRAPPER = re.compile(r"</?response>")  # Granite 3 puts its answer between these when it thinks
 _MARKS = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair) + r"|<\|channel\|>analysis")
 
 
@@ -37,8 +37,8 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
     while pair := next((p for p in TAGS if text.lstrip().startswith(p[0])), None):
         reasoning, _, text = text.lstrip().removeprefix(pair[0]).partition(pair[1])
         found.append(reasoning)
-    if found:
-        text = _WRAPPER.sub("", text)
+    if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
+        text = text.strip().removeprefix("<response>").removesuffix("</response>")
     return "\n".join(part.strip() for part in found if part.strip()), text
 
 

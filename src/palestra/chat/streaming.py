@@ -23,9 +23,15 @@ class Delta:
 
 
 class StreamedReply:
-    """The deltas of one reply. Put together they are its reasoning and its text, but for whitespace at the end."""
+    """The deltas of one reply. Put together they are its reasoning and its text, but for whitespace at the end.
 
-    def __init__(self, format: CallFormat, *, with_tools: bool, reasoning_is_open: bool) -> None:
+    With `holds_all` nothing is certain before the reply has ended: the texts that begin a call are not known.
+    """
+
+    def __init__(
+        self, format: CallFormat, *, with_tools: bool, reasoning_is_open: bool, holds_all: bool = False
+    ) -> None:
+        self._holds_all = holds_all
         self._is_harmony = format is HARMONY
         self._opens, self._at_start = unexpected_opens(format) if with_tools else ((), ())
         self._is_open = reasoning_is_open
@@ -36,6 +42,8 @@ class StreamedReply:
     def push(self, new: str) -> Iterator[Delta]:
         """What has become certain with this text."""
         self._written += new
+        if self._holds_all:
+            return
         if self._is_harmony:
             yield from self._push_harmony()
             return

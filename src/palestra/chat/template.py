@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, product
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from palestra.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.chat.calls_tokens import find_harmony
-from palestra.chat.families import PROBE as _PROBE
 from palestra.chat.pieces import (
     Piece,
     TokenRuns,
@@ -29,13 +28,13 @@ from palestra.chat.pieces import (
 )
 from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
 from palestra.chat.remembered import remembered
-from palestra.chat.render import TemplateRefusal, render
+from palestra.chat.render import PROBE, TemplateRefusal, TemplateRenderer
 from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.streaming import StreamedReply
 from palestra.chat.surroundings import Surroundings
 from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
 from palestra.chat.watched import PLAIN, WatchedText
 from palestra.core.errors import PalestraError
-from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall, Turn
 
 # GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
@@ -60,8 +59,6 @@ MAX_REMEMBERED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
-_CallsAs = Literal["object", "text", "content"]
-_TRIED: tuple[_CallsAs, ...] = ("object", "text")
 _IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
 
@@ -104,10 +101,12 @@ class ChatFormat:
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
+        self._renderer = TemplateRenderer(tokenizer, self.call_format)
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
         self._probe_tools = self._find_probe_tools()
+        self._begins_next: frozenset[int] = frozenset()  # of the stop tokens, those that begin the next message
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
 
     def prompt(
@@ -175,25 +174,37 @@ class ChatFormat:
         variables: Mapping[str, Any] | None = None,
         *,
         after_stop_token: bool = True,
+        last_token: int | None = None,
     ) -> tuple[Turn, ...]:
         """What is fed after a sampled assistant turn; its stop token, too, where the turn ended without one.
+
+        `last_token` is the one that ended the turn. Where the template ends a turn with the token that begins the next
+        message, and the model sampled another one, that token is fed, too.
 
         The bodies of the replies are `environment` turns, everything around them `template` turns. Siblings often
         make the same calls and get the same replies, so the last ones are remembered.
         """
-        make = partial(self._continuation, replies, variables or {}, after_stop_token)
-        unusual = variables or not after_stop_token or any(r.tool_calls for r in replies)
+        if not self._begins_next:
+            last_token = None
+        make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
+        unusual = variables or not after_stop_token or last_token is not None or any(r.tool_calls for r in replies)
         if unusual or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
             return make()
         return remembered(self._continuations, tuple(replies), make)
 
     def _continuation(
-        self, replies: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
+        self,
+        replies: Sequence[Message],
+        variables: Mapping[str, Any],
+        after_stop_token: bool,
+        last_token: int | None = None,
     ) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
+        if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
+            after_stop_token = False
         bodies = [reply.text for reply in replies]
         if len(bodies) == 1 and after_stop_token and PLAIN.fullmatch(bodies[0]) and not self._has_special(bodies[0]):
             make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
@@ -247,6 +258,12 @@ class ChatFormat:
         reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 
+    def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
+        """What turns the text of a reply, as it is sampled, into deltas."""
+        holds_all = with_tools and self._ships_parser
+        is_open = ends_open(prompt_end)
+        return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
+
     def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
         """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""
         prompt = self.render([Message("user", _QUESTION)], self._probe_tools, add_generation_prompt=True, **variables)
@@ -260,7 +277,7 @@ class ChatFormat:
         try:
             self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
         except TemplateRefusal:
-            return (_PROBE,)
+            return (PROBE,)
         return ()
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
@@ -269,10 +286,14 @@ class ChatFormat:
         if self.tokenizer.eos_token_id is not None:
             found.add(self.tokenizer.eos_token_id)
         dialogue = [Message("user", _QUESTION), Message("assistant", _ANSWER)]
+        usual = set(found)
         for more in ((), (Message("user", _LAST),)):  # GLM ends a turn with what begins the next one
             with suppress(TemplateRefusal):
                 behind = self.render([*dialogue, *more], self._probe_tools).partition(_ANSWER)[2].lstrip()
                 found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+            usual |= set() if more else found
+        begins = {self._special[name] for name in _BEGINS_RESULT if name in self._special}
+        self._begins_next = frozenset((found - usual) | begins)
         if self.call_format is HARMONY:  # ends every message of a turn
             found.discard(self._special.get(_HARMONY_END, -1))
         if not found:
@@ -374,50 +395,7 @@ class ChatFormat:
         **variables: Any,
     ) -> str:
         """The conversation as the template writes it."""
-        if any(message.tool_calls or message.tool_call_id for message in messages):
-            return self._render_calls(self._calls_as, messages, tools, add_generation_prompt, **variables)
-        return self._render_plain([to_dict(m) for m in messages], tools, add_generation_prompt, **variables)
-
-    @cached_property
-    def _calls_as(self) -> _CallsAs:
-        """How the template takes calls. One that leaves them out gets them as text, in the model's format."""
-        call = ToolCall("call_0", "palestra_probe", {"a": 1})
-        dialogue = [Message("user", _QUESTION), Message("assistant", "", (call,)), Message("tool", "4", (), "call_0")]
-        is_shown = False
-        for calls_as in _TRIED:
-            try:
-                written = self._render_calls(calls_as, dialogue, (_PROBE,)).partition(_QUESTION)[2]
-            except TemplateRefusal:
-                continue
-            is_shown = is_shown or call.name in written
-            # a dict written by Python's str, or text written as a JSON string, is no object
-            if call.name in written and "{'a'" not in written and '\\"a' not in written:
-                return calls_as
-        return "object" if is_shown else "content"
-
-    def _render_calls(
-        self,
-        calls_as: _CallsAs,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        if calls_as == "content":
-            messages = [_with_written_calls(message, self.call_format) for message in messages]
-        if self.call_format.name in ("mistral", "mistral_args"):
-            messages = [_with_short_ids(message) for message in messages]
-        plain = [to_dict(_without_formats(m), arguments_as_text=calls_as == "text") for m in messages]
-        return self._render_plain(plain, tools, add_generation_prompt, **variables)
-
-    def _render_plain(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
-        add_generation_prompt: bool,
-        **variables: Any,
-    ) -> str:
-        return render(self.tokenizer, messages, tools, add_generation_prompt, **variables)
+        return self._renderer.render(messages, tools, add_generation_prompt, **variables)
 
     def _has_special(self, text: str) -> bool:
         return self._special_text.search(text) is not None
@@ -455,29 +433,3 @@ class ChatFormat:
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
             runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
-
-
-def _with_written_calls(message: Message, format: CallFormat) -> Message:
-    """The message with its calls as text, for a template that leaves calls out."""
-    if not message.tool_calls:
-        return message
-    written = format.write([(call.name, call.arguments) for call in message.tool_calls])
-    return replace(message, text=f"{message.text}\n{written}" if message.text else written, tool_calls=())
-
-
-def _without_formats(message: Message) -> Message:
-    """Some templates write all fields of a call; the format is only for the records."""
-    if not any(call.format for call in message.tool_calls):
-        return message
-    return replace(message, tool_calls=tuple(replace(call, format="") for call in message.tool_calls))
-
-
-def _with_short_ids(message: Message) -> Message:
-    """Mistral's templates take ids of nine letters and digits alone."""
-
-    def short(call_id: str) -> str:
-        return "".join(c for c in call_id if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
-
-    calls = tuple(replace(call, id=short(call.id)) for call in message.tool_calls)
-    by = None if message.tool_call_id is None else short(message.tool_call_id)
-    return replace(message, tool_calls=calls, tool_call_id=by)

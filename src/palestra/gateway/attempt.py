@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.chat.reasoning import ends_open, strip_reasoning
+from palestra.chat.reasoning import strip_reasoning
 from palestra.chat.streaming import StreamedReply
 from palestra.chat.template import PROMPT_END_TOKENS
 from palestra.chat.toolcalls import Reply
@@ -191,9 +191,8 @@ class Attempt:
         return _PendingTurn(branch, session, number, params, len(session.token_ids))
 
     def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
-        with_tools = bool(request.tools and request.reads_calls)
-        is_open = ends_open(self._model.prompt_end(turn.prompt_end))
-        return StreamedReply(self._model.chat.call_format, with_tools=with_tools, reasoning_is_open=is_open)
+        prompt_end = self._model.prompt_end(turn.prompt_end)
+        return self._model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample it, in the task that calls this; the end of the attempt cancels it."""

@@ -126,7 +126,7 @@ class Lineages:
         node, start = self._find(messages, keys, opening)
         if node is not None:
             new_messages = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
-            new_turns = self._continuation(new_messages, variables, node.has_stop_token)
+            new_turns = self._continuation(new_messages, variables, node)
             if new_turns is not None:
                 return (node, opening, tuple(keys[start:])), new_messages, new_turns
         new_messages = tuple(_with_call_names(messages))
@@ -215,11 +215,14 @@ class Lineages:
         return best[1], best[2]
 
     def _continuation(
-        self, new_messages: Sequence[Message], variables: Mapping[str, Any], after_stop_token: bool
+        self, new_messages: Sequence[Message], variables: Mapping[str, Any], node: Node
     ) -> tuple[Turn, ...] | None:
         """None where the template cannot append these messages: then the whole history is rendered anew."""
         try:
-            return self.chat.continuation(new_messages, variables, after_stop_token=after_stop_token)
+            last = int(node.sampled.token_ids[-1]) if node.has_stop_token else None
+            return self.chat.continuation(
+                new_messages, variables, after_stop_token=node.has_stop_token, last_token=last
+            )
         except PalestraError:
             return None
 

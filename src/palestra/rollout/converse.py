@@ -108,7 +108,7 @@ class ChatSession:
     def _prefill(self, messages: Sequence[Message]) -> None:
         if self._session is not None:
             try:
-                turns = self._chat.continuation(messages[-1:])
+                turns = self._chat.continuation(messages[-1:], last_token=self._session.token_ids[-1])
                 self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
                 return
             except PalestraError:  # a template that cannot be extended by a user's message is rendered anew

@@ -27,7 +27,7 @@ class ReadsTokens(Protocol):
         unexpected: UnexpectedCalls = "execute",
     ) -> Message: ...
 
-    def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]: ...
+    def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]: ...
 
 
 class TokenSpeaker:
@@ -63,7 +63,7 @@ class TokenSpeaker:
 
     def hear(self, messages: Sequence[Message]) -> None:
         with phases("template"):
-            turns = self._chat.continuation(messages)
+            turns = self._chat.continuation(messages, last_token=self._session.token_ids[-1])
         new = [token_id for turn in turns for token_id in turn.token_ids.tolist()]
         self._policy.append(self._session, new)
         self._tokens = check_tokens(self._session, self._tokens, new)

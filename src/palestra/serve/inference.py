@@ -24,8 +24,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from palestra.chat.reasoning import ends_open
-from palestra.chat.streaming import StreamedReply
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
@@ -193,9 +191,8 @@ async def _stream_chat(
     request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
 ) -> AsyncGenerator[dict[str, Any], None]:
     chunk, ended = forms.response("chat.completion.chunk", model), list[Completion]()
-    prompt_end, is_open = model.prompt_end(to_sample.prompt_ids), ends_open(model.prompt_end(to_sample.prompt_ids))
-    format, with_tools = model.chat.call_format, bool(body.tools_used)
-    replies = [StreamedReply(format, with_tools=with_tools, reasoning_is_open=is_open) for _ in range(to_sample.n)]
+    prompt_end, with_tools = model.prompt_end(to_sample.prompt_ids), bool(body.tools_used)
+    replies = [model.chat.stream(with_tools=with_tools, prompt_end=prompt_end) for _ in range(to_sample.n)]
     for i in range(to_sample.n):
         yield chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
     async with contextlib.aclosing(model.stream(to_sample)) as source:

@@ -146,7 +146,7 @@ class _Texts:
     def read(self, token_ids: Sequence[int], *_: Any) -> Message:
         return Message("assistant", str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
 
-    def continuation(self, replies: Sequence[Message]) -> Sequence[Turn]:
+    def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]:
         raise RuntimeError("prompts are answered in one turn")
 
 

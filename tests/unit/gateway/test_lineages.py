@@ -228,3 +228,26 @@ def test_a_subagent_with_the_same_instructions_computes_its_own_question_alone(t
         finish(one)
     shared.close()
     assert all(session.closed for session in policy.sessions)
+
+
+FENCED = f'I add.\n```json\n{{"name": "add", "arguments": {{"a": 2, "b": 3}}}}\n```{END}'
+
+
+def test_a_call_in_an_unexpected_format_is_a_call_for_the_agent_and_named_in_the_record(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [FENCED, f"It is 5.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [SYSTEM, QUESTION])
+    assert (first["content"], first["tool_calls"][0]["function"]["name"]) == ("I add.", "add")
+    assert "format" not in first["tool_calls"][0]
+    ask(one, model, [SYSTEM, QUESTION, first, result(first, "5")])
+    (rollout,) = finish(one)
+    assert [result.call.format for result in rollout.tool_results] == ["json"]
+    assert (one.counts.recomputed_tokens, one.counts.retokenised_turns) == (0, 0)
+
+
+def test_with_error_a_call_in_an_unexpected_format_stays_text(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [FENCED])
+    model.unexpected_calls = "error"
+    (first,) = ask(attempt(model), model, [SYSTEM, QUESTION])
+    assert first["content"] == FENCED.removesuffix(END)
+    assert "tool_calls" not in first
