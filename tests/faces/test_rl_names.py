@@ -155,15 +155,20 @@ def test_runs_are_listed_page_by_page(tools):
     ],
 )
 def test_short_names_of_other_trainers_are_taken(tools, name, value, key, read):
-    tools._draft = draft_of()
+    tools._draft = draft_of().edit("rollout.group_size", 4)
     answer = tools.rl_edit_config(name, value)
     assert (answer["field"], answer["value"]) == (key, read)
     assert tools.draft.settings()[key] == read
 
 
 def test_a_batch_that_is_no_whole_number_of_groups_is_refused(tools):
-    tools._draft = draft_of()
+    tools._draft = draft_of().edit("rollout.group_size", 4)
     assert "multiple of rollout.group_size = 4" in tools.rl_edit_config("batch_size", 10)["error"]
+
+
+def test_a_batch_of_attempts_needs_a_group_size(tools):
+    tools._draft = draft_of()
+    assert "set rollout.group_size first" in tools.rl_edit_config("batch_size", 16)["error"]
 
 
 def test_a_short_name_is_the_environments_own_where_it_has_such_a_field():
