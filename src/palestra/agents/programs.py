@@ -17,6 +17,7 @@ from palestra.agents.forking import ForkServer
 from palestra.agents.process import run_process
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import read_json
 from palestra.core.program_result import ProgramResult
 from palestra.core.secrets import clean_environment
 
@@ -198,6 +199,6 @@ def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramRes
     except OSError:
         return ended
     try:
-        return replace(ended, result=json.loads(text))
+        return replace(ended, result=read_json(text))
     except ValueError:
         return replace(ended, result=text)

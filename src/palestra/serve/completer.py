@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.core.messages import encodable
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
 from palestra.policy.token_logprobs import TokenLogprobs
 from palestra.serve.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
+MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it delays no other request
+_TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may have a few more than as a whole
 _POLL_S = 0.01
 _SEED_STRIDE = 1_000_003
 _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+
+T = TypeVar("T")
 
 
 class ScoresTokens(Protocol):
@@ -94,6 +100,10 @@ class Completer:
         own = copy.deepcopy(self.tokenizer)
         return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
 
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "palestra-tokenise")
+
     @property
     def chat(self) -> ChatFormat:
         if self._chat is None:
@@ -112,6 +122,24 @@ class Completer:
             raise PalestraError(
                 f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
             )
+
+    def check_tokens(self, texts: Iterable[str]) -> None:
+        """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
+        tokens, backend = 0, self.tokenizer.backend_tokenizer
+        for text in texts:
+            for start in range(0, len(text), MAX_INLINE_CHARS):
+                chunk = encodable(text[start : start + MAX_INLINE_CHARS])
+                tokens += len(backend.encode_batch([chunk], add_special_tokens=False)[0])  # without holding the GIL
+                if tokens > self.context_tokens * _TOO_MANY:
+                    raise PalestraError(
+                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; shorten it"
+                    )
+
+    async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
+        """The result of `work(completer)` on so many characters of text; in a thread if that takes long."""
+        if characters <= MAX_INLINE_CHARS:
+            return work(self)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))
 
     def encode(self, text: str) -> tuple[int, ...]:
         self.check_length(len(text))
@@ -291,6 +319,19 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:  # without the checks around it
         return str(backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens=False))
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from texts_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_of(each)
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:

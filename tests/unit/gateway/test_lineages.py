@@ -123,16 +123,15 @@ def test_an_edit_in_the_middle_opens_a_lineage_that_shares_what_was_before(tiny_
     assert [m.text for m in one.transcript] == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
 
 
-def test_choices_are_rows_that_share_a_prompt_and_each_can_go_on(tiny_tokenizer):
+def test_of_several_choices_the_one_that_goes_on_is_trained(tiny_tokenizer):
     model = completer(tiny_tokenizer, [f"{w}.{END}" for w in ("One", "Two", "Three", "Four")])
     one = attempt(model)
     choices = ask(one, model, [QUESTION], n=3)
     assert [c["content"] for c in choices] == ["One.", "Two.", "Three."]
     ask(one, model, [QUESTION, choices[1], {"role": "user", "content": "And?"}])
     rows = finish(one)
-    assert sorted(map(sampled_ids, rows)) == sorted(
-        [[model.policy.sampled[i] for i in row] for row in ([0], [2], [1, 3])]
-    )
+    assert sorted(map(sampled_ids, rows)) == [[], [], [model.policy.sampled[1], model.policy.sampled[3]]]
+    assert one.counts.discarded_turns == 2
     assert one.counts.recomputed_tokens == 0
     assert len({p.seed for p in model.policy.params}) == 4
 

@@ -14,7 +14,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Message, Problem, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import ProgramCollector, case_of
+from palestra.harness.collector import ProgramCollector, case_of, hidden_columns
 from palestra.harness.outside import OutsideAgent
 from palestra.rollout.rewards import RewardFunctions
 from palestra.serve.loading import load_completer
@@ -198,7 +198,8 @@ def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
 
 def test_a_case_tells_nothing_of_what_is_expected():
     suite = EvalSuite.from_records([{"q": "2 + 2?", "total": 4, "hint": "add"}], lambda r: r["q"], lambda r: r["total"])
-    assert case_of(suite.cases[0]) == {"id": "suite-0", "input": "2 + 2?", "q": "2 + 2?", "hint": "add"}
+    hidden = hidden_columns(suite.cases)
+    assert case_of(suite.cases[0], hidden) == {"id": "suite-0", "input": "2 + 2?", "q": "2 + 2?", "hint": "add"}
     plain = EvalSuite.from_records([{"input": "2 + 2?", "expect": "4"}])
     assert case_of(plain.cases[0]) == {"id": "suite-0", "input": "2 + 2?"}
     said = Problem("p", (Message("user", "hi"),))

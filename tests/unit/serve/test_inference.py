@@ -349,7 +349,7 @@ def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeyp
     monkeypatch.setattr(Completer, "requests", noted)
     body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
     small = http.post("/v1/completions", json=body).json()["choices"]
-    monkeypatch.setattr("palestra.serve.inference._LARGE", 10)
+    monkeypatch.setattr("palestra.serve.completer.MAX_INLINE_CHARS", 10)
     assert http.post("/v1/completions", json=body).json()["choices"] == small
     assert http.post("/v1/completions", json=body | {"temprature": 1}).status_code == 400
     assert [name.startswith("palestra-tokenise") for name in threads] == [False, True]
