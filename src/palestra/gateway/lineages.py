@@ -23,7 +23,7 @@ Schemas = Sequence[dict[str, Any]]
 Place = tuple["Node | None", str, tuple[Key, ...]]  # behind which turn, with which tools, after which messages
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Node:
     """One sampled turn with what was new before it. Its session is there until somebody goes on from it."""
 
@@ -68,7 +68,7 @@ class Node:
         return tuple(message for node in self.path for message in (*node.new_messages, node.reply))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Prompt:
     """A place, the messages that are new there, and their tokens."""
 
@@ -84,7 +84,7 @@ class Prompt:
         return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in self.new_turns)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Branch:
     """Where the next turn is sampled: an open session that holds all tokens before it."""
 

@@ -339,6 +339,12 @@ def test_a_body_of_nothing_but_brackets_is_refused(http):
             assert http.post(path, content=body).status_code == 400
 
 
+def test_a_grammar_that_cannot_be_read_is_refused(http):
+    for grammar in ("start: x", '{"x": 1}', "5", "[5]"):
+        body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "grammar": grammar}
+        assert http.post("/v1/completions", json=body).status_code == 400
+
+
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
     threads, prepare = [], Completer.requests
 
