@@ -113,6 +113,7 @@ class CommandAgent(ProgramAgent):
                     cwd=self.cwd,
                     timeout_s=limits.timeout_s,
                     max_output_bytes=limits.max_output_bytes,
+                    marker="PALESTRA_RESULT_FILE",
                 )
             except OSError as error:
                 raise RolloutError(
