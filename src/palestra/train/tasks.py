@@ -23,6 +23,7 @@ from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
 from palestra.train.evaluation import Evaluator
@@ -200,11 +201,11 @@ def agent_collector(
 def _check_tools(environment: Environment, parts: Parts) -> None:
     """Find out now, not in every rollout, whether tools can be used as asked."""
     try:
-        episode = environment.open(environment.problems("train")[0])
+        tools = tools_of(environment, environment.problems("train")[0])
+    except OpenTimeout:
+        raise
     except Exception:  # fails its own attempts, not the run
         return
-    tools = list(episode.tools)
-    episode.close()
     if tools:
         if parts.config.rollout.constrain_tool_calls:
             grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
