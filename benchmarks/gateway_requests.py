@@ -142,7 +142,7 @@ async def measure_delay(characters: int, context: int) -> dict[str, Any]:
     await gateway.start()
     attempt = gateway.open(Problem("0", "large"), seed_key="0")
     url, key = f"{attempt.base_url}/chat/completions", attempt.api_key
-    text = ("The quick brown fox: {\"jumps\": [1, 2]} over it.\n" * (characters // 40))[:characters]
+    text = ('The quick brown fox: {"jumps": [1, 2]} over it.\n' * (characters // 40))[:characters]
     found: dict[str, Any] = {"characters": characters, "context": context}
     question = {"role": "user", "content": "What do lamps cost?"}
     tools = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]

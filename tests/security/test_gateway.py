@@ -149,7 +149,9 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
             went_on = await client.post("/v1/chat/completions", json={"messages": more})
             counted = await client.post("/v1/messages/count_tokens", json={"model": "m", "messages": [first]})
             refused = [
-                await client.post(path, json={"model": "m", "messages": [{"role": "user", "content": too_long}], **more})
+                await client.post(
+                    path, json={"model": "m", "messages": [{"role": "user", "content": too_long}], **more}
+                )
                 for path, more in (
                     ("/v1/chat/completions", {}),
                     ("/v1/messages", {"max_tokens": 5}),

@@ -149,7 +149,12 @@ class Lineages:
         return Prompt((None, opening, tuple(keys)), whole, (prompt,), _names(tools))
 
     def _prompt(
-        self, model: Completer, messages: tuple[Message, ...], opening: str, tools: Schemas, variables: Mapping[str, Any]
+        self,
+        model: Completer,
+        messages: tuple[Message, ...],
+        opening: str,
+        tools: Schemas,
+        variables: Mapping[str, Any],
     ) -> Turn:
         def make() -> Turn:
             if model is not self.model:  # in a thread: it may be far too long
