@@ -16,7 +16,8 @@ from palestra.engine.cuda import state as states
 states.VOCABULARY_BLOCK = 16
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-for vocabulary, possible in ((40, range(3, 9)), (40, range(16)), (40, range(20, 40)), (12, range(2, 7)), (32, range(32))):
+cases = ((40, range(3, 9)), (40, range(16)), (40, range(20, 40)), (12, range(2, 7)), (32, range(32)))
+for vocabulary, possible in cases:
     logits = torch.full((4, vocabulary), -float("inf"), device=device)
     logits[:, list(possible)] = torch.randn(4, len(possible), device=device)
     state = states.DecodeState(4, 1, 1, device)

@@ -156,6 +156,8 @@ class Lineages:
         tools: Schemas,
         variables: Mapping[str, Any],
     ) -> Turn:
+        """The tokens of a whole history."""
+
         def make() -> Turn:
             if model is not self.model:  # in a thread: it may be far too long
                 model.check_tokens([*(m.text for m in messages), *texts_of(tools)])
@@ -165,7 +167,7 @@ class Lineages:
 
     def _check_size(self, messages: Sequence[Message], tools: Schemas) -> int:
         """Refuse a history that cannot fit, before it is tokenised; about how many characters it has."""
-        tools_size = len(marshal.dumps(tools, 2)) if tools else 0
+        tools_size = len(marshal.dumps(list(tools), 2)) if tools else 0
         if tools_size > self.model.max_characters:
             self.model.check_length(sum(map(len, texts_of(tools))))
         # old thinking may be left out of a prompt, so an assistant's text that has some does not count

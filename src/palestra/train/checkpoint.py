@@ -86,8 +86,8 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
     if damaged is not None:
         others = "choose another with --from-checkpoint" if name else "no other is whole, so start a new run"
         raise PalestraError(f"{damaged}; {others}")
-    has_ended = run.report() is not None or not run.config.checkpoint.every  # else it was killed before its checkpoint
-    if run.model.is_dir() and has_ended:
+    # without a report, a run that writes checkpoints was killed between its model and its first checkpoint
+    if run.model.is_dir() and (run.report() is not None or not run.config.checkpoint.every):
         raise PalestraError(
             f"{run.path} has ended and has no checkpoint, so there is nothing to go on from; train a new run on its "
             f"model: --model.name {shlex.quote(str(run.model))}"

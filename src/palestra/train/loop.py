@@ -293,8 +293,8 @@ class Training:
             free, least = free_bytes(self.checkpoints), self.checkpoint_bytes + self.model_bytes
             if free < least:
                 self.watcher.warn(
-                    f"no checkpoint of step {self.state.step}: {free / 2**20:,.0f} MiB are free, and a checkpoint and the "
-                    f"final model need {least / 2**20:,.0f} MiB; free some space"
+                    f"no checkpoint of step {self.state.step}: {free / 2**20:,.0f} MiB are free, and a checkpoint and "
+                    f"the final model need {least / 2**20:,.0f} MiB; free some space"
                 )
             return free >= least
 

@@ -120,8 +120,9 @@ def to_samples(
 ) -> list[Sample]:
     """One sample for each conversation of the rollouts that did not fail, of all groups or the chosen ones.
 
-    Lineages in which no turn is trained (rejected choices, side calls) are left out. A truncated rollout stays as a row without trained tokens, so that it still counts where a
-    loss averages over rows. Advantages that a rollout brings along win.
+    Lineages in which no turn is trained (rejected choices, side calls) are left out. A truncated rollout stays as a row
+    without trained tokens, so that it still counts where a loss averages over rows. Advantages that a rollout brings
+    along win.
     """
     rows = [
         (g, conversation, advantage)
