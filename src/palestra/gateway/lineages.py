@@ -249,16 +249,18 @@ class Lineages:
     def trained_nodes(self) -> set[Node]:
         """The turns that get the attempt's reward: those that a later request contains, and final ones.
 
-        Final are the last turn of each conversation of several turns, of the attempt, and of its longest lineage.
-        Rejected choices (n > 1), repeated requests and side calls of one turn that nothing builds on get no reward.
+        Final are the last turn of each conversation of several turns, of the attempt, and of its longest lineage. Where
+        no conversation has several turns, the last answer to each request is final. All others get no reward: rejected
+        choices (n > 1), answers to repeated requests, and side calls of one turn that nothing builds on.
         """
         if not self.nodes:
             return set()
-        last = self.nodes[-1]
+        last, used = self.nodes[-1], {node for node in self.nodes if node.used}
+        if not any(node.parent for node in self.nodes):
+            answered = {node.place for node in used}
+            return used | {n for n in {n.place: n for n in self.nodes}.values() if n.place not in answered}
         longest = max(self.leaves, key=lambda leaf: (len(leaf.path), len(leaf.token_ids), leaf.number))
-        trained = {node for node in self.nodes if node.used} | {last}
-        if longest.place != last.place:
-            trained.add(longest)
+        trained = used | ({last} if longest.place == last.place else {last, longest})
         last_children = {node.parent: node for node in self.nodes if node.parent is not None}
         went_on = {node.parent for node in trained}
         return trained | {child for parent, child in last_children.items() if parent not in went_on}

@@ -261,14 +261,25 @@ def test_a_side_call_and_a_repeated_request_get_no_reward(tiny_tokenizer):
 
 
 def test_an_answer_that_a_later_request_quotes_is_trained(tiny_tokenizer):
-    words = ("Lamps cost 14", "Unread", "It is 42")
+    words = ("Lamps cost 14", "Unread", "So it is", "It is 42")
     model = completer(tiny_tokenizer, [f"{word}.{END}" for word in words])
     one = attempt(model)
     (helper,) = ask(one, model, [said("What do lamps cost?")])
     ask(one, model, [said("What do chairs cost?")])
-    ask(one, model, [QUESTION, said(f"A helper says: {helper['content']}")])
-    rows = finish(one)
-    assert [ids for row in rows for ids in sampled_ids(row)] == [model.policy.sampled[0], model.policy.sampled[2]]
+    history = [QUESTION, said(f"A helper says: {helper['content']}")]
+    (first,) = ask(one, model, history)
+    ask(one, model, [*history, first, said("And three?")])
+    sampled = model.policy.sampled
+    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
+
+
+def test_an_attempt_of_single_requests_trains_the_last_answer_to_each(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
+    one = attempt(model)
+    for text in ("First?", "Second?", "Second?", "Third?"):
+        ask(one, model, [said(text)])
+    sampled = model.policy.sampled
+    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
 
 
 def test_the_answer_before_a_side_call_is_trained(tiny_tokenizer):

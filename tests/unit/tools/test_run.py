@@ -162,7 +162,8 @@ def test_a_malformed_call_is_answered_with_its_error():
 def test_an_unknown_tool_is_answered_with_the_known_ones():
     content = run_one("prize").content
     assert content == (
-        "Error: there is no tool 'prize'. Did you mean 'price'? The tools are: price, post, wait, block, meet, release, explode."
+        "Error: there is no tool 'prize'. Did you mean 'price'? The tools are: price, post, wait, block, meet, "
+        "release, explode."
     )
 
 
