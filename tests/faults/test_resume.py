@@ -176,7 +176,7 @@ def program_options(folder: Path) -> list[str]:
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
     command = shlex.join([sys.executable, "-IS", str(folder / "agent.py")])
     options = ["--agent-cmd", command, "--cases", str(folder / "cases.jsonl"), "--model.name", "palestra/tiny"]
-    short = "--rollout.max_new_tokens 8 --rollout.temperature 1 --rollout.group_size 3 --train.refill_limit 0"
+    short = "--rollout.max_new_tokens 8 --rollout.temperature 1 --rollout.group_size 3 --train.problems_per_step 1"
     return [*ARGUMENTS, *options, "--measure", f"{folder / 'score.py'}:even", *short.split(), "--eval.cases", "1"]
 
 
