@@ -1,9 +1,13 @@
 """What one request costs the gateway itself: CPU microseconds of its process, with a policy that takes no time.
 
     python benchmarks/gateway_requests.py [--attempts 600] [--clients 1] [--profile]
+    python benchmarks/gateway_requests.py --large 1000000
 
 Attempts of three turns (two tool calls and an answer) of the demo's agent, 64 at a time, by the plain HTTP clients of
 benchmarks/gateway.py in processes of their own. About ten seconds.
+
+With `--large` the longest time for which a request of that many characters keeps the event loop from anything else,
+for contexts that refuse it by its length, refuse it by its tokens, and take it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ import asyncio
 import cProfile
 import json
 import pstats
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +79,12 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--large", type=int, default=0, help="characters of one request")
     options = parser.parse_args()
+    if options.large:
+        for context in (2048, 100_000, 2 * options.large):
+            print(json.dumps(asyncio.run(measure_delay(options.large, context))))
+        return
     print(json.dumps(asyncio.run(measure(options))))
 
 
@@ -119,5 +131,64 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+async def measure_delay(characters: int, context: int) -> dict[str, Any]:
+    """Send one large request, first as an opening, then as a tool result, while another task counts delays."""
+    tokenizer = load_tokenizer("palestra/tiny")
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in TURNS]
+    gateway = Gateway(
+        Completer(ReadyPolicy(texts), tokenizer, "ready", context),  # type: ignore[arg-type]
+        SamplingParams(max_new_tokens=500),
+    )
+    await gateway.start()
+    attempt = gateway.open(Problem("0", "large"), seed_key="0")
+    url, key = f"{attempt.base_url}/chat/completions", attempt.api_key
+    text = ('The quick brown fox: {"jumps": [1, 2]} over it.\n' * (characters // 40))[:characters]
+    found: dict[str, Any] = {"characters": characters, "context": context}
+    question = {"role": "user", "content": "What do lamps cost?"}
+    tools = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
+    small = await asyncio.to_thread(_post, url, key, {"messages": [question], "tools": tools})
+    reply = small[1]["choices"][0]["message"]
+    answered = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
+    for kind, messages in (
+        ("opening", [{"role": "user", "content": text}]),
+        ("tool_result", [question, reply, answered]),
+    ):
+        worst = 0.0
+
+        async def watch() -> None:
+            nonlocal worst
+            last = time.perf_counter()
+            while True:
+                await asyncio.sleep(0.001)
+                worst, last = max(worst, time.perf_counter() - last - 0.001), time.perf_counter()
+
+        watcher = asyncio.create_task(watch())
+        began = time.perf_counter()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--post", url, key, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        status, _ = await process.communicate(json.dumps({"messages": messages, "tools": tools}).encode())
+        found[kind] = {
+            "status": int(status),
+            "seconds": round(time.perf_counter() - began, 2),
+            "worst_delay_ms": round(1e3 * worst, 1),
+        }
+        watcher.cancel()
+    await gateway.close()
+    return found
+
+
+def _post(url: str, key: str, body: dict[str, Any] | bytes) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+            return int(answer.status), json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, None
+
+
+if __name__ == "__main__" and "--post" in sys.argv:
+    print(_post(sys.argv[2], sys.argv[3], sys.stdin.buffer.read())[0])
+elif __name__ == "__main__":
     main()

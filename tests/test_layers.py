@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +83,7 @@ ONE_FILE = {
     "fastapi": "faces/http_api.py",
 }
 
+IMPORT_MODULES, HELP_MODULES = 30, 200  # that a start may load; 6 and 88 with Python 3.11
 FACES_ONLY = ("click", "rich")
 
 
@@ -227,22 +227,22 @@ def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
     assert known == LOOP_KNOWS
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(
-    "code",
-    ["import palestra", "from palestra.faces.cli.main import run; assert run(['--help']) == 0"],
+    ("code", "most_modules"),
+    [
+        ("import palestra", IMPORT_MODULES),
+        ("from palestra.faces.cli.main import run; assert run(['--help']) == 0", HELP_MODULES),
+    ],
     ids=["import palestra", "palestra --help"],
 )
-def test_starts_in_half_a_second_and_without_torch(code: str) -> None:
-    check = f"import sys; {code}; assert not {{'torch', 'transformers', 'pydantic'}} & set(sys.modules)"
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
-        seconds.append(time.perf_counter() - began)
-        if seconds[-1] < 0.5:
-            return
-    pytest.fail(f"took {min(seconds):.2f} s at best of {len(seconds)}; expected under 0.5 s")
+def test_starts_with_few_modules_and_without_torch(code: str, most_modules: int) -> None:
+    """Modules are counted, not seconds: an idle machine starts so many in less than half a second."""
+    check = (
+        f"import sys; before = set(sys.modules); {code}; new = set(sys.modules) - before; "
+        "assert not {'torch', 'transformers', 'pydantic'} & new; print(len(new), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
+    assert int(done.stderr.split()[-1]) <= most_modules
 
 
 def test_agent_files_are_read_without_torch() -> None:

@@ -27,6 +27,7 @@ from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
+from palestra.rollout.opening import tools_of
 from palestra.rollout.process import process
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
@@ -50,9 +51,8 @@ def train_env(
     resume: Path | Resume | None = None,
 ) -> GRPOTrainingResult:
     """Train a model on an environment; scored before and after on its held-out problems."""
-    episode = env.open(env.problems("train")[0])
-    agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, list(episode.tools))
-    episode.close()
+    tools = tools_of(env, env.problems("train")[0])
+    agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, tools)
     trainer = GRPOTrainer(agent, config=config, watcher=watcher, folder=folder)
     return trainer.train_on(env, record=record, resume=resume)
 

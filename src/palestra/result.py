@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,13 @@ from palestra.core.files import slug
 from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
+from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport
 from palestra.tools.tool import Tool, as_tool
 
 if TYPE_CHECKING:
     from palestra.export.ollama import OllamaModel
+    from palestra.policy.base import Policy
     from palestra.train.run import Outcome
 
 log = logging.getLogger("palestra")
@@ -110,7 +113,7 @@ class GRPOTrainingResult:
         prompt: str | Sequence[Message | Mapping[str, Any]],
         max_new_tokens: int = 256,
         temperature: float = 0.7,
-        repetition_penalty: float = 1.2,
+        repetition_penalty: float = 1.0,
         tools: Sequence[Any] | None = None,
         instructions: str | None = None,
         seed: int = 0,
@@ -124,7 +127,6 @@ class GRPOTrainingResult:
         from palestra.chat.reasoning import strip_reasoning
         from palestra.chat.template import ChatFormat
         from palestra.core.event_loop import outside_event_loop
-        from palestra.policy.build import build_policy
         from palestra.rollout.agent_loop import AttemptLimits
         from palestra.rollout.converse import converse
 
@@ -143,13 +145,31 @@ class GRPOTrainingResult:
             stop_token_ids=chat.stop_token_ids,
             seed=seed,
         )
-        policy = build_policy(self.model, self.tokenizer, "auto")
-        rollout = outside_event_loop(
-            lambda: asyncio.run(converse(policy, chat, messages, chosen, AttemptLimits(sampling)))
-        )
+        with self._sampler() as policy:
+            rollout = outside_event_loop(
+                lambda: asyncio.run(converse(policy, chat, messages, chosen, AttemptLimits(sampling)))
+            )
         if rollout.error:
             raise PalestraError(f"the model could not answer: {rollout.error}")
         return strip_reasoning(rollout.messages[-1].text).strip()
+
+    @cached_property
+    def _policy(self) -> Policy[Any]:
+        """The sampler of `generate`, with the self-check and captured kernels that all calls share."""
+        from palestra.policy.build import build_policy
+
+        return build_policy(self.model, self.tokenizer, "auto")
+
+    @contextlib.contextmanager
+    def _sampler(self) -> Iterator[Policy[Any]]:
+        """The sampler with the model's weights as they are now; between calls it holds no KV cache."""
+        policy = self._policy
+        policy.wake()
+        policy.update(Weights(policy.version + 1, dict, self.model))
+        try:
+            yield policy
+        finally:
+            policy.sleep()
 
     def _as_tool(self, tool: Any) -> Tool:
         if not isinstance(tool, Mapping):

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,11 +189,9 @@ def test_a_venv_with_other_packages_than_its_pins_is_made_anew(tmp_path, monkeyp
 
 
 def test_training_without_a_last_step_is_refused_before_anything_is_installed(cli):
-    began = time.monotonic()
     answer = cli("env", "run-atropos", str(DIGITS))
     assert answer.code == 2
     assert "--train.max_steps" in answer.err
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.skipif(not (VENV / "ready.json").exists(), reason=f"atroposlib is not installed in {VENV}")

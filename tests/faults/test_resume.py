@@ -3,10 +3,13 @@
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from safetensors.torch import load_file
 
 from palestra import demo, train_grpo
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder, step_of
 from palestra.faces.cli.main import run as palestra
 from palestra.runs.index import Index, palestra_home
 from palestra.runs.processes import identify
@@ -147,6 +151,75 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path, capsys: pytest.Captur
     assert train(longer, "--resume", str(run), "--train.max_steps", "4") == 0
     assert_same_run(run, run_of(straight), "model.safetensors")
     assert "max_steps: 4" in (run / "config.yaml").read_text()
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+case = json.load(sys.stdin)
+body = {"model": "any", "messages": [{"role": "user", "content": case["input"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+print(json.load(opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers)))["choices"][0]["message"])
+"""
+MEASURE = """
+def even(ctx):
+    return len(ctx.final_assistant_message.text) % 2 == 0
+"""
+
+
+def program_options(folder: Path) -> list[str]:
+    """The options of a run whose agent is a program; its files are in `folder`."""
+    (folder / "agent.py").write_text(PROGRAM)
+    (folder / "score.py").write_text(MEASURE)
+    cases = [{"input": f"What do {i} red lamps cost?"} for i in range(6)]
+    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    command = shlex.join([sys.executable, "-IS", str(folder / "agent.py")])
+    options = ["--agent-cmd", command, "--cases", str(folder / "cases.jsonl"), "--model.name", "palestra/tiny"]
+    short = "--rollout.max_new_tokens 8 --rollout.temperature 1 --rollout.group_size 3 --train.problems_per_step 1"
+    return [*ARGUMENTS, *options, "--measure", f"{folder / 'score.py'}:even", *short.split(), "--eval.cases", "1"]
+
+
+def rollouts(run: Path) -> dict[int, list[Any]]:
+    """The sampled tokens and rewards of each step, in the order of the file."""
+    found: dict[int, list[Any]] = {}
+    for row in RunFolder(run).rollouts():
+        tokens = [turn["token_ids"] for turn in row["turns"]]
+        found.setdefault(row["step"], []).append((row["problem_id"], row["reward"], tokens))
+    return found
+
+
+def test_a_killed_run_of_an_agents_program_equals_one_that_went_straight_through(
+    forkserver: Forkserver, tmp_path: Path
+) -> None:
+    straight, broken, options = tmp_path / "straight", tmp_path / "broken", program_options(tmp_path)
+    victim = spawn(forkserver, broken, "-m", "palestra", "train", *options)
+    kill_in_the_middle(victim, broken, random.Random(os.getpid()))
+    assert train(broken, "--resume", str(run_of(broken))) == 0
+    assert train(straight, *options) == 0
+    assert rollouts(run_of(broken)) == rollouts(run_of(straight))
+    assert any("loss" in row for row in metrics(run_of(straight))), "nothing was learned, so weights say nothing"
+    assert_same_run(run_of(broken), run_of(straight), "model.safetensors")
+
+
+def test_a_killed_run_that_samples_ahead_keeps_its_steps_and_takes_each_once(
+    forkserver: Forkserver, tmp_path: Path
+) -> None:
+    """Which weights sampled which token depends on timing, so nothing more is promised (docs/runs.md)."""
+    broken, ahead = tmp_path / "broken", ["--rollout.max_staleness", "2"]
+    victim = spawn(forkserver, broken, "-m", "palestra", "train", *ARGUMENTS, *ahead)
+    kill_in_the_middle(victim, broken, random.Random(os.getpid()))
+    run = run_of(broken)
+    checkpoint = RunFolder(run).last_checkpoint()
+    kept = 0 if checkpoint is None else step_of(checkpoint)
+    before, rows = rollouts(run), metrics(run)
+    assert train(broken, "--resume", str(run)) == 0
+    after = rollouts(run)
+    assert {step: after[step] for step in range(1, kept + 1)} == {step: before[step] for step in range(1, kept + 1)}
+    assert [row for row in metrics(run) if row["step"] <= kept] == [row for row in rows if row["step"] <= kept]
+    assert [row["step"] for row in metrics(run)] == list(range(1, STEPS + 1))
+    assert all(row["staleness_max"] <= 2 for row in metrics(run) if "staleness_max" in row)
+    assert {step: len(found) for step, found in after.items()} == {step: 8 for step in range(1, STEPS + 1)}
 
 
 def assert_same_run(one: Path, other: Path, weights: str) -> None:

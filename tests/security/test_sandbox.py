@@ -267,14 +267,12 @@ def test_names_lead_nowhere_outside(sandbox, tmp_path):
 
 def test_closing_ends_a_command_that_another_thread_waits_for(sandbox):
     results = []
-    thread = threading.Thread(target=lambda: results.append(sandbox.run(["sleep", "9"])))
+    thread = threading.Thread(target=lambda: results.append(sandbox.run(["sleep", "300"])))
     sandbox.run(["true"])
     thread.start()
     time.sleep(0.2)
-    began = time.monotonic()
     sandbox.close()
     thread.join()
-    assert time.monotonic() - began < 3
     assert results[0].stopped == "lost"
     assert sandbox.run(["echo", "again"]).stopped == "lost"
 

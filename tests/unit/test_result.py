@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
 from palestra.core.errors import PalestraError
@@ -83,6 +85,45 @@ def test_generate_strips_thinking(result: GRPOTrainingResult, monkeypatch: pytes
 
     monkeypatch.setattr("palestra.rollout.converse.converse", thinks)
     assert result.generate("2 + 2?") == "Four."
+
+
+def test_generate_builds_one_sampler_and_penalises_no_repetition(
+    result: GRPOTrainingResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from palestra.policy import build
+    from palestra.rollout import converse as converse_module
+
+    built, penalties = [], []
+    build_policy, converse = build.build_policy, converse_module.converse
+
+    def building(*args: Any) -> Any:
+        built.append(args)
+        return build_policy(*args)
+
+    def noting(policy: Any, chat: Any, messages: Any, tools: Any, limits: Any) -> Any:
+        penalties.append(limits.sampling.repetition_penalty)
+        return converse(policy, chat, messages, tools, limits)
+
+    monkeypatch.setattr(build, "build_policy", building)
+    monkeypatch.setattr(converse_module, "converse", noting)
+    fresh = replace(result)
+    for _ in range(3):
+        fresh.generate("What does a blue mug cost?", max_new_tokens=4)
+    assert len(built) == 1
+    assert penalties == [1.0] * 3
+
+
+def test_generate_samples_from_weights_that_were_changed_in_between(result: GRPOTrainingResult) -> None:
+    fresh = replace(result)
+    head = fresh.model.get_output_embeddings().weight
+    before, saved = fresh.generate("Hello there", temperature=0, max_new_tokens=6), head.detach().clone()
+    try:
+        with torch.no_grad():
+            head.copy_(head.flip(0))
+        assert fresh.generate("Hello there", temperature=0, max_new_tokens=6) != before
+    finally:
+        with torch.no_grad():
+            head.copy_(saved)
 
 
 def test_generate_is_repeatable_and_follows_the_seed(result: GRPOTrainingResult) -> None:

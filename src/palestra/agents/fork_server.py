@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _MAX_REQUEST = 1 << 20
+_MAX_SCANS = 20
 _POLL_S = 0.02  # where there are no pidfds
 
 
@@ -83,6 +84,8 @@ def supervise(connection: socket.socket, script: str, modules: str) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)  # the server's group is killed at the end of a run, perhaps while this ends its program
+        become_subreaper()
         request, streams = receive(connection)
         child = os.fork()
         if child == 0:
@@ -137,8 +140,41 @@ def wait(child: int, connection: socket.socket) -> int:
 
 
 def end(leader: int) -> None:
+    """Kill the program's process group, then what has left it: those are children of this subreaper, or theirs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+    for _ in range(_MAX_SCANS):  # one that is being killed may have started another
+        left = [pid for pid in descendants(os.getpid()) if pid != leader]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # not ours until its parent has ended
+                os.waitpid(pid, os.WNOHANG)
+        if not left:
+            return
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes that a process and its descendants have started, zombies left out. Linux only."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(folder.name))
+    found, new = [], [ancestor]
+    while new:
+        new = [child for parent in new for child in children.get(parent, ())]
+        found += new
+    return found
+
+
+def become_subreaper() -> None:
+    """Let orphans of this process's descendants become its children (PR_SET_CHILD_SUBREAPER), so that it finds them."""
+    with contextlib.suppress(Exception):  # no Linux, or an interpreter without ctypes
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
 def run_program(request: dict[str, Any], streams: list[int], script: str, modules: str) -> NoReturn:

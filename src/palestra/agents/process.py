@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from palestra.core.children import end_group
+from palestra.core.children import end_group, end_marked
 from palestra.core.program_result import ProgramResult
 
 _LAST_OUTPUT_S = 5.0  # for what is left in the pipes once all processes have ended
@@ -49,11 +49,14 @@ async def run_process(
     cwd: str | Path | None,
     timeout_s: float,
     max_output_bytes: int,
+    marker: str,
 ) -> ProgramResult:
     """Run a program to its end, or to the first limit that it meets; what it has started ends with it.
 
-    Also when this is cancelled. A program that cannot be started raises OSError.
+    Also when this is cancelled. `marker` names a variable of `env` whose value no other program has: by it processes
+    are found that have left the program's session. A program that cannot be started raises OSError.
     """
+    variable = f"{marker}={env[marker]}"
     began = time.monotonic()
     with stdin.open("rb") as case:
         transport, running = await asyncio.get_running_loop().subprocess_exec(
@@ -66,6 +69,7 @@ async def run_process(
         if transport.get_returncode() is None:
             stopped = "output" if running.left < 0 else "time"
         end_group(transport.get_pid())
+        await asyncio.to_thread(end_marked, variable)
         with contextlib.suppress(TimeoutError):  # by a grandchild that left the group
             await asyncio.wait_for(running.closed.wait(), _LAST_OUTPUT_S)
         code = transport.get_returncode()
@@ -79,4 +83,5 @@ async def run_process(
     finally:
         if transport.get_returncode() is None:
             end_group(transport.get_pid())
+            end_marked(variable)
         transport.close()

@@ -17,6 +17,7 @@ from palestra.agents.forking import ForkServer
 from palestra.agents.process import run_process
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import read_json
 from palestra.core.program_result import ProgramResult
 from palestra.core.secrets import clean_environment
 
@@ -112,6 +113,7 @@ class CommandAgent(ProgramAgent):
                     cwd=self.cwd,
                     timeout_s=limits.timeout_s,
                     max_output_bytes=limits.max_output_bytes,
+                    marker="PALESTRA_RESULT_FILE",
                 )
             except OSError as error:
                 raise RolloutError(
@@ -198,6 +200,6 @@ def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramRes
     except OSError:
         return ended
     try:
-        return replace(ended, result=json.loads(text))
+        return replace(ended, result=read_json(text))
     except ValueError:
         return replace(ended, result=text)

@@ -10,6 +10,7 @@ from palestra.core.messages import encodable
 
 MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
 MAX_PROBES = 32
+MAX_CHARS_WITH_GIL = 4096
 _PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
 
 
@@ -59,6 +60,8 @@ class SegmentTokenizer:
         if backend.padding is not None:
             backend.no_padding()
         backend.encode_special_tokens = split_special_tokens
+        if len(text) > MAX_CHARS_WITH_GIL:  # unlike encode, encode_batch lets other threads run
+            return backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
         return backend.encode(encodable(text), add_special_tokens=False)
 
     def _whole(self, text: str) -> list[int]:

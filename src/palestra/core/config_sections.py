@@ -230,6 +230,11 @@ class RolloutSection(Section):
             raise ValueError(
                 "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
             )
+        if self.temperature == 0:
+            raise ValueError(
+                "temperature = 0 makes all rollouts of a group equal, so nothing is learned; use 0.7 to 1.0 "
+                "(eval.temperature is that of evaluations)"
+            )
         return self
 
 

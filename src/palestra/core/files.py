@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -141,6 +142,13 @@ def folder_size(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(root, name)).st_size
     return total
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the disk that a path is on, or will be on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def cache_folder() -> Path:

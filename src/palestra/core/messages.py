@@ -9,6 +9,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall
 
+MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -60,6 +61,32 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
+def read_json(text: str) -> Any:
+    """Parse JSON; raise ValueError for invalid JSON and for values nested deeper than MAX_JSON_DEPTH."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and not is_shallow(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def is_shallow(value: Any) -> bool:
+    """Check that a JSON value is nested at most MAX_JSON_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list, tuple))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return True
+    return not any(isinstance(each, (dict, list, tuple)) for each in level)
+
+
 def call_to_dict(call: ToolCall, arguments_as_text: bool = True) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False) if arguments_as_text else call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
@@ -72,7 +99,7 @@ def _call_from_dict(row: Mapping[str, Any], index: int) -> ToolCall:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         except ValueError:
             return ToolCall(call_id, name, error=f"the arguments of the call to {name!r} are not valid JSON")
     if not isinstance(arguments, dict):

@@ -20,12 +20,15 @@ class ProgramResult:
     stopped: Literal["time", "output"] | None = None
     result: Any = None
     reward: float | None = None  # where an external agent has posted one
+    error: str | None = None  # posted by an external agent: the attempt has failed, whatever the model said
 
     def failure(self, timeout_s: float, max_output_bytes: int) -> str | None:
         """Why the attempt counts as failed; None where the program ended by itself, with whatever status.
 
         A program that gives up on what the model said ends with a status other than 0: that attempt is scored.
         """
+        if self.error is not None:
+            return f"the agent posted an error: {self.error[:_LOG_CHARS]}"
         if self.stopped == "time":
             return f"the agent took longer than {timeout_s:g} s (agent.timeout_s) and was ended{self._last_line()}"
         if self.stopped == "output":

@@ -144,7 +144,10 @@ class RolloutIndex:
 
     def _add_lines(self, db: sqlite3.Connection, kind: str, file: IO[bytes], position: int) -> tuple[int, bool]:
         last = _last_row(db, kind)
-        previous: dict[str, Any] | None = dict(last) if last else None
+        previous: dict[str, Any] | None = None
+        if last is not None:  # the number of its group is in its line alone
+            previous = dict(last) | {"group_number": (parse(_read(file, last)) or {}).get("group")}
+            file.seek(position)
         (next_id,) = db.execute("SELECT next_id FROM counter").fetchone()
         rows: list[dict[str, Any]] = []
         texts: list[tuple[int, str]] = []

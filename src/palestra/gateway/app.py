@@ -34,6 +34,7 @@ from palestra.serve.http_errors import error_body, shortened
 from palestra.serve.web import Endpoint, make_app, while_connected
 
 _MAX_BODY = 16 * MIB
+_JSON_BYTES = 6  # of one character at most: \u0041
 _OBJECT = TypeAdapter(dict[str, Any])
 
 FindAttempt = Callable[[str | None, str | None], Attempt]  # by the id in the URL, and by the key
@@ -101,11 +102,11 @@ class _Api:
 
     async def count_tokens(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        body = await _read(request, CountBody.read)
-        return JSONResponse({"input_tokens": attempt.count_tokens(_request(body, self._model))})
+        body = await _read(request, self._model, CountBody.read)
+        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, self._model))})
 
     async def _answer(self, request: Request, attempt: Attempt, read: Callable[[dict[str, Any]], Body]) -> Response:
-        body = await _read(request, read)
+        body = await _read(request, self._model, read)
         to_sample = _request(body, self._model)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
@@ -121,8 +122,9 @@ class _Api:
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
 
-async def _read(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
-    raw = await read_body(request, _MAX_BODY)
+async def _read(request: Request, model: Completer, read: Callable[[dict[str, Any]], T]) -> T:
+    """The body in its dialect; 413 where it is larger than any history that fits the context."""
+    raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * model.max_characters))
     return parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
 
 
@@ -130,6 +132,8 @@ def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     """What it asks for. Deep inside of messages and tools a body may hold anything at all."""
     try:
         return body.request(model)
+    except RecursionError:
+        raise PalestraError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise PalestraError(f"the request is not in the form that this endpoint takes: {error}") from error
 

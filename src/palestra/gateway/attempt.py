@@ -17,7 +17,7 @@ from palestra.chat.template import PROMPT_END_TOKENS
 from palestra.chat.toolcalls import Reply
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
-from palestra.gateway.lineages import Branch, Lineages, Node
+from palestra.gateway.lineages import Branch, Lineages, Node, Prompt
 from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.policy.base import WaitsForTools
@@ -40,6 +40,7 @@ class AttemptCounts:
     sampled_tokens: int
     recomputed_tokens: int
     retokenised_turns: int
+    discarded_turns: int  # that get no reward: rejected choices, repeated requests, side calls
 
 
 class Attempt:
@@ -61,7 +62,7 @@ class Attempt:
         self.id = secrets.token_urlsafe(16)
         self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
         self.problem = problem
-        self.lineages = Lineages(model.policy, model.chat, shared_prompts or SharedPrompts(model.policy, 1))
+        self.lineages = Lineages(model, shared_prompts or SharedPrompts(model.policy, 1))
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
@@ -96,7 +97,13 @@ class Attempt:
         tree = self.lineages
         sampled = sum(len(node.sampled.token_ids) for node in tree.nodes)
         return AttemptCounts(
-            self.requests, len(tree.nodes), len(tree.leaves), sampled, tree.recomputed_tokens, tree.retokenised_turns
+            self.requests,
+            len(tree.nodes),
+            len(tree.leaves),
+            sampled,
+            tree.recomputed_tokens,
+            tree.retokenised_turns,
+            len(tree.nodes) - len(tree.trained_nodes()),
         )
 
     async def finish(self) -> list[Rollout]:
@@ -118,7 +125,8 @@ class Attempt:
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
-        with self._turns(request) as turns:
+        prompt = await self._prompt(request)
+        with self._turns(request, prompt) as turns:
             if len(turns) == 1:  # in this task: one of its own would take longer than the rest
                 return [await self._record(request, turns[0], await self._sample(turns[0]))]
             tasks = [turn.start(self._sample) for turn in turns]
@@ -130,7 +138,8 @@ class Attempt:
 
         (-1, None) while nothing comes, so that the caller can look whether its client is still there.
         """
-        with self._turns(request) as turns:
+        prompt = await self._prompt(request)
+        with self._turns(request, prompt) as turns:
             tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
             await asyncio.sleep(0)  # what the policy refuses, it refuses at once
             for task in tasks.values():
@@ -155,16 +164,23 @@ class Attempt:
                     yield i, answer
                 yield -1, None
 
-    def count_tokens(self, request: ChatRequest) -> int:
-        return self.lineages.count_tokens(request.messages, request.tools, request.variables)
+    async def count_tokens(self, request: ChatRequest) -> int:
+        return (await self._prompt(request)).token_count
+
+    async def _prompt(self, request: ChatRequest) -> Prompt:
+        """Find the request's place and tokenise what is new there; much text is tokenised in a thread."""
+        try:
+            return await self.lineages.place(request.messages, request.tools, request.variables)
+        except RecursionError:
+            raise PalestraError("the request is nested too deeply") from None
 
     @contextlib.contextmanager
-    def _turns(self, request: ChatRequest) -> Iterator[list[_PendingTurn]]:
+    def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:
         """The turns that a request asks for; those that are not recorded when this ends never were."""
         if self.ended:
             raise _ended()
         self.requests += 1
-        branch = self.lineages.branch(request.messages, request.tools, request.variables)
+        branch = self.lineages.open(prompt)
         try:
             limit = self._room(branch)
             self._check_logprobs(request, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from palestra.core.errors import PalestraError
 from palestra.gateway.dialect import Event
 from palestra.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
 from palestra.gateway.tool_choice import function_tools, grammar_of, json_schema, openai_choice
@@ -19,6 +20,8 @@ class ChatCompletionBody(ChatBody):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
+        if raw.get("grammar") is not None:  # a field of palestra's own inference protocol, inherited from ChatBody
+            raise PalestraError("grammar is not supported by the gateway; use tool_choice or response_format")
         return cls.model_validate(known_fields(cls, raw))
 
     def request(self, model: Completer) -> ChatRequest:
@@ -32,7 +35,7 @@ class ChatCompletionBody(ChatBody):
             tools,
             self.variables,
             reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema, self.variables) or self.grammar,
+            grammar=grammar_of(model, tools, choice, schema, self.variables),
             top_logprobs=self.top_logprobs or 0,
         )
 

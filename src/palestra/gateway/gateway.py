@@ -75,6 +75,7 @@ class Gateway:
     async def start(self) -> None:
         """Answer from now on, as a task of the running event loop."""
         if self._task is None:
+            _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
             sockets = [each for each in (self._socket, self._unix_socket) if each is not None]
             self._task = asyncio.create_task(self._server.serve(sockets=sockets))
             while not self._server.started and not self._task.done():

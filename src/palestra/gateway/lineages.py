@@ -6,22 +6,24 @@ history opens a branch: at the last turn that it shares with a known conversatio
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall, Turn
 from palestra.gateway.matching import Key, opening_key, reply_keys, request_keys
 from palestra.gateway.shared_prompts import SharedPrompts
-from palestra.policy.base import Policy
+from palestra.serve.completer import MAX_INLINE_CHARS, Completer, texts_of
 
+_KEY_COST = 8  # a character costs so much less to compare than to tokenise
+_MAX_UNUSED = 64  # turns that are looked for in later requests
 Schemas = Sequence[dict[str, Any]]
 Place = tuple["Node | None", str, tuple[Key, ...]]  # behind which turn, with which tools, after which messages
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Node:
     """One sampled turn with what was new before it. Its session is there until somebody goes on from it."""
 
@@ -37,6 +39,12 @@ class Node:
     has_stop_token: bool = True
     refused: bool = False  # the next turn, because the lineage had used up its new tokens
     continued: bool = False
+    used: bool = False  # a later request contains it: the agent has read it and built on it
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the lineage ended in the middle of a turn, or was refused the next one."""
+        return self.refused or self.sampled.finish != "stop"
 
     @property
     def parent(self) -> Node | None:
@@ -60,7 +68,23 @@ class Node:
         return tuple(message for node in self.path for message in (*node.new_messages, node.reply))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class Prompt:
+    """A place, the messages that are new there, and their tokens."""
+
+    place: Place
+    new_messages: tuple[Message, ...]
+    new_turns: tuple[Turn, ...]
+    tool_names: tuple[str, ...]
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens the session of this place holds."""
+        node = self.place[0]
+        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in self.new_turns)
+
+
+@dataclass(eq=False, slots=True, repr=False)
 class Branch:
     """Where the next turn is sampled: an open session that holds all tokens before it."""
 
@@ -89,13 +113,14 @@ class Branch:
 class Lineages:
     """The tree of one attempt."""
 
-    policy: Policy[Any]
-    chat: ChatFormat
+    model: Completer
     prompts: SharedPrompts
     nodes: list[Node] = field(default_factory=list)
     recomputed_tokens: int = 0  # of known turns from which somebody had gone on before, and the policy cannot branch
     retokenised_turns: int = 0  # sampled, and rendered again as text because the history before them had changed
     _by_reply: dict[tuple[Place, Key], list[Node]] = field(default_factory=dict)
+    _lengths: dict[tuple[Node | None, str], dict[int, None]] = field(default_factory=dict)  # of the keys of places
+    _unused: dict[Node, None] = field(default_factory=dict)  # the last turns that no request has contained so far
     _replies: set[Key] = field(default_factory=set)
     _numbers: dict[Place, set[int]] = field(default_factory=dict)
 
@@ -104,34 +129,58 @@ class Lineages:
         """The last turn of each lineage; the lineage that ended last is the last one."""
         return [node for node in self.nodes if not node.continued]
 
-    def branch(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Branch:
-        """The place that a history leads to. The caller samples there, and adds the turn or closes the session."""
-        place, new_messages, new_turns = self._place(messages, tools, variables)
-        session, cached = self._session(place[0], new_turns)
-        if self._replies and any(message.role == "assistant" for message in new_messages):
-            replies = [key for key in request_keys(new_messages) if key[0] == "assistant"]
-            self.retokenised_turns += sum(key in self._replies for key in replies)
-        return Branch(place, new_messages, new_turns, _names(tools), session, cached)
-
-    def count_tokens(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> int:
-        """How many tokens the session of that place would hold."""
-        (node, *_), _, new_turns = self._place(messages, tools, variables)
-        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in new_turns)
-
-    def _place(
-        self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]
-    ) -> tuple[Place, tuple[Message, ...], tuple[Turn, ...]]:
-        """The place, the messages that are new there, and their tokens."""
-        keys, opening = request_keys(messages), opening_key(tools, variables)
+    async def place(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Prompt:
+        """The place that a history leads to, with the tokens that are new there."""
+        size = self._check_size(messages, tools)
+        keys, opening = await self.model.prepare(
+            size // _KEY_COST, lambda _: (request_keys(messages), opening_key(tools, variables))
+        )
         node, start = self._find(messages, keys, opening)
         if node is not None:
             new_messages = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
-            new_turns = self._continuation(new_messages, variables, node)
+            new_turns = await self.model.prepare(
+                _characters(new_messages), lambda model: _continuation(model, new_messages, variables, node)
+            )
             if new_turns is not None:
-                return (node, opening, tuple(keys[start:])), new_messages, new_turns
-        new_messages = tuple(_with_call_names(messages))
-        prompt = self.prompts.render(new_messages, opening, lambda: self.chat.prompt(new_messages, tools, variables))
-        return (None, opening, tuple(keys)), new_messages, (prompt,)
+                return Prompt((node, opening, tuple(keys[start:])), new_messages, new_turns, _names(tools))
+        whole = tuple(_with_call_names(messages))
+        prompt = await self.model.prepare(size, lambda model: self._prompt(model, whole, opening, tools, variables))
+        return Prompt((None, opening, tuple(keys)), whole, (prompt,), _names(tools))
+
+    def _prompt(
+        self,
+        model: Completer,
+        messages: tuple[Message, ...],
+        opening: str,
+        tools: Schemas,
+        variables: Mapping[str, Any],
+    ) -> Turn:
+        """The tokens of a whole history."""
+
+        def make() -> Turn:
+            if model is not self.model:  # in a thread: it may be far too long
+                model.check_tokens([*(m.text for m in messages), *texts_of(tools)])
+            return model.chat.prompt(messages, tools, variables)
+
+        return self.prompts.render(messages, opening, make)
+
+    def _check_size(self, messages: Sequence[Message], tools: Schemas) -> int:
+        """Refuse a history that cannot fit, before it is tokenised; about how many characters it has."""
+        tools_size = len(marshal.dumps(list(tools), 2)) if tools else 0
+        if tools_size > self.model.max_characters:
+            self.model.check_length(sum(map(len, texts_of(tools))))
+        # old thinking may be left out of a prompt, so an assistant's text that has some does not count
+        shown = (len(m.text) for m in messages if m.role != "assistant" or "think>" not in m.text)
+        self.model.check_length(sum(shown))
+        return tools_size + _characters(messages)
+
+    def open(self, prompt: Prompt) -> Branch:
+        """Open the session of a place. The caller samples there, and adds the turn or closes the session."""
+        session, cached = self._session(prompt.place[0], prompt.new_turns)
+        if self._replies and any(message.role == "assistant" for message in prompt.new_messages):
+            new_keys = prompt.place[2]
+            self.retokenised_turns += sum(key in self._replies for key in new_keys if key[0] == "assistant")
+        return Branch(prompt.place, prompt.new_messages, prompt.new_turns, prompt.tool_names, session, cached)
 
     def add(
         self,
@@ -156,8 +205,12 @@ class Lineages:
             has_stop_token,
         )
         self.nodes.append(node)
-        if branch.parent is not None:
-            branch.parent.continued = True
+        self._mark_used(branch)
+        self._unused[node] = None
+        if len(self._unused) > _MAX_UNUSED:
+            del self._unused[next(iter(self._unused))]
+        parent, opening, new_keys = branch.place
+        self._lengths.setdefault((parent, opening), {})[len(new_keys)] = None
         keys = reply_keys(reply)
         self._replies.add(keys[0])
         for key in keys:
@@ -182,15 +235,56 @@ class Lineages:
                 node.session = None
 
     def rows(self) -> Iterator[tuple[Node, tuple[Turn, ...]]]:
-        """Each lineage's leaf and turns. A sampled turn is trained in one row alone: in others it is context."""
-        trained: set[Node] = set()
+        """Each lineage's leaf and turns. A turn counts in one row alone; in all others it is context."""
+        trained, owners = self.trained_nodes(), self._owners()
         for leaf in self.leaves:
             turns: list[Turn] = []
             for node in leaf.path:
-                sampled = Turn("template", node.sampled.token_ids) if node in trained else node.sampled
-                turns += (*node.new_turns, sampled)
-                trained.add(node)
+                is_own = owners[node] is leaf
+                turns += node.new_turns if is_own else map(_as_context, node.new_turns)
+                turns.append(node.sampled if is_own and node in trained else _as_context(node.sampled))
             yield leaf, tuple(turns)
+
+    def trained_nodes(self) -> set[Node]:
+        """The turns that get the attempt's reward: those that a later request contains, and final ones.
+
+        Final are the last turn of each conversation of several turns, of the attempt, and of its longest lineage. Where
+        no conversation has several turns, the last answer to each request is final. All others get no reward: rejected
+        choices (n > 1), answers to repeated requests, and side calls of one turn that nothing builds on.
+        """
+        if not self.nodes:
+            return set()
+        last, used = self.nodes[-1], {node for node in self.nodes if node.used}
+        if not any(node.parent for node in self.nodes):
+            answered = {node.place for node in used}
+            return used | {n for n in {n.place: n for n in self.nodes}.values() if n.place not in answered}
+        longest = max(self.leaves, key=lambda leaf: (len(leaf.path), len(leaf.token_ids), leaf.number))
+        trained = used | ({last} if longest.place == last.place else {last, longest})
+        last_children = {node.parent: node for node in self.nodes if node.parent is not None}
+        went_on = {node.parent for node in trained}
+        return trained | {child for parent, child in last_children.items() if parent not in went_on}
+
+    def _owners(self) -> dict[Node, Node]:
+        """The leaf in whose row a turn counts: one that is not cut off if there is any, since that may be masked."""
+        trained, owners = self.trained_nodes(), dict[Node, Node]()
+        for leaf in sorted(self.leaves, key=lambda leaf: (leaf.is_cut_off, leaf not in trained)):
+            for node in leaf.path:
+                owners.setdefault(node, leaf)
+        return owners
+
+    def _mark_used(self, branch: Branch) -> None:
+        """Note which turns a request contains: the one it continues, and those it quotes in a changed history."""
+        if branch.parent is not None:
+            branch.parent.continued = branch.parent.used = True
+            self._unused = {n: None for n in self._unused if n is not branch.parent and n.place != branch.parent.place}
+        if not self._unused:
+            return
+        texts = [message.text for message in branch.new_messages if message.role != "assistant"]
+        for node in list(self._unused):
+            said = node.reply.text
+            if any(key in branch.place[2] for key in reply_keys(node.reply)) or any(said and said in t for t in texts):
+                node.used = True
+                del self._unused[node]
 
     def _find(self, messages: Sequence[Message], keys: list[Key], opening: str) -> tuple[Node | None, int]:
         """The known turn with the longest history that this one begins with, and where the rest begins.
@@ -198,13 +292,14 @@ class Lineages:
         Of several such turns (parallel ones may say the same) the one with these ids of tool calls, then one from
         which nobody has gone on, then the first.
         """
-        ends = [i for i, message in enumerate(messages) if message.role == "assistant"]
         ids = {call.id for message in messages for call in message.tool_calls}
         best: tuple[tuple[int, ...], Node | None, int] = ((0,), None, 0)
         paths: list[tuple[Node | None, int, int]] = [(None, 0, 0)]
         while paths:
             node, start, known_ids = paths.pop()
-            for end in (i for i in ends if i >= start):
+            for end in [start + length for length in self._lengths.get((node, opening), ())]:
+                if end >= len(keys) or messages[end].role != "assistant":
+                    continue
                 place = (node, opening, tuple(keys[start:end]))
                 for child in self._by_reply.get((place, keys[end]), ()):
                     known = known_ids + sum(call_id in ids for call_id in child.call_ids)
@@ -213,18 +308,6 @@ class Lineages:
                         best = rank, child, end + 1
                     paths.append((child, end + 1, known))
         return best[1], best[2]
-
-    def _continuation(
-        self, new_messages: Sequence[Message], variables: Mapping[str, Any], node: Node
-    ) -> tuple[Turn, ...] | None:
-        """None where the template cannot append these messages: then the whole history is rendered anew."""
-        try:
-            last = int(node.sampled.token_ids[-1]) if node.has_stop_token else None
-            return self.chat.continuation(
-                new_messages, variables, after_stop_token=node.has_stop_token, last_token=last
-            )
-        except PalestraError:
-            return None
 
     def _session(self, node: Node | None, new_turns: Sequence[Turn]) -> tuple[Any, int]:
         """A session that holds all tokens up to here, and how many of them it held before."""
@@ -238,7 +321,7 @@ class Lineages:
             return session, cached
         session, node.session = node.session, None
         cached = len(session.token_ids)
-        self.policy.append(session, new)
+        self.model.policy.append(session, new)
         return session, cached
 
 
@@ -252,6 +335,30 @@ def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | No
             by_id = dict(zip((call.id for call in message.tool_calls), own, strict=False))
         call = by_id.get(message.tool_call_id) if message.role == "tool" else None
         yield message if call is None else replace(message, tool_call_id=call.id, name=call.name)
+
+
+def _continuation(
+    model: Completer, new_messages: Sequence[Message], variables: Mapping[str, Any], node: Node
+) -> tuple[Turn, ...] | None:
+    """None where the template cannot append these messages: then the whole history is rendered again."""
+    if _characters(new_messages) > MAX_INLINE_CHARS:
+        model.check_tokens(message.text for message in new_messages)
+    try:
+        last = int(node.sampled.token_ids[-1]) if node.has_stop_token else None
+        return model.chat.continuation(new_messages, variables, after_stop_token=node.has_stop_token, last_token=last)
+    except PalestraError:
+        return None
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    """About how many characters they have: of all texts, and of the calls' arguments."""
+    calls = [call.arguments for message in messages for call in message.tool_calls]
+    return sum(len(message.text) for message in messages) + (len(marshal.dumps(calls, 2)) if calls else 0)
+
+
+def _as_context(turn: Turn) -> Turn:
+    """The turn's tokens without anything to learn from them."""
+    return turn if turn.maker == "template" else Turn("template", turn.token_ids)
 
 
 def _names(tools: Schemas) -> tuple[str, ...]:

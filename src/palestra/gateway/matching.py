@@ -17,6 +17,7 @@ from palestra.chat.reasoning import strip_reasoning
 from palestra.core.types import Message
 
 Key = tuple[Any, ...]
+_MAX_CACHED = 2048  # characters of a value whose key is kept
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -38,7 +39,7 @@ def request_keys(messages: Sequence[Message]) -> list[Key]:
 
 def reply_key(message: Message) -> Key:
     """An assistant's message: its text without thinking and outer whitespace, and the values of its calls."""
-    calls = tuple((call.name, value_key(call.arguments), call.error) for call in message.tool_calls)
+    calls = tuple((call.name, _arguments_key(call.arguments), call.error) for call in message.tool_calls)
     return ("assistant", strip_reasoning(message.text), calls)
 
 
@@ -50,11 +51,17 @@ def reply_keys(message: Message) -> tuple[Key, ...]:
 
 def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The tools and the template's variables, which are the same in most requests."""
-    return _opening_key(marshal.dumps([tools, variables], 2))  # ten times as quick as JSON
+    return _marshalled_key(marshal.dumps([tools, variables], 2))  # ten times as quick as JSON
 
 
-@lru_cache(256)
-def _opening_key(marshalled: bytes) -> str:
+def _arguments_key(arguments: Any) -> str:
+    """The key of a call's arguments; every request of a conversation brings those of all its calls again."""
+    marshalled = marshal.dumps(arguments, 2)
+    return _marshalled_key(marshalled) if len(marshalled) <= _MAX_CACHED else value_key(arguments)
+
+
+@lru_cache(8192)
+def _marshalled_key(marshalled: bytes) -> str:
     return value_key(marshal.loads(marshalled))
 
 
@@ -78,6 +85,10 @@ def _as_doubles(value: Any) -> Any:
 
 def _result_key(text: str) -> str:
     """A tool result: JSON objects and lists by their value, all else as text."""
+    return _cached_result_key(text) if len(text) <= _MAX_CACHED else _new_result_key(text)
+
+
+def _new_result_key(text: str) -> str:
     body = text.strip()
     if body[:1] in ("{", "["):
         try:
@@ -85,3 +96,6 @@ def _result_key(text: str) -> str:
         except (ValueError, RecursionError):
             pass
     return "text " + text.rstrip()
+
+
+_cached_result_key = lru_cache(8192)(_new_result_key)

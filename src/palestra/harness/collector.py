@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.program_result import ProgramResult
 from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams, Score
@@ -36,6 +36,7 @@ class ProgramCollector:
     max_at_once: int
     slots: asyncio.Semaphore
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
+    hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
 
     def groups_at_once(self, group_size: int) -> int:
         """How many groups may be in progress together."""
@@ -83,10 +84,12 @@ class ProgramCollector:
             result, error = ProgramResult(), None
             try:
                 endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)
-                result = await self.program.run(case_of(problem), endpoint, self.limits)
+                result = await self.program.run(case_of(problem, self.hidden), endpoint, self.limits)
                 error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
             except RolloutError as failure:
                 error = str(failure)
+            except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
+                error = f"running the agent raised {text_of(failure)}"
             finally:
                 rollouts = await attempt.finish()
         rollout = one_rollout(problem, rollouts, attempt.transcript)
@@ -118,12 +121,27 @@ class ProgramCollector:
         return self.environment.open(problem)
 
 
-def case_of(problem: Problem) -> dict[str, Any]:
-    """What the agent sees of a case: its record and id; never what is expected of it."""
+def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:
+    """The case as the agent sees it: the id and all columns but the hidden ones."""
     text = problem.input if isinstance(problem.input, str) else [to_dict(message) for message in problem.input]
-    expected = problem.expect
-    record = {k: v for k, v in problem.row.items() if k != "expect" and (expected is None or v != expected)}
+    record = {name: value for name, value in problem.row.items() if name not in hidden}
     return {**record, "id": problem.id, "input": text}
+
+
+def hidden_columns(problems: Sequence[Problem]) -> frozenset[str]:
+    """Columns that no agent may see: `expect` or, where `expect_fn` reads another column, that one.
+
+    A column counts as the answer's only if it equals `expect` in every case: in a single case that may be chance.
+    """
+    names = frozenset(name for problem in problems for name in problem.row)
+    if "expect" in names:
+        return frozenset({"expect"})
+    return frozenset(name for name in names if all(_holds_answer(problem, name) for problem in problems)) | {"expect"}
+
+
+def _holds_answer(problem: Problem, name: str) -> bool:
+    value = problem.row.get(name)
+    return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
 
 
 def one_rollout(problem: Problem, lineages: Sequence[Rollout], transcript: Sequence[Message]) -> Rollout:
@@ -143,4 +161,5 @@ def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:
         "agent/requests_per_attempt": fmean(c.requests for c in counts),
         "agent/recomputed_tokens": fmean(c.recomputed_tokens for c in counts),
         "agent/retokenised_turns": fmean(c.retokenised_turns for c in counts),
+        "agent/discarded_turns": fmean(c.discarded_turns for c in counts),
     }

@@ -81,6 +81,7 @@ class OutsideAgent(ProgramAgent):
             return ProgramResult(
                 int(body.error is not None),
                 stderr=body.error or "",
+                error=body.error,
                 seconds=time.monotonic() - began,
                 result=body.result,
                 reward=body.reward,

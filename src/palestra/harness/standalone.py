@@ -24,7 +24,7 @@ from palestra.core.messages import as_messages
 from palestra.core.types import Problem, SamplingParams, Score
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import case_of, one_rollout
+from palestra.harness.collector import case_of, hidden_columns, one_rollout
 from palestra.harness.outside import MAX_BODY, case_answer, read_reward
 from palestra.serve.body import parse, read_body
 from palestra.serve.completer import Completer
@@ -53,6 +53,7 @@ class StandaloneGateway:
         self.gateway = Gateway(model, SamplingParams(max_new_tokens), port=port, client_sampling=True, routes=routes)
         self._file = file
         self._cases = iter(cases)
+        self._hidden = hidden_columns(cases)
         self._open_attempts: dict[str, Attempt] = {}
         self._numbers = itertools.count()
 
@@ -69,7 +70,7 @@ class StandaloneGateway:
             raise refuse(404, 'there is no case left to take; send one: {"input": …}')
         attempt = self.gateway.open(problem, seed_key=f"{number if body.seed is None else body.seed}")
         self._open_attempts[attempt.id] = attempt
-        return case_answer(case_of(problem), Endpoint(attempt.base_url, attempt.api_key, attempt.id))
+        return case_answer(case_of(problem, self._hidden), Endpoint(attempt.base_url, attempt.api_key, attempt.id))
 
     async def _reward(self, request: Request) -> Response:
         attempt = self._open_attempts.get(request.path_params["id"])

@@ -12,7 +12,7 @@ from palestra.core.run_folder import RunKind
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import ProgramCollector
+from palestra.harness.collector import ProgramCollector, hidden_columns
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.rewards import RewardFunction
@@ -70,6 +70,7 @@ class ProgramTask:
             agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
+            hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
         )
 
     def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:

@@ -69,7 +69,15 @@ def _half_precision_linear() -> type[nn.Module]:
             low = F.linear(self.lora_dropout[name](x), down) * self.scaling[name]
             return self.base_layer(x) + F.linear(low, up)
 
+    HalfPrecisionLinear.__qualname__ = "HalfPrecisionLinear"  # pickle finds it by this name, see __getattr__
     return HalfPrecisionLinear
+
+
+def __getattr__(name: str) -> Any:
+    """HalfPrecisionLinear as an attribute of this module, so that `torch.save(model)` works; peft is loaded late."""
+    if name == "HalfPrecisionLinear":
+        return _half_precision_linear()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) -> Any | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from palestra.chat.grammars import grammar_compiler
-from palestra.core.types import SamplingParams, Turn
+from palestra.core.errors import PalestraError, text_of
+from palestra.core.types import Grammar, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.engine import Engine, Step
 from palestra.engine.session import Job, Session
@@ -43,7 +44,7 @@ class LocalPolicy:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, *, tool_barrier: bool = True, **engine_options: Any
     ) -> None:
-        self.engine = Engine(model, tokenizer, compile_grammar=grammar_compiler(tokenizer), **engine_options)
+        self.engine = Engine(model, tokenizer, compile_grammar=_compiler(tokenizer), **engine_options)
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
@@ -173,3 +174,18 @@ class LocalPolicy:
             if waiter is not None and not waiter.done():
                 self._tool_barrier.turn_ended(job.session)
                 waiter.set_result(job.result())
+
+
+def _compiler(tokenizer: Any) -> Callable[[str], Grammar]:
+    """A grammar compiler that rejects a text it cannot read as invalid input: clients of a server may send any."""
+    compile_grammar = grammar_compiler(tokenizer)
+
+    def compile_text(text: str) -> Grammar:
+        try:
+            return compile_grammar(text)
+        except PalestraError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise PalestraError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
+
+    return compile_text

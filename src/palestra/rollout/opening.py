@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
+from palestra.core.errors import PalestraError
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
+from palestra.tools.tool import Tool
 
 OPEN_LIMIT_S = 300.0  # an environment may start a container
 CLOSE_LIMIT_S = 60.0
 QUICK_S = 0.001
+
+
+class OpenTimeout(PalestraError):
+    """An environment does not open an episode in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +107,32 @@ async def close_episodes(episodes: Sequence[Episode]) -> None:
 def close_now(episodes: Sequence[Episode]) -> None:
     for episode in episodes:
         episode.close()
+
+
+def tools_of(environment: Environment, problem: Problem) -> list[Tool]:
+    """The tools of a problem's episode, which is opened and closed in a thread, within OPEN_LIMIT_S.
+
+    Raises what opening it raises, and PalestraError when that takes too long. For use before a run, without event loop.
+    """
+    outcome: queue.SimpleQueue[list[Tool] | BaseException] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            episode = environment.open(problem)
+            tools = list(episode.tools)
+            episode.close()
+            outcome.put(tools)
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=look, name="palestra-first-episode", daemon=True).start()
+    try:
+        found = outcome.get(timeout=OPEN_LIMIT_S)
+    except queue.Empty:
+        raise OpenTimeout(
+            f"the environment's first episode did not open within {OPEN_LIMIT_S:g} s; "
+            "check that the servers and containers it needs are running"
+        ) from None
+    if isinstance(found, BaseException):
+        raise found
+    return found

@@ -5,27 +5,33 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from palestra.chat.roundtrip import check_tool_calls
 from palestra.chat.streaming import certain
 from palestra.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.core.errors import PalestraError
+from palestra.core.messages import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
 from palestra.policy.token_logprobs import TokenLogprobs
 from palestra.serve.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
+MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it delays no other request
+_TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may have a few more than as a whole
 _POLL_S = 0.01
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _SEED_STRIDE = 1_000_003
 _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+
+T = TypeVar("T")
 
 
 class ScoresTokens(Protocol):
@@ -104,6 +110,10 @@ class Completer:
         if self._chat is not None:
             check_tool_calls(self._chat, appends=False)
 
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "palestra-tokenise")
+
     @property
     def chat(self) -> ChatFormat:
         if self._chat is None:
@@ -135,6 +145,24 @@ class Completer:
             raise PalestraError(
                 f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
             )
+
+    def check_tokens(self, texts: Iterable[str]) -> None:
+        """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
+        tokens, backend = 0, self.tokenizer.backend_tokenizer
+        for text in texts:
+            for start in range(0, len(text), MAX_INLINE_CHARS):
+                chunk = encodable(text[start : start + MAX_INLINE_CHARS])
+                tokens += len(backend.encode_batch([chunk], add_special_tokens=False)[0])  # without holding the GIL
+                if tokens > self.context_tokens * _TOO_MANY:
+                    raise PalestraError(
+                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; shorten it"
+                    )
+
+    async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
+        """The result of `work(completer)` on so many characters of text; in a thread if that takes long."""
+        if characters <= MAX_INLINE_CHARS:
+            return work(self)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))
 
     def encode(self, text: str) -> tuple[int, ...]:
         self.check_length(len(text))
@@ -299,12 +327,25 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether strict JSON parsers can read it: Python's also takes NaN and lone surrogates."""
+    """Whether strict JSON parsers can read it: Python's also takes NaN, lone surrogates and any depth."""
     try:
         _to_json(value).encode()
     except (ValueError, RecursionError):
         return False
-    return True
+    return is_shallow(value)
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from texts_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_of(each)
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:

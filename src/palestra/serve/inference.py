@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,7 +34,6 @@ from palestra.serve.sampling_fields import known_fields
 from palestra.serve.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB
-_LARGE = MIB // 4
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
@@ -75,7 +73,6 @@ class _Api:
     def __init__(self, model: Completer, weights_folder: Path | None = None) -> None:
         self._model = model
         self._weights_folder = weights_folder
-        self._thread = ThreadPoolExecutor(1, "palestra-tokenise")
         self._card = {"id": model.name, "object": "model", "created": 0, "owned_by": "palestra"} | {
             "max_model_len": model.context_tokens
         }
@@ -129,9 +126,7 @@ class _Api:
             body = parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
             return body, body.requests(model)
 
-        if len(raw) <= _LARGE:
-            return prepare(self._model)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: prepare(self._model.twin))
+        return await self._model.prepare(len(raw), prepare)
 
     async def update_weights(self, request: Request) -> Response:
         """New weights for the policy, by SGLang's name for it; turns in progress go on with them."""

@@ -16,7 +16,7 @@ from palestra.chat.toolcalls import Reply
 from palestra.core.errors import PalestraError
 from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message, ToolCall
-from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
+from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode, texts_of
 from palestra.serve.sampling_fields import Prompts, SamplingFields, TokenIds, short
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -93,7 +93,7 @@ class ChatBody(SamplingFields):
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
         self.check_logprobs()
-        model.check_length(_text_length([self.messages, self.tools]))
+        model.check_length(sum(map(len, texts_of([self.messages, self.tools]))))
         tools = self.tools_used
         prompt = model.chat.prompt(self.read_messages(), tools, self.variables)
         (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
@@ -137,15 +137,6 @@ class ChatBody(SamplingFields):
             "logprobs": chat_logprobs(completion, model) if self.logprobs else None,
         }
         return choice | ({"token_ids": completion.token_ids} if self.return_token_ids else {})
-
-
-def _text_length(value: Any) -> int:
-    """The characters of all texts in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _text_length(each) for key, each in value.items())
-    return sum(map(_text_length, value)) if isinstance(value, list) else 0
 
 
 def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,8 +92,10 @@ class TrainingRun:
         if advantages:
             row["advantage_mean"] = float(np.mean(advantages))
         self._tracker.metrics(self._step, row)
-        groups = itertools.groupby(self._rollouts, key=lambda rollout: rollout.problem_id)
-        self._tracker.rollouts(self._step, [Group(name, tuple(rollouts)) for name, rollouts in groups])
+        groups: dict[str, list[Rollout]] = {}  # rows of one prompt may come apart from each other
+        for rollout in self._rollouts:
+            groups.setdefault(rollout.problem_id, []).append(rollout)
+        self._tracker.rollouts(self._step, [Group(name, tuple(rollouts)) for name, rollouts in groups.items()])
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -126,7 +128,7 @@ def _rollout(datum: Datum, loss_fn: str, computed: Array, tokenizer: Any, versio
             messages.append(Message("user", text))
     prompt = len(turns[0].token_ids) if turns[0].maker != "model" else 1
     return Rollout(
-        problem_id=f"{hash(tokens[:prompt].tobytes()) & 0xFFFFFFFF:08x}",
+        problem_id=hashlib.blake2b(tokens[:prompt].tobytes(), digest_size=4).hexdigest(),
         turns=tuple(turns),
         messages=tuple(messages),
         stop="answered",

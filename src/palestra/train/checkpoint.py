@@ -100,7 +100,8 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
     if damaged is not None:
         others = "choose another with --from-checkpoint" if name else "no other is whole, so start a new run"
         raise PalestraError(f"{damaged}; {others}")
-    if run.model.is_dir():
+    # without a report, a run that writes checkpoints was killed between its model and its first checkpoint
+    if run.model.is_dir() and (run.report() is not None or not run.config.checkpoint.every):
         raise PalestraError(
             f"{run.path} has ended and has no checkpoint, so there is nothing to go on from; train a new run on its "
             f"model: --model.name {shlex.quote(str(run.model))}"

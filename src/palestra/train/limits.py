@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
-from palestra.core.config import RunConfig
-from palestra.core.config_sections import RolloutSection
+from palestra.core.config import RunConfig, full_learning_rate
+from palestra.core.config_sections import LORA_LEARNING_RATE, RolloutSection
 from palestra.core.types import SamplingParams
 from palestra.rollout.agent_loop import AttemptLimits
 
 log = logging.getLogger("palestra")
+DESTRUCTIVE_RATE = 30  # times the learning rate that suits a model
 
 
 def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -44,3 +46,20 @@ def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, t
         constrain_tool_calls=options.constrain_tool_calls,
         unexpected_call_format=options.unexpected_call_format,
     )
+
+
+def setting_warnings(config: RunConfig, parameters: int, context_tokens: int) -> Iterator[str]:
+    """Sentences on settings that are allowed but hardly meant, for a model of this size and context."""
+    suited = LORA_LEARNING_RATE if config.lora.r else full_learning_rate(parameters)
+    rate = config.train.learning_rate
+    if rate is not None and rate > suited * DESTRUCTIVE_RATE:
+        yield (
+            f"train.learning_rate = {rate:g} is {rate / suited:.0f} times the {suited:g} that suits this model, and "
+            "likely to destroy it; leave it out, or use less"
+        )
+    limit = config.rollout.max_new_tokens
+    if limit is not None and limit >= context_tokens:
+        yield (
+            f"rollout.max_new_tokens = {limit} does not fit the model's context of {context_tokens} tokens, prompt "
+            "included; rollouts end where the context is full"
+        )

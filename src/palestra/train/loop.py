@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, text_of
+from palestra.core.files import free_bytes
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Group, Sample
@@ -88,6 +89,9 @@ class Training:
     facts: RunFacts = field(default_factory=RunFacts)
     examples: dict[str, Example] = field(default_factory=dict)  # the newest rollout of each trait, for findings
     on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
+    checkpoint_bytes: int = 0  # a checkpoint is skipped where the disk has no room for it and for the final model
+    model_bytes: int = 0
+    save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
@@ -113,6 +117,8 @@ class Training:
                 self._judge(metrics, total)
                 self._log(metrics, total)
                 self._check_health(metrics)
+                if self.state.step >= total or self.ended_early is not None:
+                    self.save_model()
                 self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
                 if evaluate and self.evaluates_after(self.state.step):
                     self._take_evaluation(evaluate(self.state.step))
@@ -128,7 +134,8 @@ class Training:
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         if self.checkpoints and self.config.checkpoint.every and last != step_folder(self.checkpoints, self.state.step):
             try:
-                self.checkpoint()
+                if self._has_room():
+                    self.checkpoint()
             except Exception as error:
                 raise self.failure("saving the last checkpoint", error) from error
 
@@ -370,16 +377,32 @@ class Training:
 
     def _save_if_due(self, reward: float) -> None:
         every = self.config.checkpoint.every
-        if self.checkpoints is not None and every and self.state.step % every == 0:
+        if self.checkpoints is not None and every and self.state.step % every == 0 and self._has_room():
             with deferred_interrupts():
                 self.checkpoint(reward)
 
     def _save_if_best(self, reward: float) -> None:
         """The best model by its held-out reward is kept, also where no checkpoint was due."""
         keep = self.config.checkpoint
-        if self.checkpoints is not None and keep.every and keep.keep_best and reward > self.state.best_reward:
+        is_best = keep.every and keep.keep_best and reward > self.state.best_reward
+        if self.checkpoints is not None and is_best and self._has_room():
             with deferred_interrupts():
                 self.checkpoint(reward)
+
+    def _has_room(self) -> bool:
+        """Whether the disk has room for a checkpoint and for the final model; the same on all ranks."""
+
+        def on_this_disk() -> bool:
+            assert self.checkpoints is not None
+            free, least = free_bytes(self.checkpoints), self.checkpoint_bytes + self.model_bytes
+            if free < least:
+                self.watcher.warn(
+                    f"no checkpoint of step {self.state.step}: {free / 2**20:,.0f} MiB are free, and a checkpoint and "
+                    f"the final model need {least / 2**20:,.0f} MiB; free some space"
+                )
+            return free >= least
+
+        return self.ranks.from_first(on_this_disk)
 
     def checkpoint(self, reward: float = NEVER_BEST) -> Path:
         """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.files import free_bytes
 from palestra.core.types import Rollout
 from palestra.evals.report import EvalReport
 from palestra.plan.estimate import RunEstimate
@@ -71,14 +72,33 @@ class Overview:
         return (self.weights + self.trainable) * self.bytes_per_weight + self.state_bytes
 
     @property
+    def model_bytes(self) -> int:
+        """The saved model, or its adapter."""
+        return (self.trainable if self.config.lora.r else self.weights) * self.bytes_per_weight
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint: the model, the optimizer's state and the best weights so far."""
+        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0
+        return self.model_bytes + self.state_bytes + best
+
+    def require_disk(self, folder: Path) -> None:
+        """PalestraError unless the disk has room for one checkpoint and the final model."""
+        least = self.model_bytes + (self.checkpoint_bytes if self.config.checkpoint.every else 0)
+        free = free_bytes(folder)
+        if free < least:
+            raise PalestraError(
+                f"the disk of {folder} has {_size(free)} free; a checkpoint and the final model need {_size(least)}. "
+                "Free some space, choose another output_dir, or set checkpoint.every=0"
+            )
+
+    @property
     def disk_bytes(self) -> int:
-        saved = (self.trainable if self.config.lora.r else self.weights) * self.bytes_per_weight
         keep = self.config.checkpoint
         checkpoints = keep.keep_last + (1 if keep.keep_best else 0) if keep.every else 1
         every = self.config.track.rollouts_every
         rollouts = self.rollouts * self.steps // every if every else 0
-        best = self.trainable * self.bytes_per_weight if self.config.train.max_rollbacks else 0
-        return checkpoints * (saved + self.state_bytes + best) + saved + rollouts * _ROLLOUT_BYTES
+        return checkpoints * self.checkpoint_bytes + self.model_bytes + rollouts * _ROLLOUT_BYTES
 
     @property
     def rollouts(self) -> int:
@@ -120,7 +140,7 @@ class Overview:
             trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"
             return "\n".join([f"{config.model.name}: {trained}, on a Tinker server", steps, *self._choice_text()])
         trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
-        free = shutil.disk_usage(folder).free
+        free = free_bytes(folder)
         disk = f"{_size(self.disk_bytes)} of disk" + (
             "" if free > self.disk_bytes else f"; only {_size(free)} are free"
         )

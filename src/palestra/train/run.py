@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +40,13 @@ from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluati
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource
 from palestra.train.interrupt import sigterm_as_ctrl_c
+from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
 from palestra.train.overview import STEP_KEYS, Overview
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
-from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, use_threads
+from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
 from palestra.train.tasks import EnvironmentTask, Parts, Task
 from palestra.train.watcher import SilentWatcher, Watcher
 
@@ -78,6 +80,7 @@ class Run:
     train_cases: int | None = None  # None where there is no last one
     queue: GroupQueue | None = None  # where groups are sampled ahead of their step
     chosen: tuple[str, ...] = ()  # sizes of a step that the config left to the run
+    model_path: Path | None = None  # of the final model, once it is saved
 
     @classmethod
     def build(
@@ -112,6 +115,9 @@ class Run:
             config = resume.config(config, resume_from[1].step if resume_from else 0)
         check_trackers(config.track)
         loaded = loaded or load_for_run(config)
+        if hasattr(loaded.model, "config"):
+            for warning in setting_warnings(config, parameter_count(loaded.model), loaded.context_tokens):
+                watcher.warn(warning)
         if resume is not None:
             use_threads(folder.record.get("threads"), config)
         max_group = getattr(getattr(task, "environment", None), "max_episodes", None)
@@ -151,6 +157,9 @@ class Run:
         training, ranks = self.training, self.training.ranks
         overview = self._overview()
         training.watcher.note(overview.text(self.folder.path))
+        ranks.from_first(lambda: overview.require_disk(self.folder.path))
+        training.checkpoint_bytes, training.model_bytes = overview.checkpoint_bytes, overview.model_bytes
+        training.save_model = self._save_model
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
             stack.enter_context(interpreter_for_many_rollouts())
@@ -178,12 +187,13 @@ class Run:
             training.on_first_groups = lambda groups: self._report_capability(before, groups)
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
             training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
-            after, choice = self._best_of(before, self._evaluate("after", again=True))
-            training.watcher.busy("saving the model")
             try:
-                path = ranks.from_first(lambda: self.backend.save_model(self.folder.model, self.folder.record))
+                path = self.model_path or self._save_model()  # here only where no step was left to take
             except Exception as error:
                 raise training.failure("saving the model", error) from error
+            after, choice = self._best_of(before, self._evaluate("after", again=True))
+            if choice:
+                path = self._save_model()  # the weights that it went back to
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             events = (*training.state.safety.events, *choice)
             findings = self._findings(metrics, after, choice)
@@ -193,6 +203,13 @@ class Run:
             )
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
+
+    def _save_model(self) -> Path:
+        """Save the final model, before its checkpoint and the last evaluation can fill the disk or fail."""
+        self.training.watcher.busy("saving the model")
+        save = partial(self.backend.save_model, self.folder.model, self.folder.record)
+        self.model_path = path = self.training.ranks.from_first(save)
+        return path
 
     def _open_records(self) -> None:
         """Write down what the run is, and cut its records back to where it goes on."""

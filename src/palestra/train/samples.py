@@ -120,8 +120,9 @@ def to_samples(
 ) -> list[Sample]:
     """One sample for each conversation of the rollouts that did not fail, of all groups or the chosen ones.
 
-    A truncated rollout stays as a row without trained tokens, so that it still counts where a
-    loss averages over rows. Advantages that a rollout brings along win.
+    Lineages in which no turn is trained (rejected choices, side calls) are left out. A truncated rollout stays as a row
+    without trained tokens, so that it still counts where a loss averages over rows. Advantages that a rollout brings
+    along win.
     """
     rows = [
         (g, conversation, advantage)
@@ -129,6 +130,7 @@ def to_samples(
         for rollout, advantage in zip(groups[g].rollouts, advantages[g], strict=True)
         if rollout.error is None
         for conversation in rollout.conversations
+        if isinstance(conversation, Rollout) or any(turn.maker == "model" for turn in conversation.turns)
     ]
     if not rows:
         return []

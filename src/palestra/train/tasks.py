@@ -24,6 +24,7 @@ from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
 from palestra.train.evaluation import Evaluator
@@ -215,12 +216,11 @@ def _tools_of(environment: Environment) -> list[Any] | None:
     """The tools of the first problem; None if it cannot be opened, which fails its own attempts, not the run."""
     try:
         problems = environment.problems("train") or environment.problems("held_out")
-        episode = environment.open(problems[0])
+        return tools_of(environment, problems[0])
+    except OpenTimeout:
+        raise
     except Exception:
         return None
-    tools = list(episode.tools)
-    episode.close()
-    return tools
 
 
 def _check_tools(environment: Environment, parts: Parts) -> None:

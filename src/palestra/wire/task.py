@@ -67,6 +67,11 @@ class WireTask:
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
             "environments over the wire sample with settings of their own",
         )
+        if not parts.config.rollout.max_staleness:
+            parts.watcher.note(
+                "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
+                "1 or more leaves older ones out"
+            )
         limits, completer = self._served(parts.policy)
         requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
         completer.on_request = requests
@@ -86,7 +91,7 @@ class WireTask:
             step=parts.step,
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
-            max_staleness=parts.config.rollout.max_staleness or None,
+            max_staleness=parts.config.rollout.max_staleness or None,  # over the wire 0 is no limit
         )
 
     def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:

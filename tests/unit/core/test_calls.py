@@ -40,10 +40,8 @@ def test_a_sync_function_that_gives_a_coroutine_is_awaited():
 
 
 def test_a_hanging_sync_function_times_out(release):
-    started = time.perf_counter()
     with pytest.raises(CallTimeout, match=r"longer than 0\.05 s"):
-        call(release.wait, 30, timeout_s=0.05)
-    assert time.perf_counter() - started < 5
+        call(release.wait, 300, timeout_s=0.05)
 
 
 def test_a_hanging_async_function_times_out():
@@ -73,27 +71,24 @@ def test_quick_calls_have_ended_in_the_next_turn_of_the_loop_all_in_one_thread()
 
 def test_the_loop_goes_on_while_a_call_is_slow(release):
     async def main():
-        slow = asyncio.create_task(call_with_limit(release.wait, 5, timeout_s=5.0))
+        slow = asyncio.create_task(call_with_limit(release.wait, 120, timeout_s=150.0))
         await asyncio.sleep(0.05)
-        began = time.perf_counter()
-        quick = await call_with_limit(lambda: "quick", timeout_s=5.0)
+        quick = await call_with_limit(lambda: "quick", timeout_s=100.0)
+        is_slow = not slow.done()
         release.set()
-        await slow
-        return quick, time.perf_counter() - began
+        return quick, is_slow, await slow
 
-    quick, seconds = asyncio.run(main())
-    assert quick == "quick"
-    assert seconds < 2
+    assert asyncio.run(main()) == ("quick", True, True)
 
 
 def test_the_first_failure_of_several_calls_is_raised_though_another_hangs(release):
     def fails():
         raise ValueError("no such table")
 
-    began = time.perf_counter()
+    ended = []
     with pytest.raises(ValueError, match="no such table"):
-        asyncio.run(calls_with_limit([lambda: release.wait(5), fails], timeout_s=5.0))
-    assert time.perf_counter() - began < 3
+        asyncio.run(calls_with_limit([lambda: ended.append(release.wait(120)), fails], timeout_s=150.0))
+    assert ended == []
 
 
 def test_several_calls_give_their_results_in_order_and_each_that_hangs_is_counted(release):
@@ -181,12 +176,12 @@ def test_a_forked_child_starts_threads_of_its_own():
 
 
 def test_hundreds_of_blocking_calls_run_at_once():
-    async def all_of_them():
-        await asyncio.gather(*(call_with_limit(time.sleep, 0.2, timeout_s=10) for _ in range(200)))
+    all_run = threading.Barrier(200)
 
-    started = time.perf_counter()
-    asyncio.run(all_of_them())
-    assert time.perf_counter() - started < 10  # one after the other would take 40 s
+    async def all_of_them():
+        return await asyncio.gather(*(call_with_limit(all_run.wait, 60, timeout_s=120) for _ in range(200)))
+
+    assert sorted(asyncio.run(all_of_them())) == list(range(200))
 
 
 def test_a_thread_that_ends_after_its_loop_closed_says_nothing(capsys):

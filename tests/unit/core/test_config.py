@@ -22,6 +22,12 @@ def test_a_group_of_one_is_refused_with_the_reason() -> None:
         GRPOTrainingConfig(num_generations=1).to_run_config()
 
 
+def test_rollouts_of_training_are_not_sampled_at_temperature_0() -> None:
+    with pytest.raises(PalestraError, match=r"eval\.temperature"):
+        RunConfig.build({"rollout": {"temperature": 0}})
+    assert RunConfig.build({"eval.temperature": 0}).eval.temperature == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

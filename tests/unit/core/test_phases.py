@@ -1,29 +1,46 @@
 import threading
-import time
 
 import pytest
 
+from palestra.core import phases as phases_module
 from palestra.core.phases import Phases
 
 
-def test_each_moment_counts_for_the_innermost_phase_alone():
+class Clock:
+    """A clock that stands still unless it is moved on."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(phases_module, "perf_counter", made)
+    return made
+
+
+def test_each_moment_counts_for_the_innermost_phase_alone(clock):
     phases = Phases()
     with phases("outer"):
-        time.sleep(0.01)
+        clock.now += 1
         with phases("inner"):
-            time.sleep(0.03)
-    found = phases.take()
-    assert 0.01 <= found["outer"] < found["inner"]
-    assert found["inner"] >= 0.03
+            clock.now += 3
+        clock.now += 5
+    clock.now += 7
+    assert phases.take() == {"outer": 6.0, "inner": 3.0}
 
 
-def test_what_is_taken_is_counted_once_also_in_the_middle_of_a_phase():
+def test_what_is_taken_is_counted_once_also_in_the_middle_of_a_phase(clock):
     phases = Phases()
     with phases("outer"):
-        time.sleep(0.01)
-        first = phases.take()["outer"]
-    assert first >= 0.01
-    assert phases.take().get("outer", 0.0) < first
+        clock.now += 2
+        assert phases.take() == {"outer": 2.0}
+        clock.now += 1
+    assert phases.take() == {"outer": 1.0}
     assert phases.take() == {}
 
 

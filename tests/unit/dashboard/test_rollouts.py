@@ -200,6 +200,18 @@ def test_two_groups_of_one_problem_in_a_step_stay_two(tmp_path) -> None:
     assert [row["group"] for row in index.rows_of("train")] == [1, 1, 1, 4, 4, 4]
 
 
+def test_two_groups_of_one_problem_stay_two_where_a_batch_of_the_index_ends_between_them(tmp_path, monkeypatch) -> None:
+    import random
+
+    from palestra.dashboard import rollout_index
+
+    monkeypatch.setattr(rollout_index, "_BATCH", 3)
+    rng = random.Random(1)
+    groups = [(1, [make_runs.make_rollout(rng, 7, passed=i % 2 == 0) for i in range(3)]) for _ in range(2)]
+    index = RolloutIndex(make_runs.write_run(tmp_path / "run", iter(groups)))
+    assert [row["group"] for row in index.rows_of("train")] == [1, 1, 1, 4, 4, 4]
+
+
 def test_hostile_texts_are_answered_as_json_and_cut(tmp_path) -> None:
     run = make_runs.write_run(tmp_path / "run", make_runs.hostile_groups())
     with run.rollouts_file.open("ab") as file:

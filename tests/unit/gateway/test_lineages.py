@@ -123,16 +123,15 @@ def test_an_edit_in_the_middle_opens_a_lineage_that_shares_what_was_before(tiny_
     assert [m.text for m in one.transcript] == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
 
 
-def test_choices_are_rows_that_share_a_prompt_and_each_can_go_on(tiny_tokenizer):
+def test_of_several_choices_the_one_that_goes_on_is_trained(tiny_tokenizer):
     model = completer(tiny_tokenizer, [f"{w}.{END}" for w in ("One", "Two", "Three", "Four")])
     one = attempt(model)
     choices = ask(one, model, [QUESTION], n=3)
     assert [c["content"] for c in choices] == ["One.", "Two.", "Three."]
     ask(one, model, [QUESTION, choices[1], {"role": "user", "content": "And?"}])
     rows = finish(one)
-    assert sorted(map(sampled_ids, rows)) == sorted(
-        [[model.policy.sampled[i] for i in row] for row in ([0], [2], [1, 3])]
-    )
+    assert sorted(map(sampled_ids, rows)) == [[], [], [model.policy.sampled[1], model.policy.sampled[3]]]
+    assert one.counts.discarded_turns == 2
     assert one.counts.recomputed_tokens == 0
     assert len({p.seed for p in model.policy.params}) == 4
 
@@ -251,3 +250,113 @@ def test_with_error_a_call_in_an_unexpected_format_stays_text(tiny_tokenizer):
     (first,) = ask(attempt(model), model, [SYSTEM, QUESTION])
     assert first["content"] == FENCED.removesuffix(END)
     assert "tool_calls" not in first
+
+
+def said(text):
+    return {"role": "user", "content": text}
+
+
+def masked_turns(rows):
+    """The sampled turns that are trained although rows that were cut off are masked (`train.mask_truncated`)."""
+    return [ids for row in rows if not row.cut_off for ids in sampled_ids(row)]
+
+
+def test_turns_before_a_truncated_side_request_are_trained(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"One.{END}", "A title that is too long", f"Two.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [QUESTION])
+    ask(one, model, [QUESTION, first, said("Give it a title.")], max_tokens=1)
+    ask(one, model, [QUESTION, first, said("And?")])
+    assert masked_turns(finish(one)) == [model.policy.sampled[0], model.policy.sampled[2]]
+
+
+def test_a_side_call_and_a_repeated_request_get_no_reward(tiny_tokenizer):
+    words = ("Title", "One", "Other", "Two")
+    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in words])
+    one = attempt(model)
+    ask(one, model, [said("Name this conversation.")])
+    ask(one, model, [QUESTION])  # the client did not get this answer, and asks again
+    (again,) = ask(one, model, [QUESTION])
+    ask(one, model, [QUESTION, again, said("And?")])
+    rows = finish(one)
+    assert [ids for row in rows for ids in sampled_ids(row)] == model.policy.sampled[2:]
+    assert one.counts.discarded_turns == 2
+
+
+def test_an_answer_that_a_later_request_quotes_is_trained(tiny_tokenizer):
+    words = ("Lamps cost 14", "Unread", "So it is", "It is 42")
+    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in words])
+    one = attempt(model)
+    (helper,) = ask(one, model, [said("What do lamps cost?")])
+    ask(one, model, [said("What do chairs cost?")])
+    history = [QUESTION, said(f"A helper says: {helper['content']}")]
+    (first,) = ask(one, model, history)
+    ask(one, model, [*history, first, said("And three?")])
+    sampled = model.policy.sampled
+    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
+
+
+def test_an_attempt_of_single_requests_trains_the_last_answer_to_each(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
+    one = attempt(model)
+    for text in ("First?", "Second?", "Second?", "Third?"):
+        ask(one, model, [said(text)])
+    sampled = model.policy.sampled
+    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
+
+
+def test_the_answer_before_a_side_call_is_trained(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{CALL}{END}", f"It is 5.{END}", f"Sums.{END}"])
+    one = attempt(model)
+    (first,) = ask(one, model, [QUESTION])
+    ask(one, model, [QUESTION, first, result(first)])
+    ask(one, model, [said("Name this conversation.")])
+    assert [ids for row in finish(one) for ids in sampled_ids(row)] == model.policy.sampled
+
+
+def test_a_tool_result_is_predicted_in_one_row_alone(tiny_tokenizer):
+    model = completer(tiny_tokenizer, [f"{CALL}{END}"] + [f"{word}.{END}" for word in ("Two", "Three", "Four", "Five")])
+    one = attempt(model)
+    (first,) = ask(one, model, [QUESTION])
+    (second,) = ask(one, model, [QUESTION, first, result(first, "the sum is five")])
+    for text in ("And?", "So?", "What?"):
+        ask(one, model, [QUESTION, first, result(first, "the sum is five"), second, said(text)])
+    heard = [t.token_ids.tolist() for row in finish(one) for t in row.turns if t.maker == "environment"]
+    texts = [tiny_tokenizer.decode(ids) for ids in heard]
+    assert sum("the sum is five" in text for text in texts) == 1
+
+
+def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
+    from palestra.core.types import Group
+    from palestra.harness.collector import one_rollout
+    from palestra.train.samples import to_samples
+
+    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
+    one = attempt(model)
+    choices = ask(one, model, [QUESTION], n=3)
+    ask(one, model, [QUESTION, choices[1], said("And?")])
+    rollout = one_rollout(PROBLEM, finish(one), one.transcript)
+    assert len(rollout.conversations) == 3
+    (sample,) = to_samples([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True)
+    assert int(sample.policy_mask.sum()) == len(model.policy.sampled[1]) + len(model.policy.sampled[3])
+
+
+def test_finding_a_conversation_takes_one_look_for_each_of_its_turns(tiny_tokenizer):
+    turns = 60
+    model = completer(tiny_tokenizer, lambda i: f"{i}.{END}", context=100_000)
+    one, history = attempt(model, sampling=SamplingParams(max_new_tokens=100_000)), [QUESTION]
+    for _ in range(turns):
+        (reply,) = ask(one, model, history)
+        history += [reply, said("And?")]
+    looks = 0
+
+    class Counting(dict):
+        def get(self, *args):
+            nonlocal looks
+            looks += 1
+            return super().get(*args)
+
+    one.lineages._by_reply = Counting(one.lineages._by_reply)
+    ask(one, model, history)
+    assert looks <= turns + 1
+    assert one.counts.lineages == 1

@@ -14,7 +14,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Message, Problem, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import ProgramCollector, case_of
+from palestra.harness.collector import ProgramCollector, case_of, hidden_columns
 from palestra.harness.outside import OutsideAgent
 from palestra.rollout.rewards import RewardFunctions
 from palestra.serve.loading import load_completer
@@ -198,7 +198,8 @@ def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
 
 def test_a_case_tells_nothing_of_what_is_expected():
     suite = EvalSuite.from_records([{"q": "2 + 2?", "total": 4, "hint": "add"}], lambda r: r["q"], lambda r: r["total"])
-    assert case_of(suite.cases[0]) == {"id": "suite-0", "input": "2 + 2?", "q": "2 + 2?", "hint": "add"}
+    hidden = hidden_columns(suite.cases)
+    assert case_of(suite.cases[0], hidden) == {"id": "suite-0", "input": "2 + 2?", "q": "2 + 2?", "hint": "add"}
     plain = EvalSuite.from_records([{"input": "2 + 2?", "expect": "4"}])
     assert case_of(plain.cases[0]) == {"id": "suite-0", "input": "2 + 2?"}
     said = Problem("p", (Message("user", "hi"),))
@@ -217,3 +218,32 @@ def test_a_context_that_cannot_be_made_fails_its_attempts_and_reward_functions_m
         model, function_agent(shop_assistant), cases=1, suite=bare, rewards=[lambda completions: [0.5] * 2]
     )
     assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
+
+
+def test_a_column_that_happens_to_equal_the_answer_is_kept():
+    records = [{"input": "1 + 2?", "level": 3, "expect": 3}, {"input": "1 + 1?", "level": 1, "expect": 2}]
+    suite = EvalSuite.from_records(records)
+    hidden = hidden_columns(suite.cases)
+    assert [case_of(case, hidden)["level"] for case in suite.cases] == [3, 1]
+    assert all("expect" not in case_of(case, hidden) for case in suite.cases)
+    computed = EvalSuite.from_records(
+        [{"input": "1 + 2?", "level": 3, "sum": 3}, {"input": "1 + 1?", "level": 1, "sum": 2}],
+        expect_fn=lambda record: record["sum"],
+    )
+    assert hidden_columns(computed.cases) == {"expect", "sum"}
+
+
+def test_a_posted_error_fails_the_attempt(model):
+    async def agent(gateway):
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            for body in ({"error": "db down"}, {"reward": 0.5}):
+                taken = (await client.post("/attempts")).json()
+                headers = {"Authorization": f"Bearer {taken['api_key']}"}
+                ask = {"model": "m", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+                await client.post(f"{taken['base_url']}/chat/completions", json=ask, headers=headers)
+                await client.post(f"/attempts/{taken['id']}/reward", json=body, headers=headers)
+
+    (group,) = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, beside=agent)
+    errors = [rollout.error for rollout in group.rollouts]
+    assert sorted(error is None for error in errors) == [False, True]
+    assert any(error and "db down" in error for error in errors)

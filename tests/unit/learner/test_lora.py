@@ -170,3 +170,13 @@ def test_weights_in_4_bits_are_counted_two_in_a_byte() -> None:
     layers = torch.nn.ParameterList([torch.zeros(4, 3)])
     layers.append(torch.nn.Parameter(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False))
     assert setup.parameter_count(layers) == 12 + 12
+
+
+def test_a_model_with_half_precision_adapters_can_be_saved_and_loaded_whole(tmp_path: Any) -> None:
+    model = adapted()
+    compute_in_model_dtype(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        ids = torch.arange(1, 25)[None]
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)

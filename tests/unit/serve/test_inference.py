@@ -339,6 +339,12 @@ def test_a_body_of_nothing_but_brackets_is_refused(http):
             assert http.post(path, content=body).status_code == 400
 
 
+def test_a_grammar_that_cannot_be_read_is_refused(http):
+    for grammar in ("start: x", '{"x": 1}', "5", "[5]"):
+        body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "grammar": grammar}
+        assert http.post("/v1/completions", json=body).status_code == 400
+
+
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
     threads, prepare = [], Completer.requests
 
@@ -349,7 +355,7 @@ def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeyp
     monkeypatch.setattr(Completer, "requests", noted)
     body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
     small = http.post("/v1/completions", json=body).json()["choices"]
-    monkeypatch.setattr("palestra.serve.inference._LARGE", 10)
+    monkeypatch.setattr("palestra.serve.completer.MAX_INLINE_CHARS", 10)
     assert http.post("/v1/completions", json=body).json()["choices"] == small
     assert http.post("/v1/completions", json=body | {"temprature": 1}).status_code == 400
     assert [name.startswith("palestra-tokenise") for name in threads] == [False, True]

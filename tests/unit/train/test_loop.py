@@ -18,6 +18,7 @@ from loop_fakes import PROBLEMS, FakeCollector, attempt, make_loop
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, Rollout, Score, Turn
+from palestra.train import loop as loop_module
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import ProblemSource, StepRollouts, draw
 from palestra.train.loop import Interrupted
@@ -649,3 +650,34 @@ def test_the_time_of_a_phase_is_that_while_sampling_and_that_while_learning() ->
     metrics = loop.training.learn(sampled, {"learner": 100.0, "decode": 2.0})  # a phase of the step's second half, too
     assert metrics["learner_seconds"] > 100.0
     assert metrics["decode_seconds"] == 2.0
+
+
+def test_a_checkpoint_that_leaves_no_room_for_the_final_model_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop({"checkpoint.every": 1, "checkpoint.keep_last": 9}, checkpoints=tmp_path)
+    heard = loop.training.watcher = Hears()
+    loop.training.checkpoint_bytes, loop.training.model_bytes = 300, 100
+    free = {1: 400, 2: 399, 3: 1000, 4: 0}
+    monkeypatch.setattr(loop_module, "free_bytes", lambda path: free[loop.training.state.step])
+    saved: list[int] = []
+    loop.training.save_model = lambda: saved.append(loop.training.state.step)
+    loop.training.run()
+    assert names(tmp_path) == [1, 3]
+    assert [text.split(":")[0] for text in heard.warnings[:2]] == ["no checkpoint of step 2", "no checkpoint of step 4"]
+    assert saved == [4]
+
+
+def test_the_final_model_is_saved_before_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path)
+    order: list[str] = []
+    save = loop.learner.save
+
+    def noting(folder: Path) -> None:
+        order.append(f"checkpoint {loop.training.state.step}")
+        save(folder)
+
+    monkeypatch.setattr(loop.learner, "save", noting)
+    loop.training.save_model = lambda: order.append("model")
+    loop.training.run()
+    assert order == ["checkpoint 2", "model", "checkpoint 4"]

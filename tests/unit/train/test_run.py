@@ -27,8 +27,10 @@ from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
 from palestra.train import backend
+from palestra.train import overview as overview_module
 from palestra.train import run as run_module
 from palestra.train.group_source import ProblemSource
+from palestra.train.limits import setting_warnings
 from palestra.train.loop import Interrupted
 from palestra.train.run import Run
 from palestra.train.tasks import Parts
@@ -344,3 +346,40 @@ def test_the_resume_of_a_finished_run_says_how_to_take_more_steps(lab: Lab) -> N
     done = lab.train(lab.resume()).training.state.step
     expected = f"all {done} steps were taken already, so it is only scored again; train.max_steps={2 * done} takes more"
     assert expected in lab.notes.lines
+
+
+def test_a_run_that_cannot_be_saved_does_not_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview_module, "free_bytes", lambda path: 10)
+    with pytest.raises(PalestraError, match=r" free; .*checkpoint\.every=0"):
+        lab.train()
+    assert lab.evaluator.phases == []
+
+
+def test_the_model_is_saved_where_the_last_evaluation_fails(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Path] = []
+    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
+    lab.evaluator.fails_at = "scoring after"
+    with pytest.raises(PalestraError, match="scoring after"):
+        lab.train()
+    assert saved == [lab.folder.model]
+
+
+def test_a_run_killed_between_its_model_and_its_first_checkpoint_starts_again(lab: Lab) -> None:
+    lab.folder.model.mkdir()
+    assert lab.train(lab.resume()).training.state.step == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"train.learning_rate": 0.5}, ["train.learning_rate = 0.5"]),
+        ({"train.learning_rate": 1e-3}, []),
+        ({"train.learning_rate": 1e-3, "lora.r": 8}, []),
+        ({"train.learning_rate": 1e-2, "lora.r": 8}, ["train.learning_rate = 0.01"]),
+        ({"rollout.max_new_tokens": 2048}, ["rollout.max_new_tokens = 2048"]),
+        ({"rollout.max_new_tokens": 1024}, []),
+    ],
+)
+def test_settings_that_are_hardly_meant_are_warned_of(settings: dict[str, Any], expected: list[str]) -> None:
+    warnings = list(setting_warnings(RunConfig.build(settings), 2_000_000, 2048))
+    assert [text[: len(start)] for text, start in zip(warnings, expected, strict=True)] == expected

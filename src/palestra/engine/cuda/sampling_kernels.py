@@ -30,19 +30,23 @@ def _choose(
     tops = tl.load(STATS + (at_row * blocks + i) * 2, mask=real, other=-float("inf"))
     sums = tl.load(STATS + (at_row * blocks + i) * 2 + 1, mask=real, other=0.0)
     top = tl.max(tops, 0)
-    mass = tl.where(real, sums * tl.exp(tops - top), 0.0)
+    mass = tl.where(real & (tops > -float("inf")), sums * tl.exp(tops - top), 0.0)
     total = tl.sum(mass, 0)
     target = draw * total
     reached = tl.cumsum(mass, 0)
     block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
-    block = tl.where(greedy, tl.argmax(tops, 0), block)  # one block holds the token
+    # masses and cumulative sums are rounded differently, so a draw may land past the last block or token that has any
+    # probability; then the most likely one is taken
+    empty = tl.sum(tl.where(i == block, mass, 0.0), 0) == 0.0
+    block = tl.where(greedy | empty, tl.argmax(tops, 0), block)  # one block holds the token
     before = tl.sum(tl.where(i < block, mass, 0.0), 0)
     base = LOGITS + at_row.to(tl.int64) * vocabulary
     at = block * BLOCK + t
     x = tl.load(base + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) / temperature
-    inner = tl.cumsum(tl.exp(x - top), 0)
-    drawn = tl.sum((inner <= target - before).to(tl.int32), 0)
-    token = tl.minimum(block * BLOCK + tl.where(greedy, tl.argmax(x, 0), drawn), vocabulary - 1)
+    weights = tl.exp(x - top)
+    drawn = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
+    impossible = tl.sum(tl.where(t == drawn, weights, 0.0), 0) == 0.0
+    token = tl.minimum(block * BLOCK + tl.where(greedy | impossible, tl.argmax(x, 0), drawn), vocabulary - 1)
     chosen = tl.load(base + token).to(tl.float32) / temperature
     return token, chosen - top - tl.log(total)
 
