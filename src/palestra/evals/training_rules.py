@@ -52,14 +52,6 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
             Remedy("end the run there with train.stop_when_solved", "train.stop_when_solved"),
             example="passed",
         )
-    if e.facts.value("rollout.temperature") == 0.0 and e.facts.allows("rollout.temperature"):
-        return e.finding(
-            "identical_rollouts",
-            f"in {count} all rollouts of a problem earned the same reward, so nothing was learned: "
-            "rollout.temperature is 0, which makes them identical",
-            Remedy("set rollout.temperature to 0.8 or 1", "rollout.temperature"),
-            example="not_passed",
-        )
     if lowest == highest == 0.0:
         return e.finding(
             "zero_reward",

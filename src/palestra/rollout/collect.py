@@ -11,7 +11,7 @@ from typing import Any
 from palestra.chat.template import ChatFormat
 from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.calls import OutOfThreads
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
@@ -19,7 +19,7 @@ from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
 from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes, close_now
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import ChatEndpoint, EndpointSpeaker, TokenSpeaker
+from palestra.rollout.speakers import NOT_FINITE, ChatEndpoint, EndpointSpeaker, TokenSpeaker
 
 OnRollout = Callable[[Rollout], None]
 BEGUN_AT_ONCE = 128  # rollouts
@@ -285,7 +285,8 @@ def require_one_good(groups: Sequence[Group]) -> None:
     """Raise if every attempt failed: there is nothing to learn or to report."""
     if not any_good(groups):
         first = next(r.error for group in groups for r in group.rollouts)
-        raise PalestraError(f"every rollout failed; the first error was {first}")
+        kind = NotFiniteError if first and NOT_FINITE in first else PalestraError
+        raise kind(f"every rollout failed; the first error was {first}")
 
 
 def seed_of(key: str) -> int:

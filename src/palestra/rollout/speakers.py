@@ -13,6 +13,8 @@ from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
 from palestra.policy.base import HoldsTokens, Policy
 
+NOT_FINITE = "the model gave log-probabilities that are not finite; its weights may be broken"
+
 _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
 
 
@@ -86,7 +88,7 @@ class TokenSpeaker:
 def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:
     """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
     if not math.isfinite(sum(turn.logprobs.tolist())):  # as a list: numpy takes longer for the usual few dozen
-        raise RolloutError("the model gave log-probabilities that are not finite; its weights may be broken")
+        raise RolloutError(NOT_FINITE)
     return check_tokens(session, start, turn.token_ids.tolist())
 
 

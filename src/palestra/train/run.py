@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
 from palestra.evals.capability import Capability
@@ -191,7 +191,7 @@ class Run:
                 path = self.model_path or self._save_model()  # here only where no step was left to take
             except Exception as error:
                 raise training.failure("saving the model", error) from error
-            after, choice = self._best_of(before, self._evaluate("after", again=True))
+            after, choice = self._best_of(before)
             if choice:
                 path = self._save_model()  # the weights that it went back to
             metrics, seconds = self.folder.metrics(), training.elapsed_s
@@ -249,14 +249,19 @@ class Run:
             raise self.training.failure(f"scoring {name}", error) from error
         return report
 
-    def _best_of(self, before: EvalReport | None, after: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
+    def _best_of(self, before: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
         """The evaluation of the model to return, and why it is not that of the last step, in one sentence or none.
 
         A model that scores less than the one that the run began with is not returned: the best weights of the run are
         scored, and where these are worse, too, the run gives back the weights that it began with.
         """
-        training = self.training
-        if before is None or after is None or training.snapshots is None or score_of(after) >= score_of(before):
+        training, after = self.training, None
+        try:
+            after = self._evaluate("after", again=True)
+        except PalestraError as error:
+            if before is None or training.snapshots is None or not isinstance(error.__cause__, NotFiniteError):
+                raise
+        if before is None or training.snapshots is None or (after and score_of(after) >= score_of(before)):
             if "returned_step" in self.folder.record:  # of an earlier end of the run
                 self.folder.add_to_record(returned_step=None, returned_because=None)
             return after, []
@@ -271,10 +276,11 @@ class Run:
             training.restore_weights(best=False)
         write_evaluation(self.folder.eval_file("after"), found)
         what = "training" if before.split == "train" else "held-out"
-        sentence = (
-            f"the last step's model scored less on the {what} cases than the model before the training (reward "
-            f"{after.mean_reward:.3g} instead of {before.mean_reward:.3g}), so the run returns {name}"
-        )
+        reason = "has weights that are not finite"
+        if after is not None:
+            reason = f"scored less on the {what} cases than the model before the training (reward "
+            reason += f"{after.mean_reward:.3g} instead of {before.mean_reward:.3g})"
+        sentence = f"the last step's model {reason}, so the run returns {name}"
         training.watcher.warn(sentence)
         self.folder.add_to_record(returned_step=0 if found is before else step, returned_because=sentence)
         return found, [sentence]

@@ -31,7 +31,7 @@ GOOD = {
     "reinforced_without_tools": 1.0, "entropy": 0.5,
 }  # fmt: skip
 TIMES = {"sample_seconds": 8.0, "train_seconds": 2.0, "decode_seconds": 1.0}  # of a run that samples by its own engine
-AGENT = RunFacts(RunConfig())
+AGENT = RunFacts(RunConfig().with_step_size())
 NO_SIGNAL = {"equal_reward_groups": 1.0, "signal_groups": 0.0, "update_scale": 0.0, "reinforced_rollouts": 0.0}
 ZERO = NO_SIGNAL | {"reward_max": 0.0, "reward_mean": 0.0, "pass_rate": 0.0, "failed_groups": 1.0}
 NO_CALLS = {"tool_calls_mean": 0.0, "tool_error_rate": 0.0, "unknown_tool_rate": 0.0, "malformed_call_rate": 0.0}
@@ -39,7 +39,8 @@ FAILING = {"tool_error_rate": 1.0, "unknown_tool_rate": 0.0, "malformed_call_rat
 
 
 def with_settings(kind: RunKind = "agent", **settings: Any) -> RunFacts:
-    return RunFacts(RunConfig.build({name.replace("__", "."): value for name, value in settings.items()}), kind)
+    config = RunConfig.build({name.replace("__", "."): value for name, value in settings.items()})
+    return RunFacts(config.with_step_size(), kind)
 
 
 def steps(count: int, **changes: float) -> list[dict[str, float]]:
@@ -128,7 +129,7 @@ LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of
     ),
     "entropy_collapse": ({"entropy": 0.05}, [{"entropy": 0.05, "pass_rate": 0.8}, {"entropy": 0.2}]),
 }
-ELSEWHERE = {"identical_rollouts", "ended_early"}  # by a setting; by the loop
+ELSEWHERE = {"ended_early"}  # by the loop
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -301,8 +302,6 @@ def test_a_higher_temperature_is_advised_only_up_to_1() -> None:
     assert "rollout.temperature" in only(rows).settings
     for facts in (with_settings(rollout__temperature=1.0), with_settings("wire"), with_settings(backend="tinker")):
         assert "rollout.temperature" not in only(rows, facts).settings
-    assert only(rows, with_settings(rollout__temperature=0.0)).kind == "identical_rollouts"
-    assert kinds(steps(6), facts=with_settings(rollout__temperature=0.0)) == []
 
 
 def test_groups_that_all_pass_call_for_harder_cases() -> None:

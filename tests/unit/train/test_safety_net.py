@@ -21,9 +21,11 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
+from palestra.evals.report import EvalReport
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.train.checkpoint import TrainState, read_checkpoint, step_folder
+from palestra.train.run import Run
 from palestra.train.safety_net import WINDOW, Health, SafetyState, Snapshots, collapse_reason
 
 HEALTHY = {
@@ -218,3 +220,29 @@ def test_a_run_with_a_learning_rate_a_hundred_times_too_high_returns_a_model_tha
     if not config.get("lora.r"):
         saved, initial = result.outcome.model.state_dict(), load_model("palestra/tiny").model.state_dict()
         assert all(torch.equal(saved[name], weight) for name, weight in initial.items())
+
+
+def test_weights_that_are_not_finite_are_rolled_back_and_never_returned(tmp_path: Path) -> None:
+    config = demo.config | SHORT | {"train.learning_rate": 1e30, "eval.cases": 6}
+    result = train_grpo(demo.agent, demo.suite, config=config, held_out=demo.held_out, folder=tmp_path, progress=False)
+    assert result.after.mean_reward == result.before.mean_reward
+    assert "not finite" in result.outcome.events[0]
+    assert all(torch.isfinite(weight).all() for weight in result.outcome.model.state_dict().values())
+
+
+def test_the_best_weights_of_the_run_are_returned_if_they_score_more_than_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, values, phases = Run._score, iter([0.3, 0.1, 0.5]), []
+
+    def scored(run: Run, phase: str) -> EvalReport:
+        phases.append(phase)
+        report = score(run, phase)
+        return replace(report, reward=replace(report.reward, value=next(values)))
+
+    monkeypatch.setattr(Run, "_score", scored)
+    config = demo.config | SHORT | {"train.max_steps": WINDOW + 1, "eval.cases": 2}
+    result = train_grpo(demo.agent, demo.suite, config=config, held_out=demo.held_out, folder=tmp_path, progress=False)
+    assert phases == ["scoring before", "scoring after", f"scoring the weights of step {WINDOW - 1}"]
+    assert result.after.mean_reward == 0.5
+    assert RunFolder.open(tmp_path).record["returned_step"] == WINDOW - 1
