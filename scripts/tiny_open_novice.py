@@ -179,10 +179,10 @@ def _resolve(scene: Scene, task: Task, step: Step, results: list[Any]) -> tuple[
     """A step's values; something of the right type for the result of a call that was left out."""
     anything = _fill(scene, task, step.tool, results)
     values = []
-    for value, other in zip(step.values, anything, strict=True):
+    for value, other, argument in zip(step.values, anything, step.tool.arguments, strict=True):
         if isinstance(value, Ref):
             value = other if results[value.step] is None else results[value.step]
-        values.append(value)
+        values.append(int(value) if argument.kind == "integer" else value)
     return tuple(values)
 
 
