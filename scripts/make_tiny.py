@@ -235,7 +235,7 @@ def main() -> None:
     sample = render(list(itertools.islice(dialogues(args.seed), TOKENIZER_DIALOGUES)), template)
     tokenizer = train_tokenizer(sample, args.vocabulary, template)
     model = new_model(tokenizer, args.hidden, args.layers).to(args.device)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; {vars(args)}", flush=True)
     source = batches_of_workers(tokenizer, args.seed + 1, args.batch_tokens, args.workers)
     facts: dict[str, Any] = train(model, reused(source, args.reuse, args.seed), args.steps, args.minutes)
     model.to("cpu").save_pretrained(args.out)

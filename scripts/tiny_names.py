@@ -136,7 +136,7 @@ def description(rng: random.Random, attribute: str, key: str) -> str:
 def instructions(rng: random.Random) -> str:
     kind = rng.random()
     if kind < 0.3:
-        return rng.choice(words.INSTRUCTIONS)
+        return rng.choice([text for text in words.INSTRUCTIONS if "shop" not in text])
     if kind < 0.75:
         who = " ".join(rng.choice((word(rng), rng.choice(FILLERS))) for _ in range(rng.randint(1, 3)))
         text = rng.choice(INSTRUCTION_FORMS).format(r=rng.choice(("", "a ", "the ")) + who)
