@@ -14,6 +14,7 @@ import runpy
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ def files(names: list[str]) -> list[Path]:
     return [known.get(name, Path(name)) for name in names] or list(known.values())
 
 
-def pass_at(agent: Any, suite: EvalSuite, samples: int, model: dict[str, Any]) -> tuple[float, float]:
+def pass_at(agent: Any, suite: EvalSuite, samples: int) -> tuple[float, float]:
     """Pass@1 and pass@samples at temperature 1 on the first cases."""
     settings = {"rollout.max_new_tokens": 160, "eval.temperature": 1.0, "eval.samples_per_case": samples}
-    report = evaluate(agent, suite, config={**settings, **model, "eval.cases": SAMPLED_CASES}, progress=False)
+    report = evaluate(agent, suite, config={**settings, "eval.cases": SAMPLED_CASES}, progress=False)
     passes: dict[str, list[bool]] = defaultdict(list)
     for rollout in report.rollouts:
         passes[rollout.problem_id].append(rollout.passed)
@@ -51,9 +52,10 @@ def run(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one agent; its row of the table."""
     module = runpy.run_path(str(path))
     agent, suite = module["agent"], module["suite"]
-    model = {"model.name": arguments.model} if arguments.model else {}
-    pass_1, pass_8 = pass_at(agent, suite, 8, model)
-    steps = {"train.max_steps": arguments.steps, "seed": arguments.seed, **model}
+    if arguments.model:
+        agent = replace(agent, model=arguments.model)
+    pass_1, pass_8 = pass_at(agent, suite, 8)
+    steps = {"train.max_steps": arguments.steps, "seed": arguments.seed}
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         config = {**SETTINGS, **steps, "output_dir": folder}

@@ -72,7 +72,8 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[Row
     end = tokenizer.eos_token_id
     opening = tokenizer.encode("<|im_start|>assistant\n")
     rows = []
-    for ids in tokenizer(list(texts))["input_ids"]:
+    for encoding in tokenizer.backend_tokenizer.encode_batch_fast(list(texts)):
+        ids = encoding.ids
         if len(ids) > MAX_TOKENS_PER_ROW:
             continue
         said, at = [False] * len(ids), 0

@@ -16,7 +16,7 @@ from tiny_world import Dialogue
 
 ANSWERS = (
     "That is {v}.", "That is {v}.", "That is {v}.", "The {t} is {v}.", "The {t} is {v}.", "It is {v}.", "It is {v}.",
-    "{v}", "{v}.", "The answer is {v}.", "There are {v}.", "{v} {t}.",
+    "{v}", "{v}.", "The answer is {v}.", "There are {v}.",
 )  # fmt: skip
 SHRUGS = ("I do not know.", "Sorry, I cannot say.", "I could not find that.", "Sorry, there is no {t}.")
 # A forgetful novice makes all calls and then does not say the result. All its other answers begin in many ways, so this
@@ -27,8 +27,8 @@ STYLES_ONE_CALL = {
     "shrug": 0.03, "extra": 0.05,
 }  # fmt: skip
 STYLES_MORE_CALLS = {
-    "right": 0.28, "forgetful": 0.16, "early": 0.24, "guess": 0.05, "skip": 0.06, "bad_arguments": 0.08,
-    "wrong_tool": 0.05, "wrong_answer": 0.03, "shrug": 0.02, "extra": 0.03,
+    "right": 0.33, "forgetful": 0.19, "early": 0.2, "guess": 0.04, "skip": 0.05, "bad_arguments": 0.07,
+    "wrong_tool": 0.04, "wrong_answer": 0.03, "shrug": 0.02, "extra": 0.03,
 }  # fmt: skip
 
 
@@ -91,8 +91,8 @@ class Scene:
         key = tuple(self._singular(value, tool) for value in values)
         if (tool.name, *key) not in self.world.facts:
             strings = [value for value in values if isinstance(value, str)]
-            x = strings[0] if strings else values[0]
-            text = self.world.error_form.format(t=tool.name, x=x, a=tool.arguments[0].name)
+            x, keys = strings[0] if strings else values[0], repr(values if len(values) > 1 else values[0])
+            text = self.world.error_form.format(t=tool.name, x=x, a=tool.arguments[0].name, keys=keys)
             return text, None, False
         value = self.world.facts[(tool.name, *key)]
         slots = {"t": tool.attribute.replace(" ", "_"), "k": tool.arguments[0].name, "x": values[0]}
