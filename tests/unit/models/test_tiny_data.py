@@ -116,6 +116,16 @@ def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
     assert tokenizer.decode(said) == "Hi.<|im_end|>"
 
 
+def test_no_digit_that_goes_on_from_a_held_out_price_is_learned(make_tiny: Any) -> None:
+    from palestra.models.loading import load_model
+
+    tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
+    for number, learned in (("3151", "311"), ("3251", "3251"), ("131", "131"), ("317", "31")):
+        (row,) = make_tiny.encode([f"<|im_start|>assistant\n{number}<|im_end|>\n"], tokenizer)
+        said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
+        assert tokenizer.decode(said) == f"{learned}<|im_end|>"
+
+
 def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> None:
     rng = random.Random(0)
     rows = [make_tiny.Row([i] * rng.randint(1, 400), []) for i in range(200)]
