@@ -33,7 +33,7 @@ def dialogues(seed: int) -> Iterator[Dialogue]:
     rng = random.Random(seed)
     kinds = (open_dialogue, tool_dialogue, sum_dialogue, copy_dialogue, small_talk)
     while True:
-        dialogue = rng.choices(kinds, (0.6, 0.2, 0.02, 0.13, 0.05))[0](rng)
+        dialogue = rng.choices(kinds, (0.58, 0.23, 0.02, 0.13, 0.04))[0](rng)
         if not mentions_held_out(repr(dialogue)):
             yield dialogue
 

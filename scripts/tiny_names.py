@@ -25,6 +25,16 @@ SYLLABLES = (
     "ther ti tic tim tin tion to tol ton tor tra tre tri tro tu tur ture ty ul um un up ur us ut va val van var ve vel ven "
     "ver vi vil vin vo vol wa wal war way we wel wen wer wi win wo wood work y ya za zo"
 ).split()
+ONSETS = (
+    "b bl br c ch chr cl cr d dr dw f fl fr g gh gl gn gr h j k kl kn kr l m n p ph pl pr q qu r rh s sc sch scr sh shr sk "
+    "sl sm sn sp sph spl spr squ st str sw t th thr tr tw v w wh wr x y z"
+).split() + [""] * 6
+VOWELS = "a e i o u a e i o u y ae ai ao au ay ea ee ei eo eu ew ey ia ie io oa oe oi oo ou ow oy ua ue ui uy".split()
+CODAS = (
+    "b bb ck ct d dd dge ff ft g gg ght gn gue k ke l lb ld lf lk ll lm lp lt m mb me mp n nce nch nd ne ng nge nk nt p pe "
+    "pp pt que r rb rch rd rg rk rl rm rn rp rr rs rt rth s se sh sk sp ss st t tch te th ts tt v ve w wn x xt y z zz"
+).split() + [""] * 30
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ATTRIBUTES = (
     "level size rank grade limit score mark share height width depth label group type class floor street page line point "
     "side step area zone speed power charge fee tax debt income salary budget profit output demand supply load dose "
@@ -76,9 +86,15 @@ CLAUSES = (
 
 
 def word(rng: random.Random) -> str:
-    """A made-up lower-case word of one to four syllables."""
-    if rng.random() < 0.3:
+    """A made-up lower-case word of one to four syllables, of English syllables or of any letters."""
+    kind = rng.random()
+    if kind < 0.15:
         return words.made_up_word(rng)
+    if kind < 0.45:
+        count = rng.choice((1, 1, 2))
+        return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))
+    if kind < 0.55:
+        return "".join(rng.choice(LETTERS) for _ in range(rng.randint(2, 7)))
     count = rng.choices((1, 2, 3, 4), (1, 5, 4, 1))[0]
     return "".join(rng.choice(SYLLABLES) for _ in range(count))
 
@@ -90,27 +106,48 @@ def noun(rng: random.Random) -> str:
 
 def tool_name(rng: random.Random, attribute: str) -> str:
     """A name in snake_case or camelCase that often, but not always, has the attribute in it."""
-    base = attribute if rng.random() < 0.6 else noun(rng)
-    parts = base.split()
+    parts = (attribute if rng.random() < 0.6 else noun(rng)).split()
     form = rng.random()
     if form < 0.3:
-        parts.insert(0, rng.choice(VERBS) if rng.random() < 0.6 else word(rng))
-    elif form < 0.45:
-        parts.append(rng.choice(("of", "for", "by", noun(rng), noun(rng))))
-    elif form < 0.52:
-        parts = [rng.choice(VERBS), *parts, noun(rng)]
+        parts.insert(0, rng.choice((rng.choice(VERBS), word(rng), _part(rng))))
+    elif form < 0.5:
+        parts.append(rng.choice(("of", "for", "by", _part(rng), _part(rng), noun(rng))))
+    elif form < 0.57:
+        parts = [_part(rng), *parts, _part(rng)]
     return _identifier(rng, parts)
 
 
 def argument_name(rng: random.Random) -> str:
     """An argument name: a short one, a word, or two words."""
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.2:
         return rng.choice(SHORT_ARGUMENTS)
-    return _identifier(rng, [noun(rng)] if kind < 0.8 else [noun(rng), noun(rng)])
+    return _identifier(rng, [noun(rng)] if kind < 0.75 else [_part(rng), noun(rng)])
+
+
+def argument_pair(rng: random.Random) -> tuple[str, str]:
+    """Two different argument names, often with a part in common."""
+    stem, kind = argument_name(rng), rng.random()
+    if kind < 0.15:
+        return f"{stem}1", f"{stem}2"
+    if kind < 0.22:
+        return f"{stem}_1", f"{stem}_2"
+    if kind < 0.3:
+        return f"{stem}_a", f"{stem}_b"
+    if kind < 0.38:
+        return f"{word(rng)}_{stem}", f"{word(rng)[::-1]}_{stem}"
+    other = argument_name(rng)
+    return (stem, other) if other != stem else ("a", "b")
+
+
+def _part(rng: random.Random) -> str:
+    """A part of an identifier, which may be a common word."""
+    return rng.choice(FILLERS).lower() if rng.random() < 0.3 else noun(rng)
 
 
 def _identifier(rng: random.Random, parts: list[str]) -> str:
+    if rng.random() < 0.05:
+        parts = [*parts[:-1], parts[-1] + str(rng.randint(1, 9))]
     if rng.random() < 0.06:
         return parts[0] + "".join(part.capitalize() for part in parts[1:])
     return "_".join(parts)
@@ -136,7 +173,7 @@ def description(rng: random.Random, attribute: str, key: str) -> str:
 def instructions(rng: random.Random) -> str:
     kind = rng.random()
     if kind < 0.3:
-        return rng.choice(words.INSTRUCTIONS)
+        return rng.choice([text for text in words.INSTRUCTIONS if "shop" not in text])
     if kind < 0.75:
         who = " ".join(rng.choice((word(rng), rng.choice(FILLERS))) for _ in range(rng.randint(1, 3)))
         text = rng.choice(INSTRUCTION_FORMS).format(r=rng.choice(("", "a ", "the ")) + who)
@@ -185,12 +222,18 @@ def integer(rng: random.Random) -> int:
     digits = rng.choices((1, 2, 3, 4, 5), (3, 5, 4, 2, 1))[0]
     while True:
         value = rng.randrange(10 ** (digits - 1) if digits > 1 else 1, 10**digits)
-        if digits > 1 and rng.random() < 0.12:
+        if digits > 1 and rng.random() < 0.05:
             value = int(str(value)[0] * digits)  # equal digits are the hardest to copy
         elif digits > 1 and rng.random() < 0.15:
             value = value // 10 * 10
         if not is_held_out_price(value):
             return value
+
+
+def lead_in(rng: random.Random) -> str:
+    """A clause before the question that names something beside the point."""
+    form = rng.choice(("On {x}", "In {x},", "For {x}:", "It is {x}.", "I am at {x}.", "{x} says:", "We want {x}.", "{s}"))
+    return form.format(x=rng.choice((proper_name, noun, word))(rng), s=sentence(rng))
 
 
 def small(rng: random.Random) -> int:

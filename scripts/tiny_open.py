@@ -136,9 +136,7 @@ def arithmetic_tool(rng: random.Random, op: str, *, decimals: bool = False) -> T
         text = _text(rng, op, argument, "")
         name = names.tool_name(rng, names.noun(rng))
         return Tool(name, (Argument(argument, kind),), text, compute=lambda a: a * factor, op=op)
-    a, b = rng.choice(A_B) if rng.random() < 0.5 else (names.argument_name(rng), names.argument_name(rng))
-    if a == b:
-        a, b = "a", "b"
+    a, b = rng.choice(A_B) if rng.random() < 0.4 else names.argument_pair(rng)
     name = rng.choice(OP_NAMES[op]) if rng.random() < 0.35 else names.tool_name(rng, names.noun(rng))
     arguments = (Argument(a, kind), Argument(b, kind))
     return Tool(name, arguments, _text(rng, op, a, b), compute=OPS[op], op=op)
@@ -146,7 +144,7 @@ def arithmetic_tool(rng: random.Random, op: str, *, decimals: bool = False) -> T
 
 def calculator_tool(rng: random.Random) -> Tool:
     """A tool for all four operations that takes the operation as an argument."""
-    a, b = rng.choice(A_B) if rng.random() < 0.5 else (names.argument_name(rng), names.argument_name(rng))
+    a, b = rng.choice(A_B) if rng.random() < 0.4 else names.argument_pair(rng)
     signs = list(SIGNS.values()) if rng.random() < 0.6 else list(SIGNS)
     how = rng.choice(("op", "sign", "how", names.word(rng)))
     if len({a, b, how}) < 3:
@@ -302,6 +300,8 @@ CHAIN = (
 TWO_TOOLS = (
     "What are the {t} and the {s} of {x} together?", "What is the {t} minus the {s} of {x}?",
     "How much {t} is left after the {s} for {x}?", "What is the {t} of {x} with its {s}?",
+    "How much do the {t} and the {s} for {x} come to?", "{x} has a {t} and a {s}. What is left?",
+    "I want the {t} and the {s} of {x}. How much is it in all?", "How many more {t} may {x} have?",
     "How much is {x} with {s}?", "What is the difference between {t} and {s} of {x}?", "How many {x} are left?",
     "What is the {t} of {x} times its {s}?", "How much {t} has {x} without {s}?",
 )  # fmt: skip
@@ -330,7 +330,12 @@ def key_text(world: World, tool: Tool, key: tuple[Any, ...]) -> str:
         # One world uses the same prepositions and articles in all its questions, as an agent's test cases do.
         style = random.Random(f"{tool.name} {tool.description} {i}")
         text = str(value)
-        if text[0].islower() and style.random() < 0.4:
+        name = tool.arguments[-1 - i if tool.backwards else i].name.replace("_", " ")
+        if len(name) > 2 and style.random() < 0.18:
+            text = f"{name} {text}"
+        elif style.random() < 0.12:
+            text = f"{names.noun(style)} of {text}"
+        elif text[0].islower() and style.random() < 0.4:
             text = f"{style.choice(('the', 'the', 'a'))} {text}"
         elif text[0].islower() and style.random() < 0.15:
             text += "s"
@@ -351,8 +356,13 @@ def phrase_question(world: World, forms: tuple[str, ...], **slots: Any) -> str:
         form = _with_unknown_words(rng, form)
     text = form.format(**slots)
     text = text[0].upper() + text[1:] if rng.random() < 0.9 else text
-    if rng.random() < 0.08:
-        text = f"{rng.choice(names.CLAUSES)} {text}" if rng.random() < 0.6 else f"{text} {rng.choice(names.CLAUSES)}"
+    extra = rng.random()
+    if extra < 0.1:
+        text = f"{names.lead_in(rng)} {text[0].lower() + text[1:] if rng.random() < 0.5 else text}"
+    elif extra < 0.14:
+        text = f"{rng.choice(names.CLAUSES)} {text}"
+    elif extra < 0.18:
+        text = f"{text} {rng.choice(names.CLAUSES)}"
     return text
 
 
@@ -529,7 +539,8 @@ RESULT_FORMS = (
     ("The {t} is {v}.", 0.5),
 )
 ERROR_FORMS = (
-    "Error: {t} raised KeyError: '{x}'",
+    "Error: {t} raised KeyError: {keys}",
+    "Error: {t} raised KeyError: {keys}",
     "Error: {t} raised KeyError: '{x}'",
     "Error: {t} raised ValueError: no {a} '{x}'",
     "Error: {t} raised ValueError: unknown {a} {x}",
@@ -540,14 +551,14 @@ ERROR_FORMS = (
     "null",
 )
 TASKS: tuple[tuple[Callable[[World], Task], float], ...] = (
-    (one_task, 3.0),
-    (convert_task, 1.6),
+    (one_task, 2.6),
+    (convert_task, 1.5),
     (several_task, 2.0),
     (pair_task, 2.4),
-    (chain_task, 1.0),
-    (two_tools_task, 1.0),
-    (route_task, 0.5),
-    (three_task, 0.5),
+    (chain_task, 1.2),
+    (two_tools_task, 1.4),
+    (route_task, 0.7),
+    (three_task, 0.4),
 )
 
 
@@ -564,6 +575,8 @@ def make_world(rng: random.Random) -> tuple[World, Callable[[World], Task]]:
     elif make_task is two_tools_task:
         first = lookup_tool(rng, numeric=True)
         second = lookup_tool(rng, numeric=True)
+        if rng.random() < 0.4:
+            second = replace(second, name=_like(rng, first.name))
         arguments = first.arguments if rng.random() < 0.7 else _renamed(rng, first.arguments)
         tools = [first, replace(second, arguments=arguments, backwards=first.backwards)]
     elif make_task is route_task:
@@ -603,6 +616,15 @@ def _distractor(rng: random.Random) -> Tool:
     if kind < 0.8:
         return arithmetic_tool(rng, rng.choice(("add", "subtract", "multiply", "divide")))
     return replace(conversion_tool(rng), op="other")
+
+
+def _like(rng: random.Random, name: str) -> str:
+    """Another name that shares a part with this one."""
+    parts = name.split("_")
+    if len(parts) == 1:
+        return f"{names.word(rng)}_{name}" if rng.random() < 0.5 else f"{name}_{names.word(rng)}"
+    parts[rng.randrange(len(parts))] = names.word(rng)
+    return "_".join(parts)
 
 
 def _renamed(rng: random.Random, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 
 from palestra import demo
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "scripts"
+AGENTS = sorted([*ROOT.glob("examples/tiny_agents/*.py"), *ROOT.glob("benchmarks/tiny_agents/*.py")])
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,41 @@ def test_each_word_of_a_held_out_item_is_known_from_other_items(sample: list[Any
     assert all(word in text for word in [*demo.ADJECTIVES, *demo.NOUNS])
 
 
+def words_of(value: Any) -> set[str]:
+    """The words in a generator's constants, however deep."""
+    if isinstance(value, str):
+        return set(re.findall(r"[^\W\d_]+", value.lower()))
+    if isinstance(value, dict):
+        return words_of(list(value.items()))
+    return set().union(*map(words_of, value)) if isinstance(value, list | tuple | set) else set()
+
+
+@pytest.fixture(scope="module")
+def name_lists(make_tiny: Any) -> set[str]:
+    """Every word that the generator can use whole in the name of a tool, of an argument or of an entity."""
+    open_world, names, lists = (sys.modules[name] for name in ("tiny_open", "tiny_names", "tiny_words"))
+    constants = [names.ATTRIBUTES, names.SHORT_ARGUMENTS, names.VERBS, open_world.OP_NAMES, open_world.A_B]
+    fixed = [lists.PEOPLE, lists.CITIES, lists.COUNTRIES, lists.PLAIN_WORDS, lists.ADJECTIVES, lists.NOUNS]
+    topics = [(topic.tool_names, topic.argument_names) for _, topic in sys.modules["tiny_world"].TOPICS]
+    return words_of([constants, fixed]) | {name for pair in topics for group in pair for name in group}
+
+
+@pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
+def test_no_tool_argument_or_entity_of_the_agents_is_in_the_word_lists(path: Path, name_lists: set[str]) -> None:
+    module = runpy.run_path(str(path))
+    names = {name for tool in module["agent"].tools for name in (tool.name, *tool.parameters["properties"])}
+    assert not names & name_lists
+    tables = [value for name, value in module.items() if name.isupper() and isinstance(value, dict)]
+    entities = {str(part).lower() for table in tables for key in table for part in (key if type(key) is tuple else [key])}
+    assert not entities & name_lists
+
+
+@pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
+def test_no_question_of_the_agents_is_in_the_data(path: Path, sample: list[Any]) -> None:
+    text = json.dumps([d.messages for d in sample])
+    assert not any(case.input in text for case in runpy.run_path(str(path))["suite"])
+
+
 def test_the_same_seed_gives_the_same_dialogues(make_tiny: Any) -> None:
     first, again, other = (list(itertools.islice(make_tiny.dialogues(seed), 50)) for seed in (3, 3, 4))
     assert first == again
@@ -55,12 +93,16 @@ def test_the_same_seed_gives_the_same_dialogues(make_tiny: Any) -> None:
 
 
 def test_tool_calls_fit_the_schemas_in_their_prompt(sample: list[Any]) -> None:
+    kinds = {"string": str, "integer": int, "number": int | float}
     for dialogue in sample:
         schemas = {t["function"]["name"]: t["function"]["parameters"] for t in dialogue.tools}
         for message in dialogue.messages:
             for call in message.get("tool_calls", ()):
                 function = call["function"]
-                assert list(function["arguments"]) == schemas[function["name"]]["required"]
+                schema = schemas[function["name"]]
+                assert list(function["arguments"]) == schema["required"]
+                for name, value in function["arguments"].items():
+                    assert isinstance(value, kinds[schema["properties"][name]["type"]])
 
 
 def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
@@ -72,6 +114,16 @@ def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
     (row,) = make_tiny.encode([text], tokenizer)
     said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
     assert tokenizer.decode(said) == "Hi.<|im_end|>"
+
+
+def test_no_digit_that_goes_on_from_a_held_out_price_is_learned(make_tiny: Any) -> None:
+    from palestra.models.loading import load_model
+
+    tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
+    for number, learned in (("3151", "311"), ("3251", "3251"), ("131", "131"), ("317", "31")):
+        (row,) = make_tiny.encode([f"<|im_start|>assistant\n{number}<|im_end|>\n"], tokenizer)
+        said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
+        assert tokenizer.decode(said) == f"{learned}<|im_end|>"
 
 
 def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> None:
@@ -87,6 +139,7 @@ def test_two_steps_of_making_it_twice_give_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 300)
     monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 100)
+    monkeypatch.setattr(make_tiny, "score", lambda model, tokenizer: {})
     made = []
     for name in ("one", "two"):
         arguments = ["make_tiny.py", "--steps", "2", "--threads", "1", "--out", str(tmp_path / name)]
