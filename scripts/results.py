@@ -47,6 +47,7 @@ COMMON = {  # of SmolLM2: number of steps and sizes; how it learns is left to th
     "eval.every": 25,
     "checkpoint.every": 0,
 }
+QWEN_LENGTH = {"train.max_steps": 20, "checkpoint.every": 0}  # everything else is default
 SMALL = {
     "train.max_steps": 2,
     "train.problems_per_step": 2,
@@ -105,20 +106,24 @@ RECIPES = {
             "rollout.max_new_tokens": 40,
         },
     ),
-    "planner": Recipe(
-        "stock of a hardware store: one to four look-ups and calculations",
-        "examples/planner.py",
+    "catalogue": Recipe(
+        "questions about a shop's goods, answered by look-ups",
+        "catalogue",
         "",
-        {},
+        QWEN_LENGTH | {"env.held_out_size": 200},
         QWEN,
     ),
-    "sql": Recipe("questions about a database, answered with SQL", "sql", "", {}, QWEN),
-    "catalogue": Recipe("questions about a shop's goods, answered by look-ups", "catalogue", "", {}, QWEN),
+    "sql": Recipe(
+        "questions about a database, answered with SQL", "sql", "", QWEN_LENGTH | {"env.held_out_size": 200}, QWEN
+    ),
+    "planner": Recipe(
+        "stock of a hardware store: one to four look-ups and calculations", "examples/planner.py", "", QWEN_LENGTH, QWEN
+    ),
 }
-KEPT = ("model", "seed", "seconds", "before", "after", "metrics", "config", "environment", "transcripts")
+KEPT = tuple("model seed seconds before after metrics config environment transcripts capability findings".split())
 KEPT_METRICS = (
     "step rollouts sampled_tokens reward_mean pass_rate equal_reward_groups loss grad_norm entropy sample_seconds "
-    "train_seconds eval/pass_rate"
+    "train_seconds eval/pass_rate tool_calls_mean other_format_rate malformed_call_rate signal_groups update_scale"
 ).split()
 
 
@@ -138,7 +143,7 @@ def train(name: str, seed: int, small: bool, model: str | None, more: list[str])
     print(f"{name}, seed {seed}: {rates[0]['rate']:.1%} -> {rates[1]['rate']:.1%} in {report['seconds']:.0f} s")
     if not small:
         DATA.mkdir(parents=True, exist_ok=True)
-        kept = {key: report[key] for key in KEPT}
+        kept = {key: report[key] for key in KEPT if key in report}
         kept["metrics"] = [{key: row[key] for key in KEPT_METRICS if key in row} for row in report["metrics"]]
         (DATA / f"{name}-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
