@@ -28,9 +28,6 @@ RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
 # are off by tenths in bfloat16), and of a gradient relative to its size. A wrong mask is off by whole nats.
 TOLERANCES = {torch.bfloat16: (0.3, 0.5), torch.float16: (0.05, 0.1)}
 FULL_PRECISION = (5e-4, 1e-2)
-# Rounding differs by model: the compiled gradient may differ by this factor more than the uncompiled one does, up to a
-# limit that a wrong mask exceeds.
-NOISE_FACTOR, MOST_NOISE = 1.5, 0.8
 LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that reach beyond them
 # The compiler lays out layers for the size that it sees first, which is here: numbers of a hidden state on a GPU.
 TYPICAL_SIZE = 2**22
@@ -61,32 +58,18 @@ def choose_mode(scorer: CheckedScorer) -> None:
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
         scorer.mode = "trees"
-        limits = TOLERANCES.get(model.dtype, FULL_PRECISION)
-        reason, noise = _mismatch(scorer, shared, expected, limits)
-        if reason:
+        if reason := _mismatch(scorer, shared, expected):
             scorer.mode = "reference"
             log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
         elif compiled:
             scorer.compiled = True
             if model.device.type == "cuda":
                 shared = _probe(model, True, size=TYPICAL_SIZE)
-            if model.dtype in TOLERANCES:
-                limits = (limits[0], compiled_gradient_limit(limits[1], noise))
-            reason, _ = _mismatch(scorer, shared, expected, limits)
-            if reason:
+            if reason := _mismatch(scorer, shared, expected):
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
     finally:
         model.train(training)
-
-
-def compiled_gradient_limit(limit: float, noise: float) -> float:
-    """Allowed relative difference of the compiled gradient, given that of the uncompiled one.
-
-    >>> [round(compiled_gradient_limit(0.5, noise), 2) for noise in (0.01, 0.4, 0.49)]
-    [0.5, 0.6, 0.73]
-    """
-    return max(limit, min(MOST_NOISE, NOISE_FACTOR * noise))
 
 
 def drops(model: nn.Module) -> bool:
@@ -111,10 +94,8 @@ def require_tree_support(model: Any) -> None:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
-def _mismatch(
-    scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Tensor], limits: tuple[float, float]
-) -> tuple[str | None, float]:
-    """Why the scorer as it is set cannot be used, or None; and the largest relative difference of a gradient."""
+def _mismatch(scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
+    """Why the scorer as it is set cannot be used, or None."""
     model = scorer.model
     name = type(model).__name__
     try:
@@ -122,18 +103,16 @@ def _mismatch(
         with scorer.session():
             found = _numbers(model, lambda: scorer(micro), count=len(expected[0]))
     except UnsupportedModel as reason:
-        return str(reason), 0.0
-    logprob_limit, gradient_limit = limits
+        return str(reason)
+    logprob_limit, gradient_limit = TOLERANCES.get(model.dtype, FULL_PRECISION)
     difference = float((found[0] - expected[0]).square().mean().sqrt())
     if not difference <= logprob_limit:
-        return f"{name} differs by {difference:.2g} from its own log-probabilities on a small check", 0.0
-    noise = 0.0
+        return f"{name} differs by {difference:.2g} from its own log-probabilities on a small check"
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         error_norm, norm = float((mine - theirs).norm()), float(theirs.norm())
-        noise = max(noise, error_norm / max(norm, 1e-6))
         if not error_norm <= gradient_limit * norm + 1e-6:
-            return f"{name} differs by {error_norm / max(norm, 1e-6):.0%} from its own gradient on a small check", noise
-    return None, noise
+            return f"{name} differs by {error_norm / max(norm, 1e-6):.0%} from its own gradient on a small check"
+    return None
 
 
 def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count: int | None = None) -> list[Tensor]:
