@@ -23,7 +23,7 @@ from palestra.faces.rl_tools.clients import Clients
 from palestra.faces.rl_tools.models import Candidate
 from palestra.faces.rl_tools.relay import Relay
 from palestra.runs.index import TooManyRuns
-from palestra.runs.locks import RequestLimits, Site
+from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
 
 
@@ -205,3 +205,69 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
     assert written["env"]["data_path_to_save_groups"] == str(out)
     with pytest.raises(PalestraError, match="say where: --openai"):
         run_atropos.process(Path("gsm.py"), EnvSettings(), 5, out, None)
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """An agent's tools with an environment selected; no run is launched."""
+    monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
+
+    def make(site: Site) -> RlTools:
+        tools = RlTools(NothingStarts(tmp_path / "home"), site)
+        tools._draft = draft.Draft.of(in_file(LIBRARY / "calculator.py")[0], EnvDescription([], {}), site)
+        return tools
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", "tinker"),
+        ("backend", "ray"),
+        ("tinker.base_url", "http://127.0.0.1:18666"),
+        ("vllm.mode", "server"),
+        ("vllm.url", "http://127.0.0.1:18666"),
+        ("rollout.policy_url", "http://127.0.0.1:18666"),
+        ("rollout.weights_folder", "/any/folder"),
+        ("output_dir", "/any/folder"),
+        ("ray.address", "evil:1"),
+        ("track.entity", "other"),
+    ],
+)
+def test_an_agent_cannot_change_where_keys_weights_and_data_go(agent, field, value):
+    tools = agent(Site())
+    assert "locked_value" in tools.rl_edit_config(field, value)
+    assert "run_id" in tools.rl_start_training()
+    saved = next((tools.manager.home / "runs").rglob("request.json")).read_text()
+    assert field not in json.loads(saved)["settings"]
+
+
+@pytest.mark.parametrize("path", ["/any/path", "../model", "~/model", ".", "a/b/c", "weights.gguf"])
+def test_an_agent_names_models_of_the_hub_and_no_paths(agent, path):
+    tools = agent(Site())
+    assert "hub" in tools.rl_edit_config("model.name", path)["error"]
+    assert "error" in tools.rl_test_inference(1, 2, [f"local:{path}"])
+    assert tools.rl_edit_config("model.name", "Qwen/Qwen3-0.6B")["value"] == "Qwen/Qwen3-0.6B"
+    assert agent(Site(unlock=["model.name"])).rl_edit_config("model.name", path)["value"] == path
+
+
+def test_an_unlocked_address_gets_no_key_of_the_server(agent, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-server-secret-77777777")
+    tools = agent(Site(unlock=["backend", "tinker.base_url"]))
+    tools.rl_edit_config("backend", "tinker")
+    tools.rl_edit_config("tinker.base_url", "http://127.0.0.1:18666")
+    assert "TINKER_API_KEY" in tools.rl_start_training()["error"]
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:18666")
+    assert "run_id" in tools.rl_start_training()
+
+
+def test_a_lock_that_has_no_effect_is_not_shown(agent):
+    """The profile `tinker` lists a limit of the local trainer's memory, which a Tinker server does not read."""
+    tools = agent(Site(profile="tinker"))
+    shown = {lock["name"]: lock["locked_value"] for lock in tools.rl_get_current_config()["locked_fields"]}
+    assert shown["backend"] == "tinker"
+    assert "trainer.max_token_trainer_length" not in shown
+    request = tools.draft.request()
+    for key, value in locked_settings(list(tools.draft.locks)).items():
+        assert request.run_settings[key] == value
