@@ -15,7 +15,7 @@ from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
-from palestra.runs.rebuild import row_from_folder
+from palestra.runs.rebuild import id_of, row_from_folder
 from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
 
 Part = Literal["trainer", "env", "api", "supervisor"]
@@ -90,8 +90,16 @@ class RunReader:
 
     def of_folder(self, folder: RunFolder) -> Run:
         """The run in a folder, also one that the index does not list."""
-        row = self._index.row_of(str(folder.path))
-        return read_run(self._index, row or Row.unlisted(row_from_folder(folder)))
+        row = self.listed_row(folder)
+        if row is None:
+            row = Row.unlisted(row_from_folder(folder))
+            if self._index.has(row.run_id):  # a copy: the id in its index.json is that of the original
+                row = replace(row, run_id=id_of(folder.path))
+        return read_run(self._index, row)
+
+    def listed_row(self, folder: RunFolder) -> Row | None:
+        """The index's row of exactly this folder. The id in a folder is no proof: a copy has that of its original."""
+        return self._index.row_of(str(folder.path)) or self._index.row_of(str(folder.path.resolve()))
 
     def list(self) -> Runs:
         """All runs, newest first."""
