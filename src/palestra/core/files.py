@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from palestra.core.errors import PalestraError
 
 _TAIL_BYTES = 64 * 1024
 _MAX_SAME_NAME = 1000
+MAX_TEXT_BYTES = 64 << 20  # of a file of settings, or of source code
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -44,9 +46,25 @@ def replacing(path: Path) -> Iterator[Path]:
 def open_private(path: Path) -> IO[bytes]:
     """Append to a file, without a buffer, that only its owner may read; so is its folder where it has to be made."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    number = os.open(path, flags, 0o600)
     os.fchmod(number, 0o600)
     return open(number, "ab", buffering=0)
+
+
+def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The content of a regular file; OSError for a device, a pipe, or a file of more than `max_bytes`.
+
+    Files from elsewhere may be pipes that block for ever, or links to devices without an end.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(f"{path} is larger than {max_bytes} bytes")
+    return data
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -159,7 +177,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """The object of a line of JSON lines; None for what is none, or was cut."""
     try:
         row = json.loads(line)
-    except ValueError:  # also a character that was cut in half
+    except (ValueError, RecursionError):  # also a character that was cut in half
         return None
     return row if isinstance(row, dict) else None
 

@@ -71,6 +71,6 @@ def show_path(path: Path) -> str:
     """Relative to the working directory if the path is below it, so that it can be copied from the screen."""
     absolute = path.resolve()
     try:
-        return str(absolute.relative_to(Path.cwd()))
+        return visible(str(absolute.relative_to(Path.cwd())))
     except ValueError:
-        return str(absolute)
+        return visible(str(absolute))

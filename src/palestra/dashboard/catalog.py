@@ -43,9 +43,15 @@ class Catalog:
     """Finds runs. With `folders` or `imported` it shows these alone."""
 
     def __init__(
-        self, manager: RunManager, folders: Sequence[RunFolder] | None = None, imported: Sequence[ImportedRun] = ()
+        self,
+        manager: RunManager,
+        folders: Sequence[RunFolder] | None = None,
+        imported: Sequence[ImportedRun] = (),
+        *,
+        trust: bool = False,
     ) -> None:
         self.manager = manager
+        self.trust_words = ["--trust"] if trust else []  # for commands that run code which a folder names
         self._folders = folders
         self._imported = {str(each.folder.path): each for each in imported}
 

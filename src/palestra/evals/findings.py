@@ -82,8 +82,9 @@ def outcome_findings(
 
 def recorded_findings(report: Mapping[str, Any] | None, rows: Sequence[Row], *, ended: bool) -> list[str]:
     """The sentences for a run on disk: those of its report.json, or what its metrics say so far."""
-    if report is not None and "findings" in report:
-        return [finding["sentence"] for finding in report["findings"]]
+    recorded = None if report is None else report.get("findings")
+    if isinstance(recorded, list):
+        return [str(finding["sentence"]) for finding in recorded if isinstance(finding, dict) and "sentence" in finding]
     return [finding.sentence for finding in run_findings(rows, ended=ended)]
 
 

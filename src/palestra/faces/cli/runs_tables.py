@@ -12,7 +12,7 @@ from rich.text import Text
 
 from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, show_size
+from palestra.core.show import show_path, show_seconds, show_size, visible
 from palestra.evals.findings import recorded_findings
 from palestra.runs.reader import Run
 
@@ -35,7 +35,7 @@ def runs_table(runs: Sequence[Run], width: int) -> Table:
     for run in runs:
         state = Text(run.state, style=STATE_COLOURS.get(run.state, ""))
         cells = zip(headings, _cells(run), strict=True)
-        table.add_row(run.run_id, run.name, state, *(cell for heading, cell in cells if heading not in left_out))
+        table.add_row(run.run_id, Text(run.name), state, *(cell for heading, cell in cells if heading not in left_out))
     return table
 
 
@@ -64,7 +64,7 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
             console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
     folder = RunFolder(run.folder)
     for sentence in recorded_findings(folder.report(), folder.metrics(), ended=not run.is_active):
-        console.print(Text(f"! {sentence}", style="yellow"))
+        console.print(Text(f"! {visible(sentence)}", style="yellow"))
     if run.state in ("stopped", "failed"):
         console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
 
