@@ -7,16 +7,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from annotated_types import Le, Lt
+from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Request
 from palestra.core.run_folder import RunFolder
+from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
+from palestra.envs.load import env_class
 from palestra.faces import mcp_server
 from palestra.faces.rl_tools import RlTools, draft
 from palestra.faces.rl_tools.clients import Clients
@@ -60,17 +65,58 @@ def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
     assert "of at most 1" in tools.rl_start_training()["error"]
 
 
+COEFFICIENTS = {
+    "train.learning_rate", "train.epsilon", "train.epsilon_high", "train.delta", "train.sapo_temperature_pos",
+    "train.sapo_temperature_neg", "train.beta", "train.importance_cap", "train.off_policy_mask_threshold",
+    "train.entropy_coefficient", "train.target_entropy", "train.max_grad_norm", "train.weight_decay",
+    "rollout.temperature", "rollout.repetition_penalty", "echo.coefficient", "echo.final_coefficient",
+    "eval.temperature",
+}  # fmt: skip
+
+
+def has_upper_bound(info: FieldInfo) -> bool:
+    return any(isinstance(limit, Le | Lt) for limit in info.metadata)
+
+
+def is_number(info: FieldInfo) -> bool:
+    return bool({int, float} & {info.annotation, *get_args(info.annotation)})
+
+
+def test_every_number_of_a_run_has_a_bound_or_is_a_coefficient_that_costs_nothing():
+    numbers = {key: info for key, info in RunConfig.settings().items() if is_number(info)}
+    assert numbers.keys() >= COEFFICIENTS
+    without = {key for key, info in numbers.items() if not has_upper_bound(info)}
+    assert without <= COEFFICIENTS, "give a new number a bound (le=), or list it as a coefficient"
+
+
+def test_every_number_of_a_built_in_environment_has_a_bound():
+    found = [env_class(env) for path in sorted(LIBRARY.glob("[a-z]*.py")) for env in in_file(path)]
+    assert len(found) >= 5
+    for config in [cls.env_config_cls for cls in (*found, *BY_NAME.values())]:
+        without = {name for name, info in config.model_fields.items() if is_number(info) and not has_upper_bound(info)}
+        assert without <= {"seed"}, config
+
+
 @pytest.mark.parametrize(
-    "key",
+    ("key", "value"),
     [
-        "train.epochs", "train.max_steps", "train.problems_per_step", "train.iterations", "train.minibatches",
-        "train.refill_limit", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_tool_rounds",
-        "eval.samples_per_case",
+        ("checkpoint.keep_last", 10**9), ("lora.r", 10**6), ("rollout.max_open_episodes", 10**7),
+        ("rollout.max_tool_result_chars", 10**12), ("model.threads", 10**6), ("eval.cases", 10**9),
+        ("rollout.tool_timeout_s", 1e12), ("train.epochs", 10**9), ("train.max_steps", 10**9),
+        ("train.problems_per_step", 10**9), ("train.iterations", 10**9), ("train.minibatches", 10**9),
+        ("train.refill_limit", 10**9), ("rollout.group_size", 10**9), ("rollout.max_new_tokens", 10**9),
+        ("rollout.max_tool_rounds", 10**9), ("eval.samples_per_case", 10**9),
     ],
 )  # fmt: skip
-def test_a_number_that_multiplies_work_has_a_bound(key):
+def test_a_number_that_multiplies_work_has_a_bound(key, value):
     with pytest.raises(PalestraError, match=key):
-        RunConfig.build({key: 10**9})
+        RunConfig.build({key: value})
+
+
+def test_an_agent_keeps_a_bounded_number_of_checkpoints_unless_the_site_allows_more(agent):
+    assert agent(Site()).rl_edit_config("checkpoint.keep_last", 21)["maximum"] == 20
+    site = Site(maximum={"checkpoint.keep_last": 500})
+    assert agent(site).rl_edit_config("checkpoint.keep_last", 500)["value"] == 500
 
 
 @pytest.mark.parametrize("name", ["train_size", "held_out_size"])

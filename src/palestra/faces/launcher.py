@@ -218,6 +218,6 @@ def _field(field: ConfigField, draft: Draft) -> dict[str, Any]:
         "value": draft.value(field.name),
         "description": field.description,
         "choices": choices,
-        "maximum": draft.site.maximum.get(field.key or ""),
+        "maximum": draft.site.maximums.get(field.key or ""),
         "common": is_own or field.name in _COMMON,
     }

@@ -64,6 +64,7 @@ KEYS_OF_ADDRESSES = {
     "vllm.url": ("VLLM_API_KEY", None),
     "rollout.policy_url": ("PALESTRA_TOKEN", None),
 }
+AGENT_MAXIMUM = {"checkpoint.keep_last": 20.0}  # bounds disk space; `maximum` of the site file overrides it
 _HUB_NAME = re.compile(r"\w[\w.-]{0,99}(/\w[\w.-]{0,99})?(:\w[\w.-]{0,99})?", re.ASCII)
 
 
@@ -168,6 +169,11 @@ class Site(Section):
         except PalestraError as error:
             raise ValueError(str(error)) from None
         return settings
+
+    @property
+    def maximums(self) -> dict[str, float]:
+        """The largest values that an agent may choose, by setting."""
+        return AGENT_MAXIMUM | self.maximum
 
     @field_validator("unlock")
     @classmethod

@@ -69,7 +69,7 @@ class Draft:
         if "use_wandb" in own and found.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
-            largest = site.maximum.get(f.key or "")
+            largest = site.maximums.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
         return cls(found, description.run_settings, fields, site, locks, edited)
@@ -93,7 +93,7 @@ class Draft:
         if len(json.dumps(value)) > _MAX_VALUE_CHARS:
             raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
         read = own.read(value)
-        largest = self.site.maximum.get(own.key or "")
+        largest = self.site.maximums.get(own.key or "")
         if largest is not None and (read is None or read > largest):
             raise Refusal(f"{name} is at most {largest:g} at this site, got {short(read)}", field=name, maximum=largest)
         if own.key == "model.name" and "model.name" not in self.site.unlock and not is_hub_name(str(read)):
