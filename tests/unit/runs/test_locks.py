@@ -6,14 +6,8 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.runs.locks import (
-    SETTING_CLASSES,
-    Site,
-    load_site,
-    locked_settings,
-    locks_of,
-    refuse_keys_for_unknown_hosts,
-)
+from palestra.runs.agent_settings import SETTING_CLASSES, refuse_keys_for_unknown_hosts
+from palestra.runs.locks import Site, load_site, locked_settings, locks_of
 from palestra.runs.request import RunRequest
 
 
@@ -163,13 +157,13 @@ def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, key):
     owner = "http://gpu-box:8000"
     site = Site(run={setting: owner} | ({"vllm.mode": "server"} if setting == "vllm.url" else {}))
     with pytest.raises(PalestraError, match=key):
-        refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, Site(), keys)
+        refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, keys)
     with pytest.raises(PalestraError, match=key):
-        refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8001"}, site, keys)
-    refuse_keys_for_unknown_hosts({setting: f"{owner}/v2"}, site, keys)
-    refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, Site(), {})  # there is no key to send
+        refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8001"}, site.run, keys)
+    refuse_keys_for_unknown_hosts({setting: f"{owner}/v2"}, site.run, keys)
+    refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, {})  # there is no key to send
 
 
 def test_the_owner_of_a_tinker_key_may_name_its_host_in_the_environment():
     environ = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "https://tinker.example"}
-    refuse_keys_for_unknown_hosts({"tinker.base_url": "https://tinker.example/"}, Site(), environ)
+    refuse_keys_for_unknown_hosts({"tinker.base_url": "https://tinker.example/"}, {}, environ)

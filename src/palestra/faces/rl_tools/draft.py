@@ -22,18 +22,8 @@ from palestra.faces.rl_tools.fields import (
     run_fields,
     server_fields,
 )
-from palestra.runs.locks import (
-    KEYS_OF_ADDRESSES,
-    THE_MODEL,
-    Lock,
-    Site,
-    as_setting,
-    is_hub_name,
-    locked_settings,
-    locks_of,
-    refuse_keys_for_unknown_hosts,
-    short_names,
-)
+from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
+from palestra.runs.locks import THE_MODEL, Lock, Site, as_setting, locked_settings, locks_of, short_names
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
 from palestra.wire import WIRE_DEFAULTS
@@ -195,7 +185,7 @@ class Draft:
     def request(self) -> RunRequest:
         """The request to the run manager; PalestraError if it would send a key to an address that an agent chose."""
         chosen = {key: self.edited[key] for key in KEYS_OF_ADDRESSES if key in self.edited}
-        refuse_keys_for_unknown_hosts(chosen, self.site)
+        refuse_keys_for_unknown_hosts(chosen, self.site.run)
         locked = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
         lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
         return RunRequest(

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools.answers import short
-from palestra.runs.locks import Site, is_hub_name
+from palestra.runs.agent_settings import is_hub_name
+from palestra.runs.locks import Site
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 OPENROUTER_MODELS = ("qwen/qwen3-8b", "z-ai/glm-4.7-flash", "minimax/minimax-m2.7")
