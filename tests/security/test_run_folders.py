@@ -132,7 +132,8 @@ def test_a_copy_of_a_listed_run_is_foreign(foreign, here, tmp_path) -> None:
         ({"environment": {"name": "gymnasium:os:X", "settings": {}}}, True),
         ({"environment": {"name": "verifiers:evil", "settings": {}}}, True),
         ({"environment": {"name": "calculator.py", "settings": {}}}, True),
-        ({"source": "/elsewhere/agent.py"}, True),
+        ({"source": __file__}, True),
+        ({"source": "/elsewhere/agent.py"}, False),  # it is not on this machine
     ],
 )
 def test_only_code_that_comes_with_palestra_needs_no_trust(record, names_code) -> None:

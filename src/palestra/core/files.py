@@ -52,15 +52,21 @@ def open_private(path: Path) -> IO[bytes]:
     return open(number, "ab", buffering=0)
 
 
-def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The content of a regular file; OSError for a device, a pipe, or a file of more than `max_bytes`.
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; OSError for anything else.
 
     Files from elsewhere may be pipes that block for ever, or links to devices without an end.
     """
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(f"{path} is not a regular file")
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path} is not a regular file")
+    return open(number, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The content of a regular file; OSError for anything else, and for more than `max_bytes`."""
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(f"{path} is larger than {max_bytes} bytes")
@@ -101,7 +107,7 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
     """Up to `most` bytes from a position on, and that position: 0 where the file was begun anew since."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = start if start <= file.seek(0, os.SEEK_END) else 0
             file.seek(start)
             return file.read(most), start
@@ -112,7 +118,7 @@ def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
 def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[str]:
     """The last lines within the last `tail_bytes` of a file; none where there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (tail_bytes or max(_TAIL_BYTES, 400 * count))))
             text = file.read().decode("utf-8", "replace")

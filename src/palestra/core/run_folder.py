@@ -23,6 +23,7 @@ FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count
 STATE = "state.json"  # of a checkpoint: where the loop stands
 MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: without it the checkpoint is not finished
 MAX_STEP = 2**53
+MAX_CONFIG_BYTES = 1 << 20
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
 
@@ -153,7 +154,7 @@ class RunFolder:
     def record(self) -> dict[str, Any]:
         """run.json: what the run is."""
         try:
-            return dict(json.loads(self.record_file.read_text(encoding="utf-8")))
+            return dict(json.loads(read_regular(self.record_file)))
         except (ValueError, TypeError, RecursionError) as error:
             raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
 
@@ -194,7 +195,7 @@ class RunFolder:
         from palestra.core.yaml_config import parse_yaml
 
         try:
-            text = read_regular(self.config_file).decode("utf-8")
+            text = read_regular(self.config_file, MAX_CONFIG_BYTES).decode("utf-8")
             if text.startswith("---") and not text.rstrip().endswith("\n..."):  # files of 0.1 have neither
                 raise ValueError("it was cut off: its last line, '...', is missing")
             settings = parse_yaml(text)
@@ -209,9 +210,9 @@ class RunFolder:
     def tracking(self) -> dict[str, str | None]:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
         try:
-            settings = json.loads(self.request_file.read_text(encoding="utf-8"))["settings"]
+            settings = json.loads(read_regular(self.request_file))["settings"]
             names = RunConfig.build({k: v for k, v in settings.items() if k.startswith("track.")}).track
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             names = self.config.track if self.config_file.is_file() else RunConfig().track
         url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
         return {"project": names.project, "run_name": names.run_name or self.path.name, "url": url}
@@ -242,7 +243,7 @@ class RunFolder:
     def report(self) -> dict[str, Any] | None:
         """report.json; None until the run has one."""
         try:
-            return dict(json.loads(self.report_file.read_text(encoding="utf-8")))
+            return dict(json.loads(read_regular(self.report_file)))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
 
@@ -261,8 +262,8 @@ class RunFolder:
         """The checkpoint with the best reward, by what the newest one recorded; None where it was not kept."""
         last = self.last_checkpoint()
         try:
-            best = None if last is None else json.loads((last / STATE).read_text())["best_step"]
-        except (OSError, ValueError, KeyError):
+            best = None if last is None else json.loads(read_regular(last / STATE))["best_step"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return next((path for path in self.step_checkpoints() if step_of(path) == best), None)
 

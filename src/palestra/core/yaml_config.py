@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean
 
 MAX_YAML_NODES = 100_000
+MAX_YAML_DEPTH = 100
 
 # Settings under names that users of other trainers know -> the same setting here.
 TRANSLATIONS = {
@@ -38,8 +41,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
         data = parse_yaml(text)
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
     except FileNotFoundError:
         raise PalestraError(
             f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
@@ -54,9 +57,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML document; yaml.YAMLError if its aliases stand for too much content, or for themselves."""
+    """The content of a YAML document; yaml.YAMLError if it is nested too deeply, or its aliases stand for too much."""
     import yaml
 
+    steps = ((char in "[{") - (char in "]}") for char in re.sub(r"[^][{}]+", "", text))
+    if max(accumulate(steps), default=0) > MAX_YAML_DEPTH:  # PyYAML takes seconds to find that out
+        raise yaml.YAMLError(f"it is nested more than {MAX_YAML_DEPTH} levels deep")
     sizes: dict[int, int] = {}  # expanded nodes, by node; a node that is being counted is absent
 
     def size(node: Any, path: frozenset[int]) -> int:

@@ -35,8 +35,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 def _is_rollout(record: Mapping[str, Any]) -> bool:
     """Whether all that the pages read has types that they can show; others than our runs write such files too."""
-    scores = record.get("scores")
-    values = [score.get("value") for score in scores.values() if isinstance(score, Mapping)] if _is_map(scores) else []
+    values = [score.get("value") for score in scores_of(record).values()]
     step, group = record.get("step"), record.get("group")
     return (
         isinstance(record.get("messages"), list)

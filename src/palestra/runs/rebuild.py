@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_json
+from palestra.core.files import read_regular, write_json
 from palestra.core.run_folder import RunFolder
 from palestra.runs.folder_lock import holder
 from palestra.runs.processes import this_host
@@ -72,7 +72,7 @@ def row_from_folder(folder: RunFolder) -> dict[str, Any]:
 def _known(folder: RunFolder) -> dict[str, Any]:
     """The valid values of index.json; the file may come from somebody else."""
     try:
-        values = json.loads(folder.index_file.read_text(encoding="utf-8")) if folder.index_file.is_file() else {}
+        values = json.loads(read_regular(folder.index_file)) if folder.index_file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return {name: values[name] for name in _KEPT if _is_valid(name, values.get(name))} if type(values) is dict else {}

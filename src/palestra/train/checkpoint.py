@@ -68,7 +68,10 @@ def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
 def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
     check_whole(folder)
-    return _read_state(folder)
+    try:
+        return _read_state(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PalestraError(f"the checkpoint file {folder / STATE} is corrupt ({type(error).__name__})") from None
 
 
 def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], None]) -> tuple[Path, TrainState] | None:

@@ -17,6 +17,7 @@ from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
 from palestra.runs.reader import Run
+from palestra.runs.rebuild import id_of
 from palestra.runs.settings import differing_keys, settings_of
 
 _SPARKLINE_WIDTH = 60
@@ -27,7 +28,7 @@ class ComparedRun:
     """One of the runs: its settings, results and curves."""
 
     run: Run
-    label: str  # its id; the folder of one that was copied, with its id
+    label: str  # its id; the folder of a copy, whose id says nothing to a person
     settings: dict[str, Any]
     summary: dict[str, float | None]
     pass_rates: list[Point]
@@ -39,8 +40,7 @@ class ComparedRun:
 
 
 def compare_runs(runs: Sequence[Run]) -> list[ComparedRun]:
-    ids = [run.run_id for run in runs]
-    return [_compared(run, run.run_id if ids.count(run.run_id) == 1 else show_path(run.folder)) for run in runs]
+    return [_compared(run, show_path(run.folder) if run.run_id == id_of(run.folder) else run.run_id) for run in runs]
 
 
 def _compared(run: Run, label: str) -> ComparedRun:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -60,7 +61,8 @@ def code_for_tools(record: Mapping[str, Any]) -> list[str]:
             return []
         return [f"the environment {name} with the settings {dict(settings) if settings else 'of its file'}"]
     source = record.get("source")
-    return [] if source in _DEMOS else [f"the agent file {source}"]
+    is_here = source not in _DEMOS and Path(str(source)).exists()  # the file of another machine cannot run
+    return [f"the agent file {source}"] if is_here else []
 
 
 def code_of_run(record: Mapping[str, Any]) -> list[str]:
