@@ -50,7 +50,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise PalestraError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise PalestraError(f"the config file {path} is not valid YAML: {error}") from None
+        raise PalestraError(f"the config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if data is not None and not isinstance(data, dict):
         raise PalestraError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
     return data or {}

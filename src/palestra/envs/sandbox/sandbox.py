@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from palestra.core.errors import PalestraError
-from palestra.core.scratch import scratch_root
 from palestra.envs.sandbox.cgroup import Cgroup, make_cgroup
 from palestra.envs.sandbox.inside import remove_tree
 from palestra.envs.sandbox.isolation import (
@@ -138,9 +137,7 @@ class _FirstProcess:
     def __init__(self, limits: SandboxLimits, isolation: Isolation, image: str) -> None:
         # root is exempt from the limit on processes, so commands get a user of their own, which nobody else is
         uid = random.SystemRandom().randrange(2_000_000, 2**31) if os.geteuid() == 0 else None
-        self._folder = (
-            Path(tempfile.mkdtemp(prefix="palestra-sandbox-", dir=scratch_root())) if isolation == "none" else None
-        )
+        self._folder = Path(tempfile.mkdtemp(prefix="palestra-sandbox-")) if isolation == "none" else None
         if self._folder and uid is not None:
             os.chown(self._folder, uid, uid)
         name = self._folder or Path(f"palestra-sandbox-{random.SystemRandom().getrandbits(64):x}")
