@@ -9,8 +9,8 @@ from pathlib import Path
 
 from palestra.core.types import ToolCall
 
-# all but tab and newline; also those that reverse the direction of writing
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# all but tab and newline; also those that reverse the direction of writing, and lone surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -121,7 +121,7 @@ def read_metadata(path: Path) -> Metadata:
         and isinstance(entries, dict)
         and isinstance(places, dict)
         and all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
-        and all(Path(str(place.relative_path)).name == place.relative_path for place in places.values())
+        and all(Path(name := str(getattr(place, "relative_path", ".."))).name == name for place in places.values())
     )
     if not is_valid:
         raise pickle.UnpicklingError(f"{_METADATA} does not describe tensors in this folder")
