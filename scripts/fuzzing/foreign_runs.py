@@ -50,7 +50,7 @@ def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
     for number in range(count):
         run = folder / "run"
         shutil.copytree(whole, run)
-        what = f"input {number}: {ascii(_damage(run, rng))}"
+        what = f"input {number}: {_damage(run, rng)!a}"
         with tally.watch(what):
             _look(RunFolder(run), manager, tally, what)
         shutil.rmtree(run)
