@@ -1,7 +1,7 @@
 """Train a real model with several settings side by side on one GPU and print what each run learned.
 
     python benchmarks/real_model.py --model qwen.gguf --agent examples/planner.py --seconds 420 \\
-        "scale: --train.low_signal scale" "off: --train.low_signal off"
+        "scaled: --train.full_update_share 0.25" "full: --train.full_update_share 0"
 
 Each argument is `NAME: OPTIONS of palestra train`. The runs share the GPU, so their times are upper bounds. A run that
 is not done after `--seconds` is ended; what its metrics say until then is printed all the same.

@@ -93,8 +93,8 @@ def _scorer(run: RunFolder) -> EnvironmentTask | None:
     """The environment of ours that scores a run over the wire, if run.json names one."""
     from palestra.train.tasks import EnvironmentTask
 
-    scored_by = run.record.get("scored_by")
-    return EnvironmentTask(load_env(scored_by["name"], scored_by["settings"])) if scored_by else None
+    scored_by = run.environment("scored_by")
+    return EnvironmentTask(load_env(*scored_by)) if scored_by else None
 
 
 def _train(run: RunFolder, task: Task, **parts: Any) -> Outcome:

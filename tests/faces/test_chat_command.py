@@ -37,7 +37,7 @@ def run_folder(tmp_path, agent_file, tiny):
 def test_a_run_is_chatted_with_and_its_tool_calls_are_shown(cli, run_folder):
     run = run_folder()
     for name in (str(run.path), run.path.name, str(run.model)):
-        answer = cli("chat", name, "--once", "What does a red lamp cost?")
+        answer = cli("chat", name, "--trust", "--once", "What does a red lamp cost?")
         assert answer.code == 0
         assert 'calls price(item="red lamp")' in answer.out
         assert "→ 23" in answer.out

@@ -182,8 +182,11 @@ def test_a_short_name_of_a_locked_setting_is_locked(tools):
 
 def test_every_lock_that_is_shown_locks_something():
     """An environment of ours reads no setting of a server, and none that it does not have."""
-    shown = {lock.full_name for lock in draft_of().locks}
-    assert shown == {"trainer.checkpoint_dir"}
+    shown = {lock.full_name for lock in draft_of().shown_locks()}
+    assert shown == {"trainer.checkpoint_dir", "backend", "vllm.mode", "rollout.policy_url"}
+    tinker = {lock.full_name for lock in draft_of(Site(profile="tinker")).shown_locks()}
+    assert {"backend", "tinker.base_url"} <= tinker
+    assert "ray.address" not in tinker
     assert "env.max_num_workers" in {lock.full_name for lock in draft_of(name="max_num_workers").locks}
 
 

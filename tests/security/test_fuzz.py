@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from fuzzing import gguf_files, http_requests, tinker_requests, wire_posts
+from fuzzing import foreign_runs, gguf_files, http_requests, tinker_requests, wire_posts
 
 
 @pytest.mark.parametrize(
-    ("fuzzer", "count"), [(gguf_files, 40), (wire_posts, 100), (http_requests, 40), (tinker_requests, 200)]
+    ("fuzzer", "count"),
+    [(gguf_files, 40), (wire_posts, 100), (http_requests, 40), (tinker_requests, 200), (foreign_runs, 15)],
 )
 def test_mutated_input_is_refused_or_accepted_and_nothing_else(fuzzer, count, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))

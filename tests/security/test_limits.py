@@ -7,23 +7,28 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from annotated_types import Le, Lt
+from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Request
 from palestra.core.run_folder import RunFolder
+from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
+from palestra.envs.load import env_class
 from palestra.faces import mcp_server
 from palestra.faces.rl_tools import RlTools, draft
 from palestra.faces.rl_tools.clients import Clients
 from palestra.faces.rl_tools.models import Candidate
 from palestra.faces.rl_tools.relay import Relay
 from palestra.runs.index import TooManyRuns
-from palestra.runs.locks import RequestLimits, Site
+from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
 
 
@@ -60,17 +65,58 @@ def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
     assert "of at most 1" in tools.rl_start_training()["error"]
 
 
+COEFFICIENTS = {
+    "train.learning_rate", "train.epsilon", "train.epsilon_high", "train.delta", "train.sapo_temperature_pos",
+    "train.sapo_temperature_neg", "train.beta", "train.importance_cap", "train.off_policy_mask_threshold",
+    "train.entropy_coefficient", "train.target_entropy", "train.max_grad_norm", "train.weight_decay",
+    "rollout.temperature", "rollout.repetition_penalty", "echo.coefficient", "echo.final_coefficient",
+    "eval.temperature",
+}  # fmt: skip
+
+
+def has_upper_bound(info: FieldInfo) -> bool:
+    return any(isinstance(limit, Le | Lt) for limit in info.metadata)
+
+
+def is_number(info: FieldInfo) -> bool:
+    return bool({int, float} & {info.annotation, *get_args(info.annotation)})
+
+
+def test_every_number_of_a_run_has_a_bound_or_is_a_coefficient_that_costs_nothing():
+    numbers = {key: info for key, info in RunConfig.settings().items() if is_number(info)}
+    assert numbers.keys() >= COEFFICIENTS
+    without = {key for key, info in numbers.items() if not has_upper_bound(info)}
+    assert without <= COEFFICIENTS, "give a new number a bound (le=), or list it as a coefficient"
+
+
+def test_every_number_of_a_built_in_environment_has_a_bound():
+    found = [env_class(env) for path in sorted(LIBRARY.glob("[a-z]*.py")) for env in in_file(path)]
+    assert len(found) >= 5
+    for config in [cls.env_config_cls for cls in (*found, *BY_NAME.values())]:
+        without = {name for name, info in config.model_fields.items() if is_number(info) and not has_upper_bound(info)}
+        assert without <= {"seed"}, config
+
+
 @pytest.mark.parametrize(
-    "key",
+    ("key", "value"),
     [
-        "train.epochs", "train.max_steps", "train.problems_per_step", "train.iterations", "train.minibatches",
-        "train.refill_limit", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_tool_rounds",
-        "eval.samples_per_case",
+        ("checkpoint.keep_last", 10**9), ("lora.r", 10**6), ("rollout.max_open_episodes", 10**7),
+        ("rollout.max_tool_result_chars", 10**12), ("model.threads", 10**6), ("eval.cases", 10**9),
+        ("rollout.tool_timeout_s", 1e12), ("train.epochs", 10**9), ("train.max_steps", 10**9),
+        ("train.problems_per_step", 10**9), ("train.iterations", 10**9), ("train.minibatches", 10**9),
+        ("train.refill_limit", 10**9), ("rollout.group_size", 10**9), ("rollout.max_new_tokens", 10**9),
+        ("rollout.max_tool_rounds", 10**9), ("eval.samples_per_case", 10**9),
     ],
 )  # fmt: skip
-def test_a_number_that_multiplies_work_has_a_bound(key):
+def test_a_number_that_multiplies_work_has_a_bound(key, value):
     with pytest.raises(PalestraError, match=key):
-        RunConfig.build({key: 10**9})
+        RunConfig.build({key: value})
+
+
+def test_an_agent_keeps_a_bounded_number_of_checkpoints_unless_the_site_allows_more(agent):
+    assert agent(Site()).rl_edit_config("checkpoint.keep_last", 21)["maximum"] == 20
+    site = Site(maximum={"checkpoint.keep_last": 500})
+    assert agent(site).rl_edit_config("checkpoint.keep_last", 500)["value"] == 500
 
 
 @pytest.mark.parametrize("name", ["train_size", "held_out_size"])
@@ -205,3 +251,69 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
     assert written["env"]["data_path_to_save_groups"] == str(out)
     with pytest.raises(PalestraError, match="say where: --openai"):
         run_atropos.process(Path("gsm.py"), EnvSettings(), 5, out, None)
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """An agent's tools with an environment selected; no run is launched."""
+    monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
+
+    def make(site: Site) -> RlTools:
+        tools = RlTools(NothingStarts(tmp_path / "home"), site)
+        tools._draft = draft.Draft.of(in_file(LIBRARY / "calculator.py")[0], EnvDescription([], {}), site)
+        return tools
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", "tinker"),
+        ("backend", "ray"),
+        ("tinker.base_url", "http://127.0.0.1:18666"),
+        ("vllm.mode", "server"),
+        ("vllm.url", "http://127.0.0.1:18666"),
+        ("rollout.policy_url", "http://127.0.0.1:18666"),
+        ("rollout.weights_folder", "/any/folder"),
+        ("output_dir", "/any/folder"),
+        ("ray.address", "evil:1"),
+        ("track.entity", "other"),
+    ],
+)
+def test_an_agent_cannot_change_where_keys_weights_and_data_go(agent, field, value):
+    tools = agent(Site())
+    assert "locked_value" in tools.rl_edit_config(field, value)
+    assert "run_id" in tools.rl_start_training()
+    saved = next((tools.manager.home / "runs").rglob("request.json")).read_text()
+    assert field not in json.loads(saved)["settings"]
+
+
+@pytest.mark.parametrize("path", ["/any/path", "../model", "~/model", ".", "a/b/c", "weights.gguf"])
+def test_an_agent_names_models_of_the_hub_and_no_paths(agent, path):
+    tools = agent(Site())
+    assert "hub" in tools.rl_edit_config("model.name", path)["error"]
+    assert "error" in tools.rl_test_inference(1, 2, [f"local:{path}"])
+    assert tools.rl_edit_config("model.name", "Qwen/Qwen3-0.6B")["value"] == "Qwen/Qwen3-0.6B"
+    assert agent(Site(unlock=["model.name"])).rl_edit_config("model.name", path)["value"] == path
+
+
+def test_an_unlocked_address_gets_no_key_of_the_server(agent, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-server-secret-77777777")
+    tools = agent(Site(unlock=["backend", "tinker.base_url"]))
+    tools.rl_edit_config("backend", "tinker")
+    tools.rl_edit_config("tinker.base_url", "http://127.0.0.1:18666")
+    assert "TINKER_API_KEY" in tools.rl_start_training()["error"]
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:18666")
+    assert "run_id" in tools.rl_start_training()
+
+
+def test_a_lock_that_has_no_effect_is_not_shown(agent):
+    """The profile `tinker` lists a limit of the local trainer's memory, which a Tinker server does not read."""
+    tools = agent(Site(profile="tinker"))
+    shown = {lock["name"]: lock["locked_value"] for lock in tools.rl_get_current_config()["locked_fields"]}
+    assert shown["backend"] == "tinker"
+    assert "trainer.max_token_trainer_length" not in shown
+    request = tools.draft.request()
+    for key, value in locked_settings(list(tools.draft.locks)).items():
+        assert request.run_settings[key] == value

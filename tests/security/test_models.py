@@ -15,7 +15,7 @@ from palestra.chat.render import TemplateRefusal, render
 from palestra.core.errors import PalestraError
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.models import adapters
-from palestra.models.loading import load_model, load_tokenizer
+from palestra.models.loading import load_config, load_model, load_tokenizer
 
 TINY = Path(adapters.__file__).parent / "tiny"
 
@@ -179,3 +179,16 @@ def test_sizes_that_do_not_fit_the_tensors_are_refused_before_a_model_is_made(tm
     file = open_gguf(gguf_file(tmp_path / "a.gguf", ARCHITECTURE, *pairs, tensors=tensor, tensor_count=2))
     with pytest.raises(PalestraError, match=refusal):
         config_from_gguf(file)
+
+
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):
+    """transformers asks on a terminal whether the code may run; here it may not."""
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    for load in (load_model, load_config, load_tokenizer):
+        with pytest.raises(PalestraError):
+            load(str(tmp_path))
+    assert not (tmp_path / "owned").exists()

@@ -48,6 +48,7 @@ def ask(headers: dict[str, str], method: str = "GET", token: str | None = None) 
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+        {"Origin": "http://127.0.0.1:3000", "Sec-Fetch-Site": "cross-site"},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
         {"Origin": "http://[broken"},

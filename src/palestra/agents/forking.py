@@ -13,6 +13,7 @@ from pathlib import Path
 
 from palestra.core.children import end_group
 from palestra.core.errors import RolloutError
+from palestra.core.scratch import scratch_root
 
 _SCRIPT = str(Path(__file__).with_name("fork_server.py"))
 
@@ -29,7 +30,7 @@ class ForkServer:
         self._words = list(command)
         self._env = dict(env)
         self._cwd = cwd
-        self._folder = tempfile.mkdtemp(prefix="palestra-fork-")
+        self._folder = tempfile.mkdtemp(prefix="palestra-fork-", dir=scratch_root())
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
 

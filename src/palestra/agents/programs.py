@@ -19,6 +19,7 @@ from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import read_json
 from palestra.core.program_result import ProgramResult
+from palestra.core.scratch import scratch_root
 from palestra.core.secrets import clean_environment
 
 _NO_PROXY = "127.0.0.1,localhost"
@@ -97,7 +98,7 @@ class CommandAgent(ProgramAgent):
     _server: ForkServer | None = field(default=None, init=False, repr=False, compare=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
-        with tempfile.TemporaryDirectory(prefix="palestra-attempt-") as folder:
+        with tempfile.TemporaryDirectory(prefix="palestra-attempt-", dir=scratch_root()) as folder:
             case_file, result_file = Path(folder, "case.json"), Path(folder, "result.json")
             case_file.write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
             own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}

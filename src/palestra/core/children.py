@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +16,7 @@ from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
 _MAX_SCANS = 20
+_PR_SET_PDEATHSIG = 1
 _ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
 
 
@@ -54,6 +56,20 @@ def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # of what it has not read
                 pipe.close()
+
+
+def ends_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
+    """A `preexec_fn` by which a child gets a signal when this process ends, however it ends; None outside of Linux."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it has ended between the fork and the call
+            os._exit(1)
+
+    return prepare
 
 
 def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:

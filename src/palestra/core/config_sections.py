@@ -12,6 +12,8 @@ LORA_RANK = 16  # where LoRA is implied, not given
 TINKER_LORA_RANK = 32  # as the SDK has it
 STEP_PROBLEMS, STEP_GROUP_SIZE = 4, 4  # of a step where neither model nor device is known
 NEW_TOKENS = 1024  # of a rollout, unless the context of the model is small
+STEPS = 100_000_000  # upper bound of all that is counted in steps
+WEEK_S = 604_800.0  # upper bound of all timeouts
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 
 
@@ -43,6 +45,7 @@ class ModelSection(Section):
     threads: int | None = Field(
         None,
         ge=1,
+        le=4096,
         description="CPU threads; default: 1 for a small model, else the processors that are idle at the start",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
@@ -54,7 +57,10 @@ class ModelSection(Section):
         "auto", description="the sampler: auto takes the paged engine where the model allows it"
     )
     kv_memory_gib: float | None = Field(
-        None, gt=0, description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4"
+        None,
+        gt=0,
+        le=100_000,
+        description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4",
     )
 
     @model_validator(mode="after")
@@ -136,16 +142,12 @@ class TrainSection(Section):
         description="share of a step's groups whose rewards must differ; fresh problems are drawn while fewer do. 1 is "
         "DAPO's dynamic sampling: each step learns more and takes longer",
     )
-    low_signal: Literal["scale", "accumulate", "off"] = Field(
-        "scale",
-        description="a step with signal in fewer than `full_update_share` of its groups: scale lowers its learning "
-        "rate in proportion; accumulate keeps the groups for the next steps; off makes a full update",
-    )
     full_update_share: float = Field(
         1 / 4,
-        gt=0,
+        ge=0,
         le=1,
-        description="groups with signal, as a share of problems_per_step, from which on an update is a full one",
+        description="share of a step's problems that must have signal for a full update; with fewer, the learning rate "
+        "of the step is lowered in proportion; 0 always makes full updates",
     )
     max_rollbacks: int = Field(
         3,
@@ -155,7 +157,10 @@ class TrainSection(Section):
         "before the run ends early; 0 turns the safety net off (docs/explain/safety_net.md)",
     )
     stop_when_solved: int = Field(
-        0, ge=0, description="end the training after this many steps in a row in which every rollout passed; 0 does not"
+        0,
+        ge=0,
+        le=STEPS,
+        description="end the training after this many steps in a row in which every rollout passed; 0 does not",
     )
     refill_limit: int = Field(
         2, ge=0, le=1000, description="how often a step may draw its number of problems again to reach `signal_share`"
@@ -165,10 +170,11 @@ class TrainSection(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=STEPS)
     tokens_per_micro_batch: int | None = Field(
         None,
         ge=1,
+        le=100_000_000,
         description="token budget of one forward and backward; none suits it to the model: 16384, and up to 65536 on a "
         "GPU with room for it",
     )
@@ -183,7 +189,7 @@ class RolloutSection(Section):
     )
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=10_000_000)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
     max_new_tokens: Automatic = Field(
@@ -193,12 +199,18 @@ class RolloutSection(Section):
         description="all turns of a rollout together; default 1024, or an eighth of a context below 4096",
     )
     max_tool_rounds: int = Field(5, ge=0, le=10_000)
-    tool_timeout_s: float = Field(30.0, gt=0)
+    tool_timeout_s: float = Field(30.0, gt=0, le=WEEK_S)
     max_tool_result_chars: int = Field(
-        20_000, ge=100, description="a longer tool result is cut, and says so, before the model reads it"
+        20_000,
+        ge=100,
+        le=100_000_000,
+        description="a longer tool result is cut, and says so, before the model reads it",
     )
     max_open_episodes: int = Field(
-        1024, ge=1, description="attempts that are open at once; environments with a sandbox have a limit of their own"
+        1024,
+        ge=1,
+        le=65_536,
+        description="attempts that are open at once; environments with a sandbox have a limit of their own",
     )
     policy_url: str | None = Field(
         None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
@@ -241,10 +253,12 @@ class RolloutSection(Section):
 class AgentSection(Section):
     """Agents with a loop of their own: a command, a function, or external programs."""
 
-    timeout_s: float = Field(300.0, gt=0, description="an attempt that takes longer is ended, and counts as failed")
+    timeout_s: float = Field(
+        300.0, gt=0, le=WEEK_S, description="an attempt that takes longer is ended, and counts as failed"
+    )
     max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
     max_output_bytes: int = Field(
-        4_000_000, ge=1000, description="a program that writes more is ended, and counts as failed"
+        4_000_000, ge=1000, le=1_000_000_000, description="a program that writes more is ended, and counts as failed"
     )
     fork_server: bool = Field(
         False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
@@ -267,10 +281,14 @@ class VllmSection(Section):
         "off", description="server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"
     )
     url: str = Field("http://127.0.0.1:8000", description="server: where it answers; rollout.weights_folder is shared")
-    timeout_s: float = Field(300.0, gt=0, description="server: how long it may be away or silent before the run ends")
+    timeout_s: float = Field(
+        300.0, gt=0, le=WEEK_S, description="server: how long it may be away or silent before the run ends"
+    )
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1, description="colocate: its share of the GPU's memory")
-    max_model_len: int | None = Field(None, ge=1, description="colocate: tokens of a conversation; default the model's")
-    tensor_parallel_size: int = Field(1, ge=1, description="colocate: GPUs that share the model")
+    max_model_len: int | None = Field(
+        None, ge=1, le=100_000_000, description="colocate: tokens of a conversation; default the model's"
+    )
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="colocate: GPUs that share the model")
 
     @model_validator(mode="after")
     def _of_this_mode(self) -> VllmSection:
@@ -286,8 +304,10 @@ class VllmSection(Section):
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
-    r: int = Field(0, ge=0, description="rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters")
-    alpha: int = Field(32, ge=1)
+    r: int = Field(
+        0, ge=0, le=8192, description="rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters"
+    )
+    alpha: int = Field(32, ge=1, le=1_000_000)
     dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
     target_modules: list[str] | None = Field(None, description="default: all linear layers")
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
@@ -326,10 +346,10 @@ class RaySection(Section):
         "ray://HOST:PORT of Ray Client",
     )
     actors: int = Field(2, ge=1, le=4096, description="rollout actors; one that finds no room joins when there is some")
-    cpus_per_actor: float = Field(1.0, gt=0)
-    gpus_per_actor: float = Field(0.0, ge=0, description="0 samples on the CPU")
+    cpus_per_actor: float = Field(1.0, gt=0, le=4096)
+    gpus_per_actor: float = Field(0.0, ge=0, le=1024, description="0 samples on the CPU")
     timeout_s: float = Field(
-        120.0, gt=0, description="how long the cluster may not answer, or have no actor, before the run ends"
+        120.0, gt=0, le=WEEK_S, description="how long the cluster may not answer, or have no actor, before the run ends"
     )
 
 
@@ -339,6 +359,7 @@ class RanksSection(Section):
     timeout_s: float = Field(
         1800.0,
         gt=0,
+        le=WEEK_S,
         description="how long a rank waits for the others, for their rollouts above all, until the run ends",
     )
 
@@ -350,25 +371,25 @@ class EchoSection(Section):
     normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
     schedule: Literal["constant", "linear", "step"] = "constant"
     final_coefficient: float = Field(0.0, ge=0, description="where linear and step schedules end")
-    step_every: int = Field(10, ge=1, description="step schedule: halve after this many steps")
+    step_every: int = Field(10, ge=1, le=STEPS, description="step schedule: halve after this many steps")
 
 
 class EvalSection(Section):
     """Scoring on held-out cases, before and after."""
 
-    cases: int | None = Field(None, ge=1, description="how many held-out cases; default all")
+    cases: int | None = Field(None, ge=1, le=10_000_000, description="how many held-out cases; default all")
     samples_per_case: int = Field(1, ge=1, le=10_000)
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the most likely token")
-    every: int = Field(0, ge=0, description="also evaluate every this many steps; 0 only before and after")
+    every: int = Field(0, ge=0, le=STEPS, description="also evaluate every this many steps; 0 only before and after")
 
 
 class CheckpointSection(Section):
     """What is kept on disk while training."""
 
     every: int = Field(
-        50, ge=0, description="steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"
+        50, ge=0, le=STEPS, description="steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"
     )
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(2, ge=1, le=100_000)
     keep_best: bool = Field(
         True, description="also keep the best: by its held-out reward if eval.every is set, else by its training reward"
     )
@@ -381,13 +402,14 @@ class TrackSection(Section):
     project: str = "palestra"
     run_name: str | None = None
     entity: str | None = None
-    log_every: int = Field(1, ge=1, description="steps between lines for people")
+    log_every: int = Field(1, ge=1, le=STEPS, description="steps between lines for people")
     rollouts_every: int = Field(
-        1, ge=0, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
+        1, ge=0, le=STEPS, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
     )
     tokens_every: int = Field(
         1,
         ge=0,
+        le=STEPS,
         description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
     )
 

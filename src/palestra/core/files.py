@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from palestra.core.errors import PalestraError
 
 _TAIL_BYTES = 64 * 1024
 _MAX_SAME_NAME = 1000
+MAX_TEXT_BYTES = 64 << 20  # of a file of settings, or of source code
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -45,9 +47,31 @@ def replacing(path: Path) -> Iterator[Path]:
 def open_private(path: Path) -> IO[bytes]:
     """Append to a file, without a buffer, that only its owner may read; so is its folder where it has to be made."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    number = os.open(path, flags, 0o600)
     os.fchmod(number, 0o600)
     return open(number, "ab", buffering=0)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; OSError for anything else.
+
+    Files from elsewhere may be pipes that block for ever, or links to devices without an end.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path} is not a regular file")
+    return open(number, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """The content of a regular file; OSError for anything else, and for more than `max_bytes`."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(f"{path} is larger than {max_bytes} bytes")
+    return data
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -84,7 +108,7 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
     """Up to `most` bytes from a position on, and that position: 0 where the file was begun anew since."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = start if start <= file.seek(0, os.SEEK_END) else 0
             file.seek(start)
             return file.read(most), start
@@ -95,7 +119,7 @@ def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
 def last_lines(path: Path, count: int, tail_bytes: int | None = None) -> list[str]:
     """The last lines within the last `tail_bytes` of a file; none where there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (tail_bytes or max(_TAIL_BYTES, 400 * count))))
             text = file.read().decode("utf-8", "replace")
@@ -167,7 +191,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """The object of a line of JSON lines; None for what is none, or was cut."""
     try:
         row = json.loads(line)
-    except ValueError:  # also a character that was cut in half
+    except (ValueError, RecursionError):  # also a character that was cut in half
         return None
     return row if isinstance(row, dict) else None
 

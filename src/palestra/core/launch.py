@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-from palestra.core.children import end_group
-from palestra.core.ranks import LAUNCHER
+from palestra.core.children import end_group, ends_with_parent
+from palestra.core.ranks import LAUNCHER, RENDEZVOUS
+from palestra.core.scratch import scratch_root
 from palestra.core.secrets import own_environment
 
 _POLL_S = 0.1
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _END_S = 30.0  # the others end by themselves within 10 s after one has; what is left then is killed
 
 
@@ -26,14 +29,16 @@ def launch_ranks(command: Sequence[str], count: int) -> int:
 
     Ctrl-C and SIGTERM become a SIGTERM for each of them: they save a checkpoint together.
     """
-    ranks = [subprocess.Popen(command, env=env, start_new_session=True) for env in _environments(count)]
-    try:
-        with _forwarded(ranks):
-            return _wait(ranks)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                end_group(process.pid)
+    with tempfile.TemporaryDirectory(prefix="palestra-ranks-", dir=scratch_root()) as folder:
+        environments, prepare = _environments(count, Path(folder, "rendezvous")), ends_with_parent()
+        ranks = [subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare) for env in environments]
+        try:
+            with _forwarded(ranks):
+                return _wait(ranks)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    end_group(process.pid)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -50,11 +55,15 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return 128 - status if status < 0 else status
 
 
-def _environments(count: int) -> list[dict[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = own_environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
+def _environments(count: int, rendezvous: Path) -> list[dict[str, str]]:
+    """The variables of each rank.
+
+    The ranks meet in a file that only this user can read, and exchange data over the loopback interface: nothing of
+    them can be reached from another machine. MASTER_ADDR and MASTER_PORT only mark them as ranks, as torchrun does.
+    """
+    shared = {name: _LOOPBACK for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} | own_environment()
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": str(count)}
+    shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid()), RENDEZVOUS: str(rendezvous)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

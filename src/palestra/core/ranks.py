@@ -16,6 +16,7 @@ from palestra.core.errors import PalestraError
 
 T = TypeVar("T")
 LAUNCHER = "PALESTRA_LAUNCHER"  # the process that `palestra train --nproc` started the ranks from
+RENDEZVOUS = "PALESTRA_RENDEZVOUS"  # the file by which its ranks find each other; ranks of torchrun have none
 
 
 class RankFailed(PalestraError):

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder, read_jsonl, slug, write_json
+from palestra.core.files import new_folder, read_jsonl, read_regular, slug, write_json
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
 STATE = "state.json"  # of a checkpoint: where the loop stands
@@ -25,6 +25,8 @@ MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: witho
 # how rollouts are made. agent: our agent loop; function: a user's rollout_func; program: an agent with its own program;
 # wire: environments over HTTP; prompts: StepTrainer; endpoint: a chat endpoint is scored; other: another trainer's run
 RunKind = Literal["agent", "function", "program", "wire", "prompts", "endpoint", "other"]
+MAX_STEP = 2**53
+MAX_CONFIG_BYTES = 1 << 20
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
 
@@ -155,9 +157,21 @@ class RunFolder:
     def record(self) -> dict[str, Any]:
         """run.json: what the run is."""
         try:
-            return dict(json.loads(self.record_file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            return dict(json.loads(read_regular(self.record_file)))
+        except (ValueError, TypeError, RecursionError) as error:
             raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
+
+    def environment(self, key: str = "environment") -> tuple[str, dict[str, Any]] | None:
+        """Name and settings of the environment that run.json names; None if it names none."""
+        match self.record.get(key):
+            case None:
+                return None
+            case {"name": str(name), "settings": dict(settings)}:
+                return name, settings
+            case _:
+                raise PalestraError(
+                    f"{self.record_file}: {key} is not an object with name and settings; restore it from a copy"
+                )
 
     def add_to_record(self, **values: Any) -> None:
         """Write more into run.json, if it is new."""
@@ -166,7 +180,10 @@ class RunFolder:
 
     @property
     def format(self) -> int:
-        return int(self.record.get("format", 0))
+        version = self.record.get("format", 0)
+        if type(version) is not int:
+            raise PalestraError(f"{self.record_file}: format is not a whole number; restore the file from a copy")
+        return version
 
     @property
     def wire_command(self) -> str | None:
@@ -178,12 +195,14 @@ class RunFolder:
     def config(self) -> RunConfig:
         import yaml
 
+        from palestra.core.yaml_config import parse_yaml
+
         try:
-            text = self.config_file.read_text(encoding="utf-8")
+            text = read_regular(self.config_file, MAX_CONFIG_BYTES).decode("utf-8")
             if text.startswith("---") and not text.rstrip().endswith("\n..."):  # files of 0.1 have neither
                 raise ValueError("it was cut off: its last line, '...', is missing")
-            settings = yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            settings = parse_yaml(text)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             settings, reason = None, (str(error).splitlines() or [""])[0]
         else:
             reason = "it holds no settings"
@@ -194,16 +213,16 @@ class RunFolder:
     def tracking(self) -> dict[str, str | None]:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
         try:
-            settings = json.loads(self.request_file.read_text(encoding="utf-8"))["settings"]
+            settings = json.loads(read_regular(self.request_file))["settings"]
             names = RunConfig.build({k: v for k, v in settings.items() if k.startswith("track.")}).track
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             names = self.config.track if self.config_file.is_file() else RunConfig().track
         url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
         return {"project": names.project, "run_name": names.run_name or self.path.name, "url": url}
 
     def metrics(self) -> list[dict[str, float]]:
         """All rows so far, one a step; an evaluation during training adds a row of its own for its step."""
-        return [row for row in read_jsonl(self.metrics_file) if isinstance(row.get("step"), int | float)]
+        return numbered_rows(read_jsonl(self.metrics_file))
 
     def elapsed_s(self) -> float:
         """How long the run has taken by its metrics; of runs of 0.1, the steps alone."""
@@ -227,8 +246,8 @@ class RunFolder:
     def report(self) -> dict[str, Any] | None:
         """report.json; None until the run has one."""
         try:
-            return dict(json.loads(self.report_file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+            return dict(json.loads(read_regular(self.report_file)))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     def step_checkpoints(self) -> list[Path]:
@@ -246,8 +265,8 @@ class RunFolder:
         """The checkpoint with the best reward, by what the newest one recorded; None where it was not kept."""
         last = self.last_checkpoint()
         try:
-            best = None if last is None else json.loads((last / STATE).read_text())["best_step"]
-        except (OSError, ValueError, KeyError):
+            best = None if last is None else json.loads(read_regular(last / STATE))["best_step"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return next((path for path in self.step_checkpoints() if step_of(path) == best), None)
 
@@ -294,6 +313,17 @@ class Resume:
                 f"or go back: palestra train --resume {shlex.quote(str(self.folder))} --from-checkpoint STEP"
             )
         return config
+
+
+def numbered_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The rows of metrics that have a step, with their numbers; other values cannot be shown or compared."""
+    found = [{key: value for key, value in row.items() if _is_number(value)} for row in rows]
+    return [row for row in found if "step" in row and abs(row["step"]) < MAX_STEP]
+
+
+def _is_number(value: Any) -> bool:
+    """A number for floats; integers in a file have no bound."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

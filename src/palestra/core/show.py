@@ -9,8 +9,8 @@ from pathlib import Path
 
 from palestra.core.types import ToolCall
 
-# all but tab and newline; also those that reverse the direction of writing
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# all but tab and newline; also those that reverse the direction of writing, and lone surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -71,6 +71,6 @@ def show_path(path: Path) -> str:
     """Relative to the working directory if the path is below it, so that it can be copied from the screen."""
     absolute = path.resolve()
     try:
-        return str(absolute.relative_to(Path.cwd()))
+        return visible(str(absolute.relative_to(Path.cwd())))
     except ValueError:
-        return str(absolute)
+        return visible(str(absolute))

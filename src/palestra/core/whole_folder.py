@@ -45,13 +45,14 @@ def check_whole(folder: Path) -> None:
         raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text()))
-    except (ValueError, TypeError):
+        expected_files = {str(name): (int(row["bytes"]), str(row["sha256"])) for name, row in manifest.items()}
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise PalestraError(f"{folder / MANIFEST} is corrupt") from None
-    for name, expected in manifest.items():
+    for name, expected in expected_files.items():
         path = folder / name
         if not path.is_file():
             raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
-        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+        if (path.stat().st_size, _digest(path)) != expected:
             raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
 
 

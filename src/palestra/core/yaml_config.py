@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean
+
+MAX_YAML_NODES = 100_000
+MAX_YAML_DEPTH = 100
 
 # Settings under names that users of other trainers know -> the same setting here.
 TRANSLATIONS = {
@@ -36,19 +41,44 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
+        data = parse_yaml(text)
         _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
-        data = yaml.safe_load(text)
     except FileNotFoundError:
         raise PalestraError(
             f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise PalestraError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise PalestraError(f"the config file {path} is not valid YAML: {error}") from None
+        raise PalestraError(f"the config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if data is not None and not isinstance(data, dict):
         raise PalestraError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
     return data or {}
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML document; yaml.YAMLError if it is nested too deeply, or its aliases stand for too much."""
+    import yaml
+
+    steps = ((char in "[{") - (char in "]}") for char in re.sub(r"[^][{}]+", "", text))
+    if max(accumulate(steps), default=0) > MAX_YAML_DEPTH:  # PyYAML takes seconds to find that out
+        raise yaml.YAMLError(f"it is nested more than {MAX_YAML_DEPTH} levels deep")
+    sizes: dict[int, int] = {}  # expanded nodes, by node; a node that is being counted is absent
+
+    def size(node: Any, path: frozenset[int]) -> int:
+        if id(node) in path:
+            raise yaml.YAMLError("an alias refers to the node that contains it")
+        if id(node) not in sizes:
+            pairs = node.value if isinstance(node, yaml.CollectionNode) else []
+            below = [part for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
+            sizes[id(node)] = 1 + sum(size(part, path | {id(node)}) for part in below)
+            if sizes[id(node)] > MAX_YAML_NODES:
+                raise yaml.YAMLError(f"with its aliases expanded, it has more than {MAX_YAML_NODES} nodes")
+        return sizes[id(node)]
+
+    if (root := yaml.compose(text, yaml.SafeLoader)) is not None:
+        size(root, frozenset())
+    return yaml.safe_load(text)
 
 
 def _refuse_repeated_keys(root: Any, path: Path) -> None:

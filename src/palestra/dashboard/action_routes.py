@@ -145,6 +145,7 @@ class ActionRoutes:
         found = self._allowed(request, "rescore")
         words = ["rescore", str(found.folder.path), "--measures", body.measures, "--kind", body.kind, "--json"]
         words += ["--limit", str(body.limit)] if body.limit else []
+        words += self._catalog.trust_words
         score = command(words)
 
         def work(job: Job) -> Any:

@@ -11,6 +11,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.index import UnknownRun
 from palestra.runs.manager import Run, RunManager
+from palestra.runs.rebuild import id_of
 
 _DEPTH = 3  # folders below PATH that are looked into
 
@@ -42,9 +43,15 @@ class Catalog:
     """Finds runs. With `folders` or `imported` it shows these alone."""
 
     def __init__(
-        self, manager: RunManager, folders: Sequence[RunFolder] | None = None, imported: Sequence[ImportedRun] = ()
+        self,
+        manager: RunManager,
+        folders: Sequence[RunFolder] | None = None,
+        imported: Sequence[ImportedRun] = (),
+        *,
+        trust: bool = False,
     ) -> None:
         self.manager = manager
+        self.trust_words = ["--trust"] if trust else []  # for commands that run code which a folder names
         self._folders = folders
         self._imported = {str(each.folder.path): each for each in imported}
 
@@ -57,6 +64,7 @@ class Catalog:
         else:
             folders = [*(self._folders or ()), *(each.folder for each in self._imported.values())]
             runs = [self._unlisted(folder) for folder in folders if folder.has_begun]
+        runs = list(_with_own_ids(runs))
         return sorted(runs, key=lambda found: found.run.created, reverse=True)
 
     def get(self, run_id: str) -> CatalogRun:
@@ -79,13 +87,22 @@ class Catalog:
         run = self.manager.of_folder(folder)
         imported = self._imported.get(str(folder.path))
         try:
-            self.manager.folder(run.run_id)
-            listed = True
+            listed = self.manager.listed_row(folder) is not None
         except (PalestraError, sqlite3.Error):
             listed = False
         if imported is not None:
             return CatalogRun(replace(run, state="completed"), folder, imported.source, listed=False)
         return CatalogRun(run, folder, listed=listed)
+
+
+def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:
+    """The runs, each with an id of its own: copies of a folder hold the same id."""
+    seen: set[str] = set()
+    for found in sorted(runs, key=lambda found: not found.listed):  # the index's ids stay as they are
+        if found.id in seen:
+            found = replace(found, run=replace(found.run, run_id=id_of(found.folder.path)))
+        seen.add(found.id)
+        yield found
 
 
 def run_folders(path: Path) -> Iterator[RunFolder]:

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,14 @@ class SayBody(BaseModel):
 class Chat:
     """One process. Its lines are read by a thread, so that none is waited for in an event loop."""
 
-    def __init__(self, word: str, body: ChatBody) -> None:
+    def __init__(self, word: str, body: ChatBody, trust_words: Sequence[str] = ()) -> None:
         self.id = secrets.token_hex(6)
         self.used = time.monotonic()
         self.busy = threading.Lock()
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         sampling = ["--temperature", str(body.temperature), "--max-new-tokens", str(body.max_new_tokens)]
         self._process = children.start(
-            [*PALESTRA, "chat", "--events", *sampling, "--", word],
+            [*PALESTRA, "chat", "--events", *trust_words, *sampling, "--", word],
             env=own_environment(),
             stdin=subprocess.PIPE,
             stderr=self._complaints,
@@ -142,7 +142,7 @@ class Chats:
             if len(self._chats) >= _MAX_CHATS:
                 oldest = min(self._chats.values(), key=lambda chat: chat.used)
                 self._chats.pop(oldest.id).close()
-            chat = Chat(word, body)
+            chat = Chat(word, body, self._catalog.trust_words)
             self._chats[chat.id] = chat
             if len(self._chats) == 1:
                 threading.Thread(target=self._reap, name="palestra-chats", daemon=True).start()

@@ -156,7 +156,7 @@ class RolloutIndex:
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
                 break
-            if (record := parse(line)) is not None:
+            if (record := parse(line)) is not None:  # other lines are not shown, and hide no other one
                 row = columns_of(record)
                 row |= {"id": next_id, "kind": kind, "step": _step(record, kind), "start": position}
                 row |= {"length": len(line), "checksum": zlib.crc32(line), **_place(row, record, previous)}
@@ -181,6 +181,8 @@ class UnknownRollout(PalestraError):
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    if path.is_symlink():  # it may lead to any database of the user
+        raise OSError(f"{path} is a symbolic link")
     path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
     db.row_factory = sqlite3.Row

@@ -7,7 +7,7 @@ import re
 import sqlite3
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
 from palestra.dashboard.cheating import ids_of_shape
@@ -28,6 +28,7 @@ _WORD = re.compile(r'"([^"]+)"|(\S+)')
 
 
 _MAX_PAGE = 200
+_Step = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # as large as SQLite takes
 
 
 class RolloutQuery(BaseModel):
@@ -36,9 +37,9 @@ class RolloutQuery(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     kind: str = "train"
-    step: int | None = None
-    step_from: int | None = None
-    step_to: int | None = None
+    step: _Step | None = None
+    step_from: _Step | None = None
+    step_to: _Step | None = None
     problem: str | None = None
     stop: str | None = None
     tool: str | None = None
@@ -122,8 +123,10 @@ def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], 
         return [], []
     try:
         value, last_id = json.loads(cursor)
-        int(last_id)
-    except (ValueError, TypeError):
+        is_known = type(last_id) is int and (value is None or type(value) in (int, float))
+        if not is_known or any(abs(part) >= 2**63 for part in (value or 0, last_id)):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
         raise PalestraError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
     sign = "<" if direction == "DESC" else ">"
     if value is None:  # advantages that are not known come first, or last, all together

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 COLUMNS = (
@@ -18,6 +19,9 @@ _TEASER = 200  # characters of a question
 _ANSWER = 400  # of an answer: its beginning and its end
 _SEARCHED = 200_000  # characters of one rollout that can be found
 _TOOLS = 50
+_NUMBERS = ("reward", "seconds", "advantage")
+_MAX_STEP = 2**53  # steps, groups and tokens: exact in JSON, SQLite and NumPy
+_MAX_NUMBER = 10**300
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
@@ -26,7 +30,57 @@ def parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("messages"), list) else None
+    return record if isinstance(record, dict) and _is_rollout(record) else None
+
+
+def _is_rollout(record: Mapping[str, Any]) -> bool:
+    """Whether all that the pages read has types that they can show; others than our runs write such files too."""
+    values = [score.get("value") for score in scores_of(record).values()]
+    step, group = record.get("step"), record.get("group")
+    return (
+        isinstance(record.get("messages"), list)
+        and all(_fits(number) for number in (*values, *(record.get(name) for name in _NUMBERS)))
+        and all(not isinstance(number, int | float) or abs(number) < _MAX_STEP for number in (step, group))
+        and _is_list(record.get("lineages"))
+        and all(_is_conversation(part) for part in (record, *lineages_of(record)))
+    )
+
+
+def _is_conversation(part: Mapping[str, Any]) -> bool:
+    """Whether messages, their calls, turns and tokens are lists."""
+    messages, turns = part.get("messages"), part.get("turns")
+    return (
+        _is_list(messages)
+        and all(_is_list(message.get("tool_calls")) for message in messages or () if _is_map(message))
+        and _is_list(turns)
+        and all(_is_map(turn) and _is_turn(turn) for turn in turns or ())
+    )
+
+
+def _is_turn(turn: Mapping[str, Any]) -> bool:
+    ids, logprobs, version = turn.get("token_ids"), turn.get("logprobs"), turn.get("policy_version")
+    return (
+        _is_list(ids)
+        and set(map(type, ids or ())) <= {int}
+        and (not ids or (isinstance(turn.get("maker"), str) and -_MAX_STEP < min(ids) <= max(ids) < _MAX_STEP))
+        and _is_list(logprobs)
+        and set(map(type, logprobs or ())) <= {int, float, NoneType}
+        and all(map(_fits, logprobs or ()))
+        and (version is None or (isinstance(version, int) and abs(version) < _MAX_STEP))
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or isinstance(value, list)
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _fits(value: Any) -> bool:
+    """Whether a number is one for floats; what is no number is shown as none."""
+    return not isinstance(value, int) or abs(value) < _MAX_NUMBER
 
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import folder_size
+from palestra.core.files import folder_size, read_regular
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.core.yaml_config import flatten
 from palestra.dashboard.catalog import CatalogRun
@@ -163,7 +163,7 @@ def _config(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
 def _model_name(folder: RunFolder) -> str:
     """By the text of config.yaml: parsing it takes milliseconds, and a list has many runs."""
     try:
-        text = folder.config_file.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(folder.config_file).decode("utf-8", "replace")
     except OSError:
         return str(record_of(folder).get("model") or "")
     section = text.partition("\nmodel:\n")[2]

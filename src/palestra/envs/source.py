@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from palestra.core.files import read_regular
+
 MAX_BYTES = 2_000_000  # a longer file is data, not an environment
 
 
@@ -36,7 +38,7 @@ def read_source(path: Path) -> FileSource:
     try:
         if path.stat().st_size > MAX_BYTES:
             return FileSource(path, error=f"is larger than {MAX_BYTES:,} bytes")
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree = ast.parse(read_regular(path, MAX_BYTES), str(path))
     except SyntaxError as error:
         return FileSource(path, error=f"line {error.lineno}: {error.msg}")
     except (OSError, ValueError, RecursionError, MemoryError) as error:

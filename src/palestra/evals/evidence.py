@@ -67,13 +67,13 @@ class Finding:
         return asdict(self) | {"example": self.example and self.example.to_dict()}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """A finding of report.json; those of older versions have fewer fields."""
-        example = record.get("example")
-        settings = tuple(record.get("settings") or ())
-        return cls(
-            record.get("kind", ""), record["sentence"], settings, Example.from_dict(example) if example else None
-        )
+    def from_dict(cls, record: Any) -> Finding | None:
+        """Read a finding of report.json; None if it is malformed. Those of older versions have fewer fields."""
+        if not isinstance(record, dict) or not isinstance(record.get("sentence"), str):
+            return None
+        settings = record.get("settings")
+        names = tuple(str(name) for name in settings) if isinstance(settings, list) else ()
+        return cls(str(record.get("kind", "")), record["sentence"], names, Example.from_dict(record.get("example")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -25,6 +25,9 @@ from palestra.evals.rollout_stats import (
 
 _MAX_CHARS = 200
 _TAIL_BYTES = 4_000_000  # of rollouts.jsonl, searched for examples of a run on disk
+
+
+_FIELD_TYPES = {"source": str, "step": int, "index": int, "problem_id": str, "text": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,11 @@ class Example:
         return asdict(self) | {"location": self.location}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Example:
-        return cls(*(record[name] for name in cls.__slots__))
+    def from_dict(cls, record: Any) -> Example | None:
+        """Read an example of report.json; None if there is none or it is malformed."""
+        if not isinstance(record, dict) or not all(isinstance(record.get(n), t) for n, t in _FIELD_TYPES.items()):
+            return None
+        return cls(*(record[name] for name in _FIELD_TYPES))
 
 
 def find_examples(rollouts: Sequence[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:

@@ -70,7 +70,7 @@ def recorded_findings(folder: RunFolder, *, ended: bool) -> list[Finding]:
     """Findings of a run on disk: those of its report.json if it has ended, or what its metrics show so far."""
     recorded = (folder.report() or {}).get("findings") if ended else None
     if isinstance(recorded, list):
-        return [Finding.from_dict(record) for record in recorded]
+        return [finding for record in recorded if (finding := Finding.from_dict(record)) is not None]
     rows, facts = folder.metrics(), RunFacts.of_folder(folder)
     if not run_findings(rows, ended=ended, facts=facts):
         return []

@@ -68,7 +68,7 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
 
     tokenizer = load_tokenizer(str(folder))
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
     except (OSError, ValueError) as error:

@@ -14,11 +14,12 @@ from typing import Any
 from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import slug
+from palestra.core.files import read_regular, slug
 from palestra.core.yaml_config import flatten
 from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import DiscoveredEnv, discover
+from palestra.envs.source import MAX_BYTES
 from palestra.faces.rl_tools import views
 from palestra.faces.rl_tools.answers import Refusal, to_json
 from palestra.faces.rl_tools.draft import Draft, describe
@@ -140,8 +141,8 @@ def agent_files() -> list[str]:
 
 def _is_agent_file(path: Path) -> bool:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+        tree = ast.parse(read_regular(path, MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return False
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return {"agent", "suite"} <= {target.id for target in targets if isinstance(target, ast.Name)}
@@ -193,8 +194,8 @@ def _listed(env: DiscoveredEnv) -> dict[str, Any]:
 def _docs(env: DiscoveredEnv) -> str:
     """The docstrings of the file and of the class, read and not run."""
     try:
-        tree = ast.parse(env.file_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+        tree = ast.parse(read_regular(env.file_path, MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return env.description
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == env.class_name]
     texts = [ast.get_docstring(tree), *(ast.get_docstring(node) for node in classes)]
@@ -217,6 +218,6 @@ def _field(field: ConfigField, draft: Draft) -> dict[str, Any]:
         "value": draft.value(field.name),
         "description": field.description,
         "choices": choices,
-        "maximum": draft.site.maximum.get(field.key or ""),
+        "maximum": draft.site.maximums.get(field.key or ""),
         "common": is_own or field.name in _COMMON,
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from starlette.routing import BaseRoute
 
+from palestra.core.scratch import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.gateway.app import gateway_app
 from palestra.gateway.attempt import Attempt
@@ -56,7 +57,9 @@ class Gateway:
         self._by_key: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # ids and keys of the last attempts
         self._socket = open_port(host, port, None)
-        self._folder = tempfile.TemporaryDirectory(prefix="palestra-gateway-") if unix_socket else None
+        self._folder = (
+            tempfile.TemporaryDirectory(prefix="palestra-gateway-", dir=scratch_root()) if unix_socket else None
+        )
         self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
         if self._unix_socket is not None:
             self._unix_socket.bind(self.socket_path)

@@ -3,10 +3,12 @@ number of ranks, one included, reads what it needs of them."""
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from palestra.core.errors import PalestraError
 from palestra.learner.optimizer import Optimizer
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+
 SHARDS = "shards"
+_METADATA = ".metadata"  # torch writes it as a pickle
+_MAX_METADATA_BYTES = 1 << 30
+# The names that .metadata of tensors may hold. BytesStorageMetadata is none of them: torch reads such entries with
+# an unrestricted unpickler.
+_SAFE_NAMES = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "Path"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+}
 
 
 def is_sharded(folder: Path) -> bool:
@@ -35,10 +56,11 @@ def save_sharded(folder: Path, optimizer: Optimizer) -> None:
 
 def load_sharded(folder: Path, optimizer: Optimizer) -> None:
     """Read this rank's part; all ranks call it, or one process that has no others."""
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+    from torch.distributed.checkpoint import CheckpointException, load
 
     try:
-        known = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+        reader = _reader(folder / SHARDS)
+        known = reader.read_metadata().state_dict_metadata
         if any(name.startswith("exp_avg/") for name in known):
             optimizer.make_room()
         else:  # it was written before the first step
@@ -52,11 +74,59 @@ def load_sharded(folder: Path, optimizer: Optimizer) -> None:
         alone = not torch.distributed.is_initialized()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
-            load(tensors, checkpoint_id=folder / SHARDS, no_dist=alone)
-    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+            load(tensors, storage_reader=reader, no_dist=alone)
+    except (CheckpointException, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = _first_failure(error)
         raise PalestraError(f"{folder / SHARDS} cannot be read ({reason}); use another checkpoint") from error
     optimizer.round_masters()
+
+
+def _reader(shards: Path) -> FileSystemReader:
+    """A reader of shards that runs no code of the files: its .metadata may hold the names of tensors only."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class SafeReader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            metadata = read_metadata(shards / _METADATA)
+            metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+            return metadata
+
+    return SafeReader(shards)
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _SAFE_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which no checkpoint of ours holds")
+        return super().find_class(module, name)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The metadata of shards; UnpicklingError for any content but that of tensors."""
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+    if path.stat().st_size > _MAX_METADATA_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_METADATA_BYTES} bytes")
+    try:
+        metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+    except (pickle.UnpicklingError, OSError):
+        raise
+    except Exception as error:  # a damaged pickle raises whatever its last whole operation does
+        raise pickle.UnpicklingError(f"{_METADATA} is damaged: {error}") from error
+    entries = getattr(metadata, "state_dict_metadata", None)
+    places = getattr(metadata, "storage_data", None)
+    is_valid = (
+        isinstance(metadata, Metadata)
+        and isinstance(entries, dict)
+        and isinstance(places, dict)
+        and all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
+        and all(Path(name := str(getattr(place, "relative_path", ".."))).name == name for place in places.values())
+    )
+    if not is_valid:
+        raise pickle.UnpicklingError(f"{_METADATA} does not describe tensors in this folder")
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
 
 
 def _first_failure(error: BaseException) -> str:

@@ -116,7 +116,7 @@ def load_config(name: str) -> Any:
     def read(**where: Any) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(**where)
+        return AutoConfig.from_pretrained(trust_remote_code=False, **where)
 
     return _read(name, folder, source, read)
 
@@ -163,16 +163,16 @@ def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
 def _tokenizer(**where: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(**where)
+    return AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
 
 
 def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, **where: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     if quantization is None:
-        return AutoModelForCausalLM.from_pretrained(dtype=dtype, **where).to(device)
+        return AutoModelForCausalLM.from_pretrained(dtype=dtype, trust_remote_code=False, **where).to(device)
     return AutoModelForCausalLM.from_pretrained(
-        dtype=dtype, quantization_config=quantization, device_map={"": device}, **where
+        dtype=dtype, quantization_config=quantization, device_map={"": device}, trust_remote_code=False, **where
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +16,18 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.processes import this_host, this_process
 
+_SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_MAX_CHARS = 10_000
+
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel gives back when the process ends; PalestraError if another holds it."""
-    with RunFolder(folder).lock_file.open("a+", encoding="utf-8") as file:
+    with _open(RunFolder(folder).lock_file, create=True) as file:
         if not _take(file):
             raise _held(folder)
         me = this_process()
+        file.seek(0)
         file.truncate(0)
         file.write(json.dumps({"pid": me.pid, "born": me.born, "host": this_host()}))
         file.flush()
@@ -37,10 +43,28 @@ def refuse_held(folder: Path) -> None:
 def holder(folder: Path) -> dict[str, Any] | None:
     """pid, born and host of the process that holds the lock; None if nobody does."""
     try:
-        with RunFolder(folder).lock_file.open("r+", encoding="utf-8") as file:
-            return None if _take(file) else dict(json.loads(file.read() or "{}"))
-    except (OSError, ValueError):
+        with _open(RunFolder(folder).lock_file, create=False) as file:
+            return None if _take(file) else dict(json.loads(file.read(_MAX_CHARS) or "{}"))
+    except (OSError, ValueError, TypeError, RecursionError, PalestraError):
         return None
+
+
+def _open(path: Path, *, create: bool) -> IO[str]:
+    """Open the lock file, which must be a regular file: a link would be written through, and a FIFO waited for."""
+    flags = os.O_RDWR | (os.O_CREAT if create else 0) | _SAFE_FLAGS
+    try:
+        number = os.open(path, flags, 0o644)
+    except OSError as error:
+        if not create:
+            raise
+        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
+        raise PalestraError(
+            f"the run folder cannot be locked: {path} ({reason}); make the folder writable, or delete the file"
+        ) from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise PalestraError(f"the run folder cannot be locked: {path} is not a regular file; delete it")
+    return open(number, "r+", encoding="utf-8")
 
 
 def _take(file: IO[str]) -> bool:

@@ -153,6 +153,10 @@ class Index:
         with self._database.open() as db:
             return _active_ids(db)
 
+    def has(self, run_id: str) -> bool:
+        with self._database.open() as db:
+            return bool(_rows(db, "WHERE run_id = ?", run_id))
+
     def row(self, run_id: str) -> Row:
         with self._database.open() as db:
             found = _rows(db, "WHERE run_id = ?", run_id)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from palestra.core.config import RunConfig, explain
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.yaml_config import load_yaml
+from palestra.runs.agent_settings import AGENT_MAXIMUM, SETTING_CLASSES, SITE_SETTINGS
 
 SITE_VARIABLE = "PALESTRA_SITE"
 SITE_FILE = "palestra.yaml"
@@ -124,14 +125,26 @@ class Site(Section):
             raise ValueError(str(error)) from None
         return settings
 
+    @property
+    def maximums(self) -> dict[str, float]:
+        """The largest values that an agent may choose, by setting."""
+        return AGENT_MAXIMUM | self.maximum
+
     @field_validator("unlock")
     @classmethod
     def _known_locks(cls, unlock: list[str]) -> list[str]:
-        known = [f"{section}.{name}" for section, name in _FIELDS]
+        known = [*(f"{section}.{name}" for section, name in _FIELDS), *SITE_SETTINGS, *SETTING_CLASSES["model"]]
         for name in unlock:
             if name not in known:
                 raise ValueError(f"there is no lock {name!r}.{did_you_mean(name, known)}")
         return unlock
+
+    @model_validator(mode="after")
+    def _one_backend(self) -> Site:
+        """The profile `tinker` decides the backend; a second, different one would have no effect."""
+        if self.profile == "tinker" and ("backend" in self.unlock or self.run.get("backend", "tinker") != "tinker"):
+            raise ValueError("profile: tinker trains on a Tinker server; leave backend out of run and unlock")
+        return self
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ class Lock:
     type: str
     description: str
     setting: str | None
+    imposed: bool = True  # False: the setting stays as the environment or its default has it
 
     @property
     def full_name(self) -> str:
@@ -242,19 +256,23 @@ def _profile(site: Site) -> dict[str, Any]:
 
 
 def locks_of(site: Site) -> list[Lock]:
-    """All locks: the profile's, then the site's own."""
+    """All locks: the profile's, then the site's own, then the settings that only a site decides."""
     values = _profile(site)
     for section in _SECTIONS:
         own = getattr(site, section).model_dump(exclude_none=True)
         values |= {f"{section}.{name}": value for name, value in own.items()}
     locks = [_lock(key, value) for key, value in values.items() if key not in site.unlock]
     taken = {lock.setting for lock in locks if not lock.is_open}
-    settings = RunConfig.settings()
-    for key, value in site.run.items():
-        if key not in taken:
-            info = settings[key]
-            locks.append(Lock("run", key, value, type_name(info.annotation), info.description or "", key))
-    return locks
+    imposed = {"backend": "tinker"} if site.profile == "tinker" else {}
+    locks += [_run_lock(key, value) for key, value in (imposed | site.run).items() if key not in taken]
+    decided = {lock.setting for lock in locks} | {_SETTINGS.get(key, key) for key in site.unlock}
+    defaults = RunConfig()
+    return locks + [_run_lock(key, defaults.value(key), False) for key in SITE_SETTINGS if key not in decided]
+
+
+def _run_lock(key: str, value: Any, imposed: bool = True) -> Lock:
+    info = RunConfig.settings()[key]
+    return Lock("run", key, value, type_name(info.annotation), info.description or "", key, imposed)
 
 
 def _lock(key: str, value: Any) -> Lock:
@@ -266,7 +284,7 @@ def _lock(key: str, value: Any) -> Lock:
 
 def locked_settings(locks: list[Lock]) -> dict[str, Any]:
     """The settings of RunConfig that are locked, with their values."""
-    by_setting = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open}
+    by_setting = {lock.setting: lock for lock in locks if lock.setting and not lock.is_open and lock.imposed}
     return {key: as_setting(key, lock.value) for key, lock in by_setting.items()}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, open_private
 from palestra.core.run_folder import Resume, RunFolder, step_of
+from palestra.core.scratch import remove_stale
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
@@ -123,7 +124,9 @@ class RunManager(RunReader):
             shutil.rmtree(folder.path, ignore_errors=True)
 
     def gc(self) -> Runs:
-        """End the processes that dead runs have left behind, and mark those runs in the index. Returns them."""
+        """End the processes that dead runs have left behind, remove their temporary folders, and mark those runs in the
+        index. Returns them."""
+        remove_stale()
         return [self.get(run_id) for run_id in reconcile(self._index)]
 
     def _reconciled(self, run_id: str) -> Row:

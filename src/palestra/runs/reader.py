@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import last_lines, last_rows
-from palestra.core.run_folder import RunFolder
+from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
+from palestra.core.show import visible
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
-from palestra.runs.rebuild import row_from_folder
+from palestra.runs.rebuild import id_of, row_from_folder
 from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
 
 Part = Literal["trainer", "env", "api", "supervisor"]
@@ -90,8 +91,16 @@ class RunReader:
 
     def of_folder(self, folder: RunFolder) -> Run:
         """The run in a folder, also one that the index does not list."""
-        row = self._index.row_of(str(folder.path))
-        return read_run(self._index, row or Row.unlisted(row_from_folder(folder)))
+        row = self.listed_row(folder)
+        if row is None:
+            row = Row.unlisted(row_from_folder(folder))
+            if self._index.has(row.run_id):  # a copy: the id in its index.json is that of the original
+                row = replace(row, run_id=id_of(folder.path))
+        return read_run(self._index, row)
+
+    def listed_row(self, folder: RunFolder) -> Row | None:
+        """The index's row of exactly this folder. The id in a folder is no proof: a copy has that of its original."""
+        return self._index.row_of(str(folder.path)) or self._index.row_of(str(folder.path.resolve()))
 
     def list(self) -> Runs:
         """All runs, newest first."""
@@ -146,10 +155,10 @@ def read_run(index: Index, row: Row) -> Run:
     started = {part.part: part for part in index.parts(row.run_id)}
     return Run(
         run_id=row.run_id,
-        name=row.name,
-        environment=row.environment,
+        name=visible(row.name),  # a folder from elsewhere may hold any characters
+        environment=visible(row.environment),
         state=row.state,
-        reason=row.reason,
+        reason=row.reason and visible(row.reason),
         folder=folder.path,
         created=row.created,
         started=row.started,
@@ -185,19 +194,21 @@ def _process_state(part: PartRow | None, row: Row) -> str:
 def progress(folder: RunFolder) -> dict[str, float]:
     """The newest value of the main metrics, from the end of metrics.jsonl and the report."""
     values: dict[str, float] = {}
-    rows = [row for row in last_rows(folder.metrics_file, _RECENT_ROWS) if isinstance(row.get("step"), int | float)]
+    rows = numbered_rows(last_rows(folder.metrics_file, _RECENT_ROWS))
     for row in rows:
         values |= {name: row[key] for key, name in _PROGRESS.items() if key in row}
     values |= _time_left(folder, rows)
-    after = ((folder.report() or {}).get("after") or {}).get("pass_rate", {}).get("rate")
-    return values | ({} if after is None else {"eval_percent_correct": after})
+    match folder.report():
+        case {"after": {"pass_rate": {"rate": int() | float() as after}}}:
+            values["eval_percent_correct"] = after
+    return values
 
 
 def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
     """The steps in total, the seconds so far (also before it was resumed), and those left by its last steps."""
     try:
         total = float(folder.record.get("steps") or 0)
-    except (OSError, PalestraError):
+    except (OSError, PalestraError, ValueError, TypeError, OverflowError):
         total = 0.0
     known = {"total_steps": total} if total else {}
     timed = [row for row in rows if "elapsed_seconds" in row]

@@ -24,6 +24,7 @@ PALESTRA = [sys.executable, "-P", "-m", "palestra"]
 _SECRET = re.compile(r"(api_?key|secret|passw(or)?d|credentials?|(access|auth|api|hf)_token|^token)$", re.IGNORECASE)
 _PLACEHOLDERS = ("", "none", "x", "empty")  # values of an api_key that are no secret
 _TRAINER_ONLY = {"WANDB_API_KEY", "TINKER_API_KEY"}
+LOCAL_ONLY = ("train.tokens_per_micro_batch",)  # locks of the local trainer, which a Tinker server does not read
 _HTTP_TIMEOUT_S = 2.0
 _READY_S = 3600.0  # a model may have to be downloaded first; a process that dies is noticed at once
 
@@ -73,11 +74,11 @@ class RunRequest:
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The settings with the backend. The lock on the trainer's memory is none on that of a Tinker server."""
+        """The settings with the backend, which no setting overrides."""
         if self.backend == "local":
             return dict(self.settings)
-        settings = {key: value for key, value in self.settings.items() if key != "train.tokens_per_micro_batch"}
-        return {"backend": self.backend, **settings}
+        settings = {key: value for key, value in self.settings.items() if key not in LOCAL_ONLY}
+        return settings | {"backend": self.backend}
 
     def needs_wire(self) -> bool:
         """Whether the environment runs in a process of its own. Reads source files, runs none of them."""

@@ -50,9 +50,10 @@ class Guard:
 
 
 def _from_no_other_site(headers: Mapping[bytes, bytes]) -> bool:
-    if origin := headers.get(b"origin"):
-        return is_loopback(host_of(origin.decode("latin-1")))
-    return headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
+    site = headers.get(b"sec-fetch-site", b"none")
+    if origin := headers.get(b"origin"):  # a page of another port of this machine, unless the browser says otherwise
+        return is_loopback(host_of(origin.decode("latin-1"))) and site != b"cross-site"
+    return site in (b"none", b"same-origin")
 
 
 def host_of(url: str) -> str:

@@ -26,7 +26,6 @@ from palestra.core.run_folder import (  # noqa: F401
     step_of,
 )
 from palestra.core.whole_folder import check_whole, folder_aside, write_whole
-from palestra.train.low_signal import NO_GROUPS, PendingGroups
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
@@ -41,20 +40,18 @@ class TrainState:
     policy_version: int = 0
     entropy_coefficient: float | None = None  # None: as the config says
     signal_rate: float = 1.0  # the share of the last step's groups whose rewards differed
-    pending: PendingGroups = NO_GROUPS  # with train.low_signal = accumulate: not applied yet
     best_reward: float = float("-inf")
     best_step: int = 0
     safety: SafetyState = UNTOUCHED
 
     def to_dict(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return own | {"pending": self.pending.to_dict(), "safety": self.safety.to_dict()}
+        return own | {"safety": self.safety.to_dict()}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> TrainState:
-        parts = {"pending": PendingGroups.from_dict, "safety": SafetyState.from_dict}
-        read = {name: parse(record[name]) for name, parse in parts.items() if name in record}  # older ones have none
-        return cls(**dict(record) | read)
+        safety = SafetyState.from_dict(record["safety"]) if "safety" in record else UNTOUCHED  # older ones have none
+        return cls(**dict(record) | {"safety": safety})
 
 
 def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
@@ -82,7 +79,10 @@ def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
 def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
     check_whole(folder)
-    return _read_state(folder)
+    try:
+        return _read_state(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PalestraError(f"the checkpoint file {folder / STATE} is corrupt ({type(error).__name__})") from None
 
 
 def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], None]) -> tuple[Path, TrainState] | None:

@@ -21,7 +21,7 @@ from palestra.core.errors import NotFiniteError, PalestraError, text_of
 from palestra.core.files import free_bytes
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
-from palestra.core.types import Group, Sample
+from palestra.core.types import Group
 from palestra.evals.evidence import RunFacts
 from palestra.evals.examples import Example, find_examples
 from palestra.evals.findings import run_findings
@@ -40,11 +40,10 @@ from palestra.train.checkpoint import (
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
-from palestra.train.low_signal import NO_GROUPS, UpdatePlan, plan_update
 from palestra.train.metrics import rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.samples import group_advantages, trainable_samples
-from palestra.train.schedule import Coefficients, coefficients_at, next_entropy
+from palestra.train.samples import group_advantages, has_signal, trainable_samples
+from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -193,11 +192,10 @@ class Training:
         groups = rollouts.groups
         advantages = group_advantages(groups, config.train, self.source.reward_weights)
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
-        plan = self._plan_update(groups, advantages, coefficients)
-        coefficients = replace(
-            coefficients, learning_rate=coefficients.learning_rate * plan.scale * state.safety.rate_factor
-        )
-        samples = self._samples(plan, groups, advantages, echo=coefficients.echo > 0)
+        scale = self._update_scale(groups, advantages, coefficients)
+        rate = coefficients.learning_rate * scale * state.safety.rate_factor
+        coefficients = replace(coefficients, learning_rate=rate)
+        samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
         version = state.policy_version
         record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
@@ -222,9 +220,7 @@ class Training:
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
         beside()
-        metrics |= learned | {"update_scale": plan.scale if learned else 0.0}
-        if config.train.low_signal == "accumulate":
-            metrics["pending_groups"] = float(len(plan.pending.groups))
+        metrics |= learned | {"update_scale": scale if learned else 0.0}
         after = replace(
             state,
             step=state.step + 1,
@@ -232,7 +228,6 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
-            pending=plan.pending,
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
@@ -245,27 +240,16 @@ class Training:
         self.state = after
         return metrics
 
-    def _plan_update(
+    def _update_scale(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], coefficients: Coefficients
-    ) -> UpdatePlan:
-        """How much the step may change the weights. With ECHO every group has a gradient: the update is a full one."""
+    ) -> float:
+        """How much the step may change the weights. With ECHO every group has a gradient, so the update is full."""
         if coefficients.echo > 0:
-            return UpdatePlan(groups, 1.0)
+            return 1.0
         # a step taken by itself, outside of a run, has the groups that its caller chose
         problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
-        is_last = self.steps_left == 1
-        return plan_update(
-            groups, advantages, self.state.pending, self.config.train, problems=problems, is_last=is_last
-        )
-
-    def _samples(
-        self, plan: UpdatePlan, groups: Sequence[Group], advantages: Sequence[Sequence[float]], *, echo: bool
-    ) -> list[Sample]:
-        if not plan.groups:
-            return []
-        if len(plan.groups) > len(groups):  # with pending ones, which a batch-wide scale counts in, too
-            advantages = group_advantages(plan.groups, self.config.train, self.source.reward_weights)
-        return trainable_samples(plan.groups, advantages, self.config.train, echo=echo)
+        signal = sum(has_signal(group, row) for group, row in zip(groups, advantages, strict=True))
+        return update_scale(signal, problems, self.config.train.full_update_share)
 
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""
@@ -360,7 +344,7 @@ class Training:
         state, most = self.state, self.config.train.max_rollbacks
         self.ended_early, safety = state.safety.rolled_back(state.step, reason, most, self.snapshots.has_best)
         self.restore_weights(best=safety.restored_step > 0)
-        self.state = replace(self.state, safety=safety, source=self.source.state(), pending=NO_GROUPS)
+        self.state = replace(self.state, safety=safety, source=self.source.state())
         self.tracker.metrics(state.step, {"rollback": 1.0, "learning_rate_factor": safety.rate_factor})
         self.watcher.warn(safety.events[-1])
 

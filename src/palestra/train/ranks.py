@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, text_of
-from palestra.core.ranks import LAUNCHER, ONE_PROCESS, RankFailed, Ranks, RankVariables
+from palestra.core.ranks import LAUNCHER, ONE_PROCESS, RENDEZVOUS, RankFailed, Ranks, RankVariables
 from palestra.train.liveness import Liveness
 
 log = logging.getLogger("palestra")
@@ -62,6 +62,12 @@ def rank_device(place: RankVariables, config: RunConfig) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
+def _rendezvous(place: RankVariables) -> dict[str, Any]:
+    """Arguments by which the ranks of `--nproc` meet in a private file; those of torchrun meet at MASTER_ADDR."""
+    file = os.environ.get(RENDEZVOUS)
+    return {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.size} if file else {}
+
+
 class TorchRanks:
     """Ranks that talk by torch.distributed (gloo; gradients on GPUs by NCCL)."""
 
@@ -82,11 +88,13 @@ class TorchRanks:
             torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timeout, **_rendezvous(place))
         except (RuntimeError, ValueError) as error:
+            where = os.environ.get(RENDEZVOUS) or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise PalestraError(
-                f"rank {place.rank} of {place.size} could not meet the others at {os.environ['MASTER_ADDR']}:"
-                f"{os.environ['MASTER_PORT']} ({str(error).splitlines()[0]}); start all of them, with one address"
+                f"rank {place.rank} of {place.size} could not meet the others at {where} "
+                f"({str(error).splitlines()[0]}); start all of them, with one address"
             ) from error
         self._group = dist.new_group(backend="gloo", timeout=timeout)  # for all that is not a gradient
         self._liveness = Liveness(self.rank, self._lose, self._stop)

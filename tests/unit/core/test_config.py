@@ -3,6 +3,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.yaml_config import load_yaml
 
 
 def test_later_layers_win_and_leave_the_rest_alone() -> None:
@@ -139,3 +140,26 @@ def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate, 
     lora = RunConfig.build({"lora.r": 8}).with_learning_rate(parameters)
     assert lora.train.learning_rate == pytest.approx(lora_rate)
     assert RunConfig.build({"train.learning_rate": 3e-6}).with_learning_rate(parameters).train.learning_rate == 3e-6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "a: " + "{b: " * 200 + "1" + "}" * 200,
+        "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\n"
+        + "".join(f"c{i + 1}: &c{i + 1} [{','.join([f'*c{i}' if i else '*b'] * 9)}]\n" for i in range(8)),
+        "a: &a\n  b: *a\n",
+    ],
+)
+def test_yaml_that_is_deep_or_grows_by_its_aliases_is_refused(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(PalestraError, match=r"run\.yaml"):
+        load_yaml(path)
+
+
+def test_yaml_with_a_few_aliases_is_read(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: '[[['}\n")
+    assert load_yaml(path) == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": "[[["}}

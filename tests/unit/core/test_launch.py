@@ -75,3 +75,42 @@ def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "four")
     with pytest.raises(PalestraError, match="start with torchrun"):
         RankVariables.of_environment()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_start() -> None:
+    rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
+    program = f"from palestra.core.launch import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+    launcher.kill()
+    launcher.wait()
+    assert launcher.stdout.read() == "", "both have closed their end of the pipe"
+    assert len(set(pids)) == 2
+
+
+LISTENERS = """
+import os
+from pathlib import Path
+from palestra.core.config import RunConfig
+from palestra.train.ranks import join
+ranks = join(RunConfig.build({"model.device": "cpu"}))
+assert ranks.gather(ranks.rank) == [0, 1]
+names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+sockets = {os.readlink(name) for name in names if os.path.exists(name)}
+rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()[1:]]
+heard = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+Path(os.environ["TOLD"], str(ranks.rank)).write_text(" ".join(heard))
+ranks._leave()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at a port where a stranger could join: they meet in a file of their user."""
+    monkeypatch.setenv("TOLD", str(tmp_path))
+    assert launch.launch_ranks([sys.executable, "-c", LISTENERS], 2) == 0
+    heard = [address for rank in "01" for address in (tmp_path / rank).read_text().split()]
+    assert heard, "gloo listens"
+    assert {address.split(":")[0] for address in heard} <= {"0100007F", "00000000000000000000000001000000"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -238,3 +239,66 @@ def test_a_chat_names_a_run_or_a_model(door) -> None:
 
 def test_the_subject_is_one_thing() -> None:
     assert Subject(environment="a").agent_file is None
+
+
+def client_for(manager: RunManager, folder: RunFolder) -> TestClient:
+    app = dashboard_app(Catalog(manager, [folder]), launcher=FormLauncher(manager, Site()))
+    return TestClient(app, base_url=ADDRESS)
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> tuple[Started, TestClient, RunFolder, str]:
+    """A listed run and a dashboard that shows a copy of its folder; the copy holds the same id."""
+    manager = Started(tmp_path / "home")
+    values = {"run_id": "abcd2345", "name": "shop", "environment": "", "folder": str(run.path), "kind": "managed"}
+    times = {"created": 1.0, "launched": 1.0, "host": "h"}
+    manager._index.add(**values, **times, state="completed")
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    client = client_for(manager, RunFolder(copy))
+    return manager, client, run, client.get("/api/runs").json()["runs"][0]["id"]
+
+
+def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(copied) -> None:
+    manager, client, run, copy_id = copied
+    assert copy_id != "abcd2345"
+    assert {"stop", "resume", "delete"}.isdisjoint(client.get(f"/api/runs/{copy_id}").json()["actions"])
+    for run_id in (copy_id, "abcd2345"):
+        headers = {"Content-Type": "application/json"}
+        assert client.delete(f"/api/runs/{run_id}", headers=headers).status_code >= 400
+        assert client.post(f"/api/runs/{run_id}/resume", json={"max_steps": 9}).status_code >= 400
+        assert client.post(f"/api/runs/{run_id}/stop", json={}).status_code >= 400
+    assert run.record_file.is_file()
+    assert manager.get("abcd2345").state == "completed"
+
+
+def test_the_original_is_still_deleted_by_its_own_dashboard(copied) -> None:
+    manager, _, run, _ = copied
+    client = client_for(manager, run)
+    (shown,) = client.get("/api/runs").json()["runs"]
+    assert shown["id"] == "abcd2345"
+    assert client.delete("/api/runs/abcd2345", headers={"Content-Type": "application/json"}).status_code == 200
+    assert not run.path.exists()
+
+
+def test_two_copies_are_two_runs(run, tmp_path) -> None:
+    folders = []
+    run.index_file.write_text('{"run_id": "abcd2345", "name": "shop"}')
+    for name in ("one", "two"):
+        shutil.copytree(run.path, tmp_path / name)
+        folders.append(RunFolder(tmp_path / name))
+    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), folders)), base_url=ADDRESS)
+    shown = client.get("/api/runs").json()["runs"]
+    assert len({row["id"] for row in shown}) == 2
+    for row in shown:
+        assert client.get(f"/api/runs/{row['id']}").json()["folder"] == row["folder"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "7", '{"run_id": "../x"}', '{"run_id": 7, "created": "x"}', '{"created": 1e999}']
+)
+def test_a_damaged_index_file_does_not_hide_the_run(run, tmp_path, text) -> None:
+    run.index_file.write_text(text)
+    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), [run])), base_url=ADDRESS)
+    (row,) = client.get("/api/runs").json()["runs"]
+    assert row["id"].isalnum()

@@ -281,3 +281,69 @@ def test_evaluations_give_rates_and_flips(tmp_path) -> None:
     assert found["flips"]["p_value"] == pytest.approx(0.625)
     assert found["flips"]["problems"][0]["direction"] == "broken"
     assert not np.isnan(found["evaluations"][0]["mean_reward"])
+
+
+HUGE = 10**400
+MALFORMED = [
+    {"reward": HUGE}, {"seconds": HUGE}, {"advantage": HUGE}, {"advantage": -HUGE},
+    {"scores": {"m": {"value": HUGE}}}, {"scores": 7}, {"scores": {"m": 7}}, {"scores": [1]},
+    {"step": float("inf")}, {"step": float("nan")}, {"step": 10**30}, {"step": "x"}, {"group": 10**30}, {"group": [1]},
+    {"turns": 7}, {"turns": "text"}, {"turns": [7]}, {"turns": [{"maker": "model", "token_ids": 7}]},
+    {"turns": [{"maker": "model", "token_ids": "text"}]}, {"turns": [{"maker": "model", "token_ids": ["a"]}]},
+    {"turns": [{"maker": "model", "token_ids": [HUGE]}]}, {"turns": [{"token_ids": [1]}]},
+    {"turns": [{"maker": "model", "token_ids": [1], "logprobs": "x"}]},
+    {"turns": [{"maker": "model", "token_ids": [1], "logprobs": [HUGE]}]},
+    {"turns": [{"maker": "model", "token_ids": [1], "logprobs": ["a"]}]},
+    {"turns": [{"maker": "model", "token_ids": [1], "policy_version": "x"}]},
+    {"turns": [{"maker": "model", "token_ids": [1], "policy_version": HUGE}]},
+    {"lineages": 7}, {"lineages": "text"}, {"lineages": [{"turns": 7}]}, {"lineages": [{"messages": 7}]},
+    {"messages": [{"tool_calls": 7}]}, {"messages": [{"tool_calls": "text"}]}, {"messages": 7}, {"messages": [7]},
+    {"problem_id": {}}, {"stop": []}, {"error": {}}, {"tool_results": 7}, {"tool_seconds": HUGE}, {"passed": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=lambda change: str(change)[:40])
+def test_a_malformed_line_hides_no_other_rollout(client, api, run, change) -> None:
+    lines = run.rollouts_file.read_text().splitlines()
+    broken = json.dumps({**json.loads(lines[3]), **change})
+    run.rollouts_file.write_text("\n".join([*lines[:3], broken, *lines[4:]]) + "\n")
+    shown = client.get(f"{api}/rollouts?limit=200").json()
+    assert shown["count"] in (len(lines) - 1, len(lines))
+    for path in ("facets", "problems", "suspicion"):
+        assert client.get(f"{api}/{path}").status_code == 200, path
+    for row in shown["rollouts"]:
+        for path in (f"rollouts/{row['id']}", f"rollouts/{row['id']}/tokens", f"groups/{row['group']}"):
+            assert client.get(f"{api}/{path}").status_code == 200, (path, change)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "step=99999999999999999999",
+        "step_from=99999999999999999999",
+        "step_to=-99999999999999999999",
+        "cursor=[1,99999999999999999999999]",
+        "cursor=[99999999999999999999999,1]",
+        "cursor=[[1],2]",
+        "cursor=[{},2]",
+        "cursor=[true,2]",
+        "cursor=[1,2.5]",
+        "cursor=" + "[" * 5000,
+        "reward_min=1e999",
+    ],
+)
+def test_a_number_or_cursor_that_cannot_be_is_a_bad_request(client, api, query) -> None:
+    assert client.get(f"{api}/rollouts?{query}").status_code == 400
+
+
+def test_an_index_that_is_a_link_is_not_followed(client, api, run, tmp_path) -> None:
+    import sqlite3
+
+    run.dashboard_index.unlink(missing_ok=True)
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as db:
+        db.execute("CREATE TABLE rollouts (mine TEXT)")
+    before = other.read_bytes()
+    run.dashboard_index.symlink_to(other)
+    assert client.get(f"{api}/rollouts").json()["count"] == 24
+    assert other.read_bytes() == before

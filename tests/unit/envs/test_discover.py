@@ -201,3 +201,17 @@ def test_lists_and_objects_are_given_as_json(write):
     assert load_env(str(path), {"names": '{"a": 1}', "note": "[not JSON"}).env.config.names == {"a": 1}
     with pytest.raises(PalestraError, match="names"):
         load_env(str(path), {"names": "{a"})
+
+
+def test_a_pipe_and_a_link_to_a_device_are_named_as_unreadable(tmp_path, monkeypatch):
+    import os
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "environments"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.py")
+    (folder / "zero.py").symlink_to("/dev/zero")
+    (folder / "good.py").write_text("from palestra import Env\n\n\nclass Good(Env):\n    pass\n")
+    found = discover()
+    assert {path.name for path in found.errors} == {"pipe.py", "zero.py"}
+    assert "good" in {env.name for env in found.environments}

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.runs.agent_settings import SETTING_CLASSES, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import Site, load_site, locked_settings, locks_of
+from palestra.runs.request import RunRequest
 
 
 @pytest.fixture
@@ -101,3 +104,66 @@ def test_the_site_file_is_the_one_that_the_variable_names_else_the_one_here_else
     assert (named.profile, named.limits.test_models) == ("local", 2)
     with pytest.raises(PalestraError, match="no site file"):
         load_site(environ={"PALESTRA_SITE": "gone.yaml"})
+
+
+def test_every_setting_of_a_run_has_exactly_one_class():
+    classed = [key for keys in SETTING_CLASSES.values() for key in keys]
+    assert sorted(classed) == sorted(RunConfig.keys()), "give a new setting a class in SETTING_CLASSES"
+
+
+def test_no_setting_whose_name_says_address_or_folder_is_left_to_agents():
+    words = ("url", "address", "host", "folder", "dir", "path", "file", "entity", "backend")
+    open_keys = [key for key in SETTING_CLASSES["agent"] if any(word in key.split(".")[-1] for word in words)]
+    assert open_keys == []
+
+
+@pytest.mark.parametrize("profile", ["local", "tinker"])
+def test_backend_addresses_folders_and_accounts_are_locked_by_default(profile):
+    locked = {lock.setting for lock in locks_of(Site(profile=profile))}
+    classes = ("backend", "address", "folder", "account")
+    assert {key for name in classes for key in SETTING_CLASSES[name]} <= locked
+
+
+def test_a_site_decides_or_unlocks_a_setting_that_is_locked_by_default():
+    site = Site(run={"vllm.url": "http://gpu:8000", "vllm.mode": "server"}, unlock=["track.entity", "model.name"])
+    locks = {lock.setting: lock for lock in locks_of(site)}
+    assert locks["vllm.url"].value == "http://gpu:8000"
+    assert "track.entity" not in locks
+    assert locked_settings(list(locks.values())) == {"vllm.url": "http://gpu:8000", "vllm.mode": "server"}
+
+
+def test_the_tinker_profile_fixes_the_backend():
+    assert locked_settings(locks_of(Site(profile="tinker")))["backend"] == "tinker"
+    request = RunRequest(settings={"backend": "local", "lora.r": 8}, backend="tinker")
+    assert request.run_settings["backend"] == "tinker"
+
+
+@pytest.mark.parametrize("text", ["unlock: [backend]", "run: {backend: local}"])
+def test_a_site_with_the_tinker_profile_and_another_backend_is_refused(site, text):
+    with pytest.raises(PalestraError, match="leave backend out"):
+        site(f"profile: tinker\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("tinker.base_url", "TINKER_API_KEY"),
+        ("vllm.url", "VLLM_API_KEY"),
+        ("rollout.policy_url", "PALESTRA_TOKEN"),
+    ],
+)
+def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, key):
+    keys = {key: "secret"}
+    owner = "http://gpu-box:8000"
+    site = Site(run={setting: owner} | ({"vllm.mode": "server"} if setting == "vllm.url" else {}))
+    with pytest.raises(PalestraError, match=key):
+        refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, keys)
+    with pytest.raises(PalestraError, match=key):
+        refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8001"}, site.run, keys)
+    refuse_keys_for_unknown_hosts({setting: f"{owner}/v2"}, site.run, keys)
+    refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, {})  # there is no key to send
+
+
+def test_the_owner_of_a_tinker_key_may_name_its_host_in_the_environment():
+    environ = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "https://tinker.example"}
+    refuse_keys_for_unknown_hosts({"tinker.base_url": "https://tinker.example/"}, {}, environ)

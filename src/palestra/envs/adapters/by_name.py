@@ -30,7 +30,7 @@ class GymConfig(NamedConfig):
 
 
 class OpenEnvConfig(NamedConfig):
-    max_sessions: int | None = Field(None, ge=1, description="sessions that the server has at a time")
+    max_sessions: int | None = Field(None, ge=1, le=4096, description="sessions that the server has at a time")
 
 
 class NamedGymEnv(GymEnv):

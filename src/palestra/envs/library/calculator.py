@@ -28,7 +28,7 @@ class CalculatorConfig(EnvConfig):
     """How hard the sums are."""
 
     operations: int = Field(2, ge=1, le=8, description="operations in one expression")
-    largest: int = Field(99, ge=2, description="the largest number in an expression")
+    largest: int = Field(99, ge=2, le=10**12, description="the largest number in an expression")
     shots: int = Field(0, ge=0, le=8, description="solved problems shown before each one, for models that need them")
 
 

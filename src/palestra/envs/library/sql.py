@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from palestra.core.scratch import scratch_root
 from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.envs.library._numbers import is_number
@@ -47,7 +48,7 @@ class Sql(Env):
     instructions = "Answer with a number. Look at the tables, then query them with SQL."
 
     def setup(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="palestra-sql-")
+        self.folder = tempfile.TemporaryDirectory(prefix="palestra-sql-", dir=scratch_root())
         self.path = Path(self.folder.name, "shop.sqlite")
         rng = random.Random(f"sql/{self.config.seed}")
         with closing(sqlite3.connect(self.path)) as database, database:

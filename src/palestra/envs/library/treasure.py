@@ -24,7 +24,7 @@ class TreasureConfig(EnvConfig):
 
     width: int = Field(3, ge=2, le=4, description="rooms from west to east")
     height: int = Field(2, ge=1, le=3, description="rooms from north to south")
-    spare_turns: int = Field(4, ge=0, description="turns beyond the shortest way")
+    spare_turns: int = Field(4, ge=0, le=10_000, description="turns beyond the shortest way")
 
 
 class Treasure(Env):

@@ -54,7 +54,10 @@ class AgentOptions:
     @classmethod
     def from_record(cls, record: Mapping[str, Any] | None) -> AgentOptions:
         """Those of a run that is resumed."""
-        return cls(**record) if record else cls()
+        try:
+            return cls(**record) if record else cls()
+        except TypeError:
+            raise PalestraError("run.json: agent_options are not those of a run; restore it from a copy") from None
 
     def record(self) -> dict[str, Any]:
         """For run.json; empty where none was given."""

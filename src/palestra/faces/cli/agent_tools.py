@@ -107,7 +107,7 @@ def locks(site: Path | None, as_json: bool) -> None:
     file = site or Path(os.environ.get(SITE_VARIABLE) or SITE_FILE)
     if as_json:
         rows = [{**asdict(lock), "name": lock.full_name} for lock in locks_of(settings)]
-        rest = settings.model_dump(include={"profile", "maximum", "limits", "inference"})
+        rest = settings.model_dump(include={"profile", "limits", "inference"}) | {"maximum": settings.maximums}
         click.echo(json.dumps({"site": str(file) if file.is_file() else None, "locks": rows, **rest}))
         return
     click.echo(f"profile {settings.profile}; {f'site file {file}' if file.is_file() else 'no site file'}")
@@ -115,8 +115,8 @@ def locks(site: Path | None, as_json: bool) -> None:
         (f"{section}, locked", [(f"{lock.name} = {show(lock.value)}", lock.description) for lock in members])
         for section, members in groupby(locks_of(settings), lambda lock: lock.section)
     ]
-    if settings.maximum:
-        sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in settings.maximum.items()]))
+    maximums = settings.maximums.items()
+    sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
     limits = type(settings.limits).model_fields.items()
     sections.append(
         ("limits", [(f"{n} = {show(getattr(settings.limits, n))}", i.description or "") for n, i in limits])

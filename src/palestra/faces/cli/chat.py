@@ -26,6 +26,7 @@ from palestra.faces.cli.chat_events import described, serve_chat
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import find_run, model_of
 from palestra.faces.cli.summary import shorten
+from palestra.faces.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.train.progress import task
 
@@ -55,6 +56,7 @@ class Partner:
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy decoding.")
 @click.option("--max-new-tokens", default=512, show_default=True, type=click.IntRange(1), help="For one answer.")
 @click.option("--seed", default=0, show_default=True)
+@trust_option
 @dtype_option
 @device_option
 @debug_option
@@ -65,6 +67,7 @@ def command(
     once: str | None,
     as_json: bool,
     as_events: bool,
+    trust: bool,
     **options: Any,
 ) -> None:
     """Chat with a run's trained model, or any other; its tools are called, and each call is shown.
@@ -78,7 +81,7 @@ def command(
     palestra chat RUN --once "What do 3 red lamps cost?" --json
     """
     console = Console(stderr=as_json or as_events)
-    partner = _find_partner(run_or_model, agent_file, instructions)
+    partner = _find_partner(run_or_model, agent_file, instructions, trust)
     load_libraries(console, partner.model)
     session = _open(console, partner, **options)
     show = _shown_as_json(session) if as_json else _shown_to_people(console)
@@ -93,7 +96,7 @@ def command(
             _loop(console, runner, session, show)
 
 
-def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None) -> Partner:
+def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None, trust: bool) -> Partner:
     """The run's own agent, or the one in `agent_file`; a model without a run has none."""
     model, _ = model_of(run_or_model)
     if agent_file is not None:
@@ -101,14 +104,15 @@ def _find_partner(run_or_model: str, agent_file: str | None, instructions: str |
         partner = Partner(model, file.agent.fixed_instructions, _tools_of(file))
     else:
         run = find_run(run_or_model)
-        partner = Partner(model) if run is None else _of_run(model, run.folder)
+        partner = Partner(model) if run is None else _of_run(model, run.folder, trust)
     return partner if instructions is None else replace(partner, instructions=instructions)
 
 
-def _of_run(model: str, run: RunFolder) -> Partner:
+def _of_run(model: str, run: RunFolder, trust: bool) -> Partner:
     record = run.record
-    if environment := record.get("environment"):
-        return _of_environment(model, environment)
+    if environment := run.environment():
+        require_trust(run, code_for_tools(record), trust)
+        return _of_environment(model, *environment)
     instructions = str(record.get("instructions") or "")
     source = record.get("source")
     if not record.get("tools"):
@@ -116,6 +120,7 @@ def _of_run(model: str, run: RunFolder) -> Partner:
     if source is None:
         note = "The run was started from Python, so its tools are not known; name them with --agent FILE"
         return Partner(model, instructions, note=note)
+    require_trust(run, code_for_tools(record), trust)
     try:
         tools = _tools_of(load_agent_file(str(source)))
     except PalestraError as error:
@@ -129,9 +134,9 @@ def _tools_of(file: AgentFile) -> Sequence[Any]:
     return tuple(tool.bind(context) for tool in file.agent.tools)
 
 
-def _of_environment(model: str, environment: dict[str, Any]) -> Partner:
+def _of_environment(model: str, name: str, settings: dict[str, Any]) -> Partner:
     """The tools of an environment belong to one problem: here, the first held-out one."""
-    env = load_env(environment["name"], environment["settings"])
+    env = load_env(name, settings)
     episode = env.open(env.problems("held_out")[0])
     instructions = "\n\n".join(message.text for message in episode.prompt if message.role == "system")
     # the last user message: solved examples may precede it

@@ -9,6 +9,7 @@ import click
 from palestra.core.errors import PalestraError
 from palestra.faces.cli.common import debug_option
 from palestra.faces.cli.serve import address_options, run_server, server_port
+from palestra.faces.cli.trust import trust_option
 from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
@@ -17,8 +18,9 @@ from palestra.runs.manager import RunManager
 @click.command("dashboard")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @address_options(8004)
+@trust_option
 @debug_option
-def command(path: Path | None, host: str, port: int, token: str | None) -> None:
+def command(path: Path | None, host: str, port: int, token: str | None, trust: bool) -> None:
     """Show runs in a browser: live curves, every rollout and token, and whether a rising reward is real.
 
     PATH is a run folder or a folder of some; without it, all runs are shown. Runs of others open, too: TRL's
@@ -43,6 +45,6 @@ def command(path: Path | None, host: str, port: int, token: str | None) -> None:
         )
     manager = RunManager()
     launcher = FormLauncher(manager, load_site())
-    catalog = Catalog(manager, folders, [foreign] if foreign else [])
+    catalog = Catalog(manager, folders, [foreign] if foreign else [], trust=trust)
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
     run_server(app, socket, "the dashboard is at", f"/?token={token}" if token else "")

@@ -101,10 +101,13 @@ def run(arguments: Sequence[str]) -> int:
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):
             raise
+        from palestra.core.show import visible
+
         remedy = "; free some space, or choose another output_dir" if is_full else ""
         if is_first_rank() or not isinstance(error, RankFailed):
             who = "" if is_first_rank() else f"rank {os.environ['RANK']}: "
-            click.secho(f"{who}Error: {error}{remedy}", fg="red", err=True)
+            text = visible(f"{who}Error: {error}{remedy}")  # it may quote a file or a program
+            click.secho(text, fg="red", err=True)
         return 2
 
 

@@ -23,6 +23,7 @@ from palestra.evals.suite import hold_out
 from palestra.faces.cli.agent_file import load_agent_file
 from palestra.faces.cli.common import debug_option, json_line_option
 from palestra.faces.cli.find_run import require_run, run_argument
+from palestra.faces.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.rollout.rescore import rescore
 from palestra.train.progress import task
 
@@ -35,9 +36,12 @@ from palestra.train.progress import task
 @click.option("--kind", default="train", show_default=True, help="train, before, after, or the step of an evaluation.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first rollouts.")
 @click.option("--agent", "agent_file", metavar="FILE", help="Where the cases are. [default: the run's own]")
+@trust_option
 @json_line_option
 @debug_option
-def command(run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, as_json: bool) -> None:
+def command(
+    run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, trust: bool, as_json: bool
+) -> None:
     """Score the stored rollouts of a run with changed measures, and compare with what was said then.
 
     \b
@@ -45,6 +49,8 @@ def command(run: str, file: Path, kind: str, limit: int | None, agent_file: str 
     palestra rescore runs/my-agent-20260131-101500 --measures my_agent.py --kind after
     """
     folder, console = require_run(run), Console(stderr=as_json)
+    if agent_file is None:
+        require_trust(folder, code_for_tools(folder.record), trust)
     measures = measures_of(file)
     path = rollouts_path(folder, kind)
     problems = problems_of(folder, "train" if kind == "train" else "held_out", agent_file)
@@ -78,8 +84,8 @@ def rollouts_path(folder: RunFolder, kind: str) -> Path:
 def problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mapping[str, Problem]:
     """The problems by id, for what they expect: of the agent file or the environment that the run was trained on."""
     record = folder.record
-    if agent_file is None and (environment := record.get("environment")):
-        env = load_env(environment["name"], environment["settings"])
+    if agent_file is None and (environment := folder.environment()):
+        env = load_env(*environment)
         return {problem.id: problem for problem in env.problems(split)}  # type: ignore[arg-type]
     source = agent_file or record.get("source")
     if source is None:

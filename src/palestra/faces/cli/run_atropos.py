@@ -24,6 +24,7 @@ from palestra.faces.cli.find_run import require_run
 from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.train_wire import new_run, present, run_on_wire, wait_limit_option, wire_config
+from palestra.faces.cli.trust import code_of_run, require_trust, trust_option
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.request import PALESTRA, refuse_secrets
@@ -78,6 +79,7 @@ class AtroposEnv:
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
 @wait_limit_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
+@trust_option
 @json_line_option
 @debug_option
 def command(
@@ -86,6 +88,7 @@ def command(
     packages: tuple[str, ...],
     wait_limit_s: float,
     resume: str | None,
+    trust: bool,
     as_json: bool,
     **parameters: Any,
 ) -> None:
@@ -102,7 +105,7 @@ def command(
     read, console = read_settings(config_file, settings.from_options(parameters)), Console(stderr=as_json)
     resumed = None
     if resume is not None:
-        resumed, environment = _reopen(resume, file, packages, config_file, read)
+        resumed, environment = _reopen(resume, file, packages, config_file, read, trust)
         run = RunFolder.open(resumed.folder)
     elif file is not None:
         run, environment = _start(file, packages, read, console)
@@ -124,10 +127,11 @@ def _start(file: Path, packages: Sequence[str], read: EnvSettings, console: Cons
 
 
 def _reopen(
-    name: str, file: Path | None, packages: Sequence[str], config_file: Path | None, read: EnvSettings
+    name: str, file: Path | None, packages: Sequence[str], config_file: Path | None, read: EnvSettings, trust: bool
 ) -> tuple[Resume, AtroposEnv]:
     """A run that was stopped, with the environment that it had; more steps are all that may be changed."""
     run = require_run(name)
+    require_trust(run, code_of_run(run.record), trust)
     refuse_busy(run.path)
     if (record := run.record.get("atropos")) is None:
         command = run.wire_command or f"palestra train --resume {name}"

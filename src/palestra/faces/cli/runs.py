@@ -22,6 +22,7 @@ from palestra.faces.cli.find_run import require_run, require_run_id, run_argumen
 from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
 from palestra.faces.cli.runs_prune import prune
 from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
+from palestra.faces.cli.trust import code_of_run, require_trust, trust_option
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import Run, RunReader, results
 
@@ -144,9 +145,10 @@ def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
 @command.command("finish")
 @run_argument()
 @click.option("--from-checkpoint", metavar="STEP", help="A step, or best. [default: the newest]")
+@trust_option
 @json_line_option
 @debug_option
-def finish(run: str, from_checkpoint: str | None, as_json: bool) -> None:
+def finish(run: str, from_checkpoint: str | None, trust: bool, as_json: bool) -> None:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
     from palestra.env_api import finish_wire
     from palestra.faces.cli.display import training_display
@@ -155,6 +157,7 @@ def finish(run: str, from_checkpoint: str | None, as_json: bool) -> None:
     from palestra.faces.cli.train_wire import present
 
     folder, console = require_run(run), Console(stderr=as_json)
+    require_trust(folder, code_of_run(folder.record), trust)
     if folder.last_checkpoint() is None:
         raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
     resume = Resume(folder.path, from_checkpoint, finish=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ from rich.text import Text
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, sparkline
+from palestra.core.show import show_path, show_seconds, sparkline, visible
 from palestra.faces.cli.runs_tables import STATE_COLOURS
 from palestra.faces.cli.settings import show
 from palestra.report.charts import Point, curves_svg
 from palestra.runs.reader import Run
+from palestra.runs.rebuild import id_of
 from palestra.runs.settings import differing_keys, settings_of
 
 _SPARKLINE_WIDTH = 60
@@ -27,7 +28,7 @@ class ComparedRun:
     """One of the runs: its settings, results and curves."""
 
     run: Run
-    label: str  # its id; the folder of one that was copied, with its id
+    label: str  # its id; the folder of a copy, whose id says nothing to a person
     settings: dict[str, Any]
     summary: dict[str, float | None]
     pass_rates: list[Point]
@@ -39,8 +40,7 @@ class ComparedRun:
 
 
 def compare_runs(runs: Sequence[Run]) -> list[ComparedRun]:
-    ids = [run.run_id for run in runs]
-    return [_compared(run, run.run_id if ids.count(run.run_id) == 1 else show_path(run.folder)) for run in runs]
+    return [_compared(run, show_path(run.folder) if run.run_id == id_of(run.folder) else run.run_id) for run in runs]
 
 
 def _compared(run: Run, label: str) -> ComparedRun:
@@ -79,12 +79,12 @@ def compare_table(compared: Sequence[ComparedRun]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
     for one in compared:
-        table.add_column(f"{one.label}\n{one.run.name}", justify="right")
+        table.add_column(Text(f"{one.label}\n{one.run.name}"), justify="right")
     table.add_row("state", *[Text(one.run.state, style=STATE_COLOURS.get(one.run.state, "")) for one in compared])
     for name in compared[0].summary:
         table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
     for key in differing_keys([one.settings for one in compared]):
-        table.add_row(key, *[show(one.settings.get(key)) for one in compared])
+        table.add_row(key, *[Text(visible(show(one.settings.get(key)))) for one in compared])
     return table
 
 
@@ -104,9 +104,11 @@ def _show_result(name: str, value: float | None) -> str:
     return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
 
 
-def _held_out_rate(evaluation: Mapping[str, Any] | None) -> float | None:
+def _held_out_rate(evaluation: Any) -> float | None:
     """None where the training cases were scored, because none were held out."""
-    if evaluation is None or evaluation.get("split") == "train":
-        return None
-    rate: float = evaluation["pass_rate"]["rate"]
-    return rate
+    match evaluation:
+        case {"split": "train"}:
+            return None
+        case {"pass_rate": {"rate": int() | float() as rate}}:
+            return rate
+    return None

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, show_size
+from palestra.core.show import show_path, show_seconds, show_size, visible
 from palestra.evals.findings import recorded_findings
 from palestra.faces.cli.summary import print_findings
 from palestra.runs.reader import Run
@@ -36,7 +36,7 @@ def runs_table(runs: Sequence[Run], width: int) -> Table:
     for run in runs:
         state = Text(run.state, style=STATE_COLOURS.get(run.state, ""))
         cells = zip(headings, _cells(run), strict=True)
-        table.add_row(run.run_id, run.name, state, *(cell for heading, cell in cells if heading not in left_out))
+        table.add_row(run.run_id, Text(run.name), state, *(cell for heading, cell in cells if heading not in left_out))
     return table
 
 
@@ -64,8 +64,9 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
         if value is not None:
             console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
     folder = RunFolder(run.folder)
-    if folder.has_begun and (capability := folder.record.get("capability")):
-        console.print(Text.assemble((f"{'capability':<15}", "dim"), capability["text"]), soft_wrap=True)
+    capability = folder.record.get("capability") if folder.has_begun else None
+    if isinstance(capability, dict) and isinstance(capability.get("text"), str):
+        console.print(Text.assemble((f"{'capability':<15}", "dim"), visible(capability["text"])), soft_wrap=True)
     print_findings(console, recorded_findings(folder, ended=not run.is_active))
     if run.state in ("stopped", "failed"):
         console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)

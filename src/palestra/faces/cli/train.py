@@ -36,6 +36,7 @@ from palestra.faces.cli.serve import require_serve_extra
 from palestra.faces.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.faces.cli.summary import outcome_summary, print_training
 from palestra.faces.cli.train_wire import new_run_for, present, run_on_wire, wait_limit_option
+from palestra.faces.cli.trust import code_of_run, require_trust, trust_option
 from palestra.result import GRPOTrainingResult
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
@@ -65,6 +66,7 @@ from palestra.train.progress import Display
 @config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
+@trust_option
 @json_line_option
 @debug_option
 def command(
@@ -81,6 +83,7 @@ def command(
     config_file: Path | None,
     resume: str | None,
     from_checkpoint: str | None,
+    trust: bool,
     as_json: bool,
     **parameters: Any,
 ) -> None:
@@ -114,7 +117,10 @@ def command(
     file, and that over the agent file's own config.
     """
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
-        raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *settings.typed_words()], nproc))
+        if resume is not None:
+            trust = _is_trusted(require_run(resume), trust)  # here, where a question can be answered once
+        words = [*(["--trust"] if trust else []), *settings.typed_words()]
+        raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *words], nproc))
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
@@ -127,7 +133,7 @@ def command(
     if detach:
         _detach(new, wire or None, nproc or 1, console, as_json)
         return
-    resumed = None if resume is None else _resume_of(resume, from_checkpoint, new.options, config_file)
+    resumed = None if resume is None else _resume_of(resume, from_checkpoint, new.options, config_file, trust)
     if env_url is not None:
         require_serve_extra()
         if resumed is None:
@@ -229,9 +235,18 @@ def _train_agent(file: AgentFile, agent: Agent, config: RunConfig, display: Disp
     )
 
 
-def _resume_of(name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None) -> Resume:
+def _is_trusted(run: RunFolder, trust: bool) -> bool:
+    """True if the run may be continued; PalestraError if it may not."""
+    require_trust(run, code_of_run(run.record), trust)
+    return True
+
+
+def _resume_of(
+    name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None, trust: bool
+) -> Resume:
     max_steps = settings.max_steps_of_resumed(options, config_file)
     run = require_run(name)
+    _is_trusted(run, trust)
     if is_first_rank():  # by then the first one may train in it
         refuse_busy(run.path)
     return Resume(run.path, checkpoint, max_steps)
@@ -240,8 +255,8 @@ def _resume_of(name: str, checkpoint: str | None, options: dict[str, Any], confi
 def resume_run(resume: Resume, console: Console, agent_file: str | None = None) -> GRPOTrainingResult:
     """Go on with a run whose environment or agent file is in its record."""
     run = RunFolder.open(resume.folder)
-    if environment := run.record.get("environment"):
-        env = load_env(environment["name"], environment["settings"])
+    if environment := run.environment():
+        env = load_env(*environment)
         with training_display(console, run.config, "palestra train") as display:
             return train_env(env, run.config, watcher=display, resume=resume)
     if run.wire_command:

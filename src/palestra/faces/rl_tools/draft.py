@@ -22,8 +22,10 @@ from palestra.faces.rl_tools.fields import (
     run_fields,
     server_fields,
 )
+from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import THE_MODEL, Lock, Site, as_setting, locked_settings, locks_of, short_names
 from palestra.runs.manager import RunRequest
+from palestra.runs.request import LOCAL_ONLY
 from palestra.wire import WIRE_DEFAULTS
 from palestra.wire.atropos import venv_folder
 
@@ -52,12 +54,12 @@ class Draft:
         fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
         if found.dialect == "atropos":
             fields |= server_fields(site, _SERVER_SETTINGS)
-        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect))
+        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect, site))
         edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
         if "use_wandb" in own and found.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
-            largest = site.maximum.get(f.key or "")
+            largest = site.maximums.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
         return cls(found, description.run_settings, fields, site, locks, edited)
@@ -81,9 +83,15 @@ class Draft:
         if len(json.dumps(value)) > _MAX_VALUE_CHARS:
             raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
         read = own.read(value)
-        largest = self.site.maximum.get(own.key or "")
+        largest = self.site.maximums.get(own.key or "")
         if largest is not None and (read is None or read > largest):
             raise Refusal(f"{name} is at most {largest:g} at this site, got {short(read)}", field=name, maximum=largest)
+        if own.key == "model.name" and "model.name" not in self.site.unlock and not is_hub_name(str(read)):
+            raise Refusal(
+                f"{name} takes the name of a hub model here, such as Qwen/Qwen3-0.6B, got {short(read)}; "
+                "the site file allows paths with unlock: [model.name]",
+                field=name,
+            )
         draft = replace(self, edited={**self.edited, name: read})
         if own.key is not None:
             require_valid(draft.settings(), self.run_settings, own)
@@ -122,7 +130,21 @@ class Draft:
         return None
 
     def locked_value(self, lock: Lock) -> Any:
+        if not lock.imposed:
+            return self.fields[lock.name].default
         return self.value("model.name") if lock.value == THE_MODEL else lock.value
+
+    def shown_locks(self) -> list[Lock]:
+        """The locks whose settings have an effect with the current values."""
+        backend, server = self.value("backend"), self.value("vllm.mode") == "server"
+        effective = {
+            "ray.address": backend == "ray",
+            "tinker.base_url": backend == "tinker",
+            "vllm.url": server,
+            "rollout.weights_folder": server or self.value("rollout.policy_url") is not None,
+            "track.entity": "wandb" in self.value("track.report_to"),
+        }
+        return [lock for lock in self.locks if effective.get(lock.setting or "", True)]
 
     def open_fields(self) -> list[ConfigField]:
         """The environment's own first, then the run's, without the locked ones."""
@@ -163,7 +185,9 @@ class Draft:
         return f"{self.found.file_path}:{self.found.class_name}"
 
     def request(self) -> RunRequest:
-        """The request to the run manager."""
+        """The request to the run manager; PalestraError if it would send a key to an address that an agent chose."""
+        chosen = {key: self.edited[key] for key in KEYS_OF_ADDRESSES if key in self.edited}
+        refuse_keys_for_unknown_hosts(chosen, self.site.run)
         locked = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
         lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
         return RunRequest(
@@ -177,8 +201,10 @@ class Draft:
         )
 
 
-def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str) -> bool:
+def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str, site: Site) -> bool:
     """Whether anything reads the setting. An environment of ours has no server between itself and the model."""
+    if site.profile == "tinker" and lock.setting in LOCAL_ONLY:
+        return False
     if dialect == "palestra" and lock.value == THE_MODEL:
         return False
     if lock.section == "server" and lock.setting is None:

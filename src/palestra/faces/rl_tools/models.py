@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools.answers import short
+from palestra.runs.agent_settings import is_hub_name
 from palestra.runs.locks import Site
 
 OPENROUTER = "https://openrouter.ai/api/v1"
@@ -49,7 +50,14 @@ def choose_models(
         raise PalestraError(f"{len(names)} models were named; at most {site.limits.test_models} are tested together")
     if len(set(names)) != len(names):
         raise PalestraError("a model is named twice; name each once")
-    return [_candidate(name, url, key) for name in names]
+    candidates = [_candidate(name, url, key) for name in names]
+    paths = [c.label for c in candidates if models and c.base_url is None and not is_hub_name(c.name)]
+    if paths and "model.name" not in site.unlock:
+        raise PalestraError(
+            f"{short(paths[0])}: only models of the hub can be named here, such as local:Qwen/Qwen3-0.6B; "
+            "the site file allows paths with unlock: [model.name]"
+        )
+    return candidates
 
 
 def _endpoint(site: Site, environ: Mapping[str, str]) -> tuple[str | None, str | None, list[str]]:

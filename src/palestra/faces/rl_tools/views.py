@@ -67,7 +67,7 @@ def config(draft: Draft) -> Data:
             "description": lock.description,
             "locked_value": draft.locked_value(lock),
         }
-        for lock in draft.locks
+        for lock in draft.shown_locks()
     ]
     return {
         "environment": draft.found.name,
