@@ -76,7 +76,9 @@ def test_no_tool_argument_or_entity_of_the_agents_is_in_the_word_lists(path: Pat
     names = {name for tool in module["agent"].tools for name in (tool.name, *tool.parameters["properties"])}
     assert not names & name_lists
     tables = [value for name, value in module.items() if name.isupper() and isinstance(value, dict)]
-    entities = {str(part).lower() for table in tables for key in table for part in (key if type(key) is tuple else [key])}
+    entities = {
+        str(part).lower() for table in tables for key in table for part in (key if type(key) is tuple else [key])
+    }
     assert not entities & name_lists
 
 
