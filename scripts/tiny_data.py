@@ -14,7 +14,6 @@ from tiny_world import Dialogue, World, make_world
 
 from palestra.demo import mentions_held_out
 
-
 COPIED = (
     words.number,
     words.any_item,

@@ -12,41 +12,43 @@ import tiny_words as words
 from palestra.demo import is_held_out_price
 
 SYLLABLES = (
-    "a al am an ap ar as at au ba bal ban bar bel ber bi bo bon bra bri bu by ca cal can car cas cen cer cha che cho ci "
-    "cle cli co col com con cor cra cre cro cu cul cur da dal de del den der des di din dis do dom don dor dra du dy e "
-    "ed el em en ence ent er ern es ev ex fa fac fal fe fer fi fil fin fla fle fo for fra fre fro ful ga gan gar ge gel "
-    "gen ger gi gla go gra gre gro gu ha hal han har he hel hen her hi ho hol hom hor hu ic id ie il im in ing ion ip is "
-    "ish ist ite ity ive ja je jo ju ka kan ke kel ker ki kin kle ko ku la lan land lar le lec lem len ler les less let "
-    "ley li lin line lo lock lon lor low lu ly ma mal man mar mas mat me men ment mer met mi min mis mo mon mor mous mu "
-    "mul na nal nar nat ne nec ned nel ner ness net ni nic nin no nol nor nu o ob of ol om on op or ot ous out over pa "
-    "pan par pas pe pel pen per pet ph pi pin pla ple po pol pon por pos pra pre pri pro pu ra ral ran rat re rec red rel "
-    "ren res ri ric rin ro rol ron ry sa sal san sar sat sca se sec sel sen ser set sha she shi si sig sin sion so sol "
-    "som son sor sta ste sten ster stra stre sub sul sun sup sur ta tab tal tan tar te tec tel tem ten ter ters th the "
-    "ther ti tic tim tin tion to tol ton tor tra tre tri tro tu tur ture ty ul um un up ur us ut va val van var ve vel ven "
-    "ver vi vil vin vo vol wa wal war way we wel wen wer wi win wo wood work y ya za zo"
+    "a al am an ap ar as at au ba bal ban bar bel ber bi bo bon bra bri bu by ca cal can car cas cen cer cha che cho "
+    "ci cle cli co col com con cor cra cre cro cu cul cur da dal de del den der des di din dis do dom don dor dra du "
+    "dy e ed el em en ence ent er ern es ev ex fa fac fal fe fer fi fil fin fla fle fo for fra fre fro ful ga gan gar "
+    "ge gel gen ger gi gla go gra gre gro gu ha hal han har he hel hen her hi ho hol hom hor hu ic id ie il im in ing "
+    "ion ip is ish ist ite ity ive ja je jo ju ka kan ke kel ker ki kin kle ko ku la lan land lar le lec lem len ler "
+    "les less let ley li lin line lo lock lon lor low lu ly ma mal man mar mas mat me men ment mer met mi min mis mo "
+    "mon mor mous mu mul na nal nar nat ne nec ned nel ner ness net ni nic nin no nol nor nu o ob of ol om on op or "
+    "ot ous out over pa pan par pas pe pel pen per pet ph pi pin pla ple po pol pon por pos pra pre pri pro pu ra ral "
+    "ran rat re rec red rel ren res ri ric rin ro rol ron ry sa sal san sar sat sca se sec sel sen ser set sha she "
+    "shi si sig sin sion so sol som son sor sta ste sten ster stra stre sub sul sun sup sur ta tab tal tan tar te tec "
+    "tel tem ten ter ters th the ther ti tic tim tin tion to tol ton tor tra tre tri tro tu tur ture ty ul um un up "
+    "ur us ut va val van var ve vel ven ver vi vil vin vo vol wa wal war way we wel wen wer wi win wo wood work y ya "
+    "za zo"
 ).split()
 ONSETS = (
-    "b bl br c ch chr cl cr d dr dw f fl fr g gh gl gn gr h j k kl kn kr l m n p ph pl pr q qu r rh s sc sch scr sh shr sk "
-    "sl sm sn sp sph spl spr squ st str sw t th thr tr tw v w wh wr x y z"
+    "b bl br c ch chr cl cr d dr dw f fl fr g gh gl gn gr h j k kl kn kr l m n p ph pl pr q qu r rh s sc sch scr sh "
+    "shr sk sl sm sn sp sph spl spr squ st str sw t th thr tr tw v w wh wr x y z"
 ).split() + [""] * 6
 VOWELS = "a e i o u a e i o u y ae ai ao au ay ea ee ei eo eu ew ey ia ie io oa oe oi oo ou ow oy ua ue ui uy".split()
 CODAS = (
-    "b bb ck ct d dd dge ff ft g gg ght gn gue k ke l lb ld lf lk ll lm lp lt m mb me mp n nce nch nd ne ng nge nk nt p pe "
-    "pp pt que r rb rch rd rg rk rl rm rn rp rr rs rt rth s se sh sk sp ss st t tch te th ts tt v ve w wn x xt y z zz"
+    "b bb ck ct d dd dge ff ft g gg ght gn gue k ke l lb ld lf lk ll lm lp lt m mb me mp n nce nch nd ne ng nge nk nt "
+    "p pe pp pt que r rb rch rd rg rk rl rm rn rp rr rs rt rth s se sh sk sp ss st t tch te th ts tt v ve w wn x xt y "
+    "z zz"
 ).split() + [""] * 30
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ATTRIBUTES = (
-    "level size rank grade limit score mark share height width depth label group type class floor street page line point "
-    "side step area zone speed power charge fee tax debt income salary budget profit output demand supply load dose "
-    "length colour owner number total value sum count date day hour cause effect result"
+    "level size rank grade limit score mark share height width depth label group type class floor street page line "
+    "point side step area zone speed power charge fee tax debt income salary budget profit output demand supply load "
+    "dose length colour owner number total value sum count date day hour cause effect result"
 ).split()
 SHORT_ARGUMENTS = "a b c x y z n m k v p q s t i j id key name of to who what text kind".split()
 VERBS = "get find fetch read show lookup check query give tell search list".split()
 FILLERS = (
-    "the a an of in on at by for to with from and or is are was be it this that which what who how when where can could "
-    "will would should do does did has have had not no all any each every one two more most some please now then here "
-    "there up down out about only just very much many long old good new last next first after before than as if so we "
-    "you I they he she our your their its use need want know say see give make take come go"
+    "the a an of in on at by for to with from and or is are was be it this that which what who how when where can "
+    "could will would should do does did has have had not no all any each every one two more most some please now "
+    "then here there up down out about only just very much many long old good new last next first after before than "
+    "as if so we you I they he she our your their its use need want know say see give make take come go"
 ).split()
 DESCRIPTION_FORMS = (
     "Look up the {t}.",
@@ -232,7 +234,9 @@ def integer(rng: random.Random) -> int:
 
 def lead_in(rng: random.Random) -> str:
     """A clause before the question that names something beside the point."""
-    form = rng.choice(("On {x}", "In {x},", "For {x}:", "It is {x}.", "I am at {x}.", "{x} says:", "We want {x}.", "{s}"))
+    form = rng.choice(
+        ("On {x}", "In {x},", "For {x}:", "It is {x}.", "I am at {x}.", "{x} says:", "We want {x}.", "{s}")
+    )
     return form.format(x=rng.choice((proper_name, noun, word))(rng), s=sentence(rng))
 
 

@@ -150,7 +150,11 @@ def calculator_tool(rng: random.Random) -> Tool:
     if len({a, b, how}) < 3:
         a, b, how = "a", "b", "op"
     options = tuple(signs) if rng.random() < 0.7 else ()
-    arguments = [Argument(a, "number"), Argument(how, "string", options, lambda r: r.choice(signs)), Argument(b, "number")]
+    arguments = [
+        Argument(a, "number"),
+        Argument(how, "string", options, lambda r: r.choice(signs)),
+        Argument(b, "number"),
+    ]
     if rng.random() < 0.3:
         arguments = [arguments[1], arguments[0], arguments[2]]
     place = [argument.name for argument in arguments].index(how)
@@ -201,10 +205,8 @@ def lookup_tool(rng: random.Random, *, numeric: bool, count: int | None = None) 
         argument = _key_argument(rng)
         if all(argument.name != other.name for other in arguments):
             arguments.append(argument)
-    if numeric:
-        value = names.integer if rng.random() < 0.75 else names.decimal
-    else:
-        value = draw_from(rng, VALUES)
+    numbers = names.integer if numeric and rng.random() < 0.75 else names.decimal
+    value = numbers if numeric else draw_from(rng, VALUES)
     return Tool(
         names.tool_name(rng, attribute),
         tuple(arguments),
@@ -220,7 +222,9 @@ def _key_argument(rng: random.Random) -> Argument:
     if kind < 0.1:
         return Argument(name, "integer", draw=names.integer)
     if kind < 0.22:
-        options = tuple({names.phrase(rng) if rng.random() < 0.2 else names.noun(rng) for _ in range(rng.randint(2, 5))})
+        options = tuple(
+            {names.phrase(rng) if rng.random() < 0.2 else names.noun(rng) for _ in range(rng.randint(2, 5))}
+        )
         options = tuple(sorted(options))
         return Argument(name, "string", options, lambda r: r.choice(options))
     return Argument(name, "string", draw=draw_from(rng, ENTITIES))
@@ -295,7 +299,8 @@ COMPARE = (
 CHAIN = (
     "What is the {t} of the {s} of {x}?", "Find the {s} of {x}, then its {t}.", "Which {t} does the {s} of {x} have?",
     "What {t} belongs to the {s} of {x}?", "Who is the {t} for {x}?", "What is the {t} where {x} is?",
-    "In which {t} is the {s} of {x}?", "What is {x}'s {s}'s {t}?", "What is the {t} for {x}?", "Where is the {s} of {x}?",
+    "In which {t} is the {s} of {x}?", "What is {x}'s {s}'s {t}?", "What is the {t} for {x}?",
+    "Where is the {s} of {x}?",
 )  # fmt: skip
 TWO_TOOLS = (
     "What are the {t} and the {s} of {x} together?", "What is the {t} minus the {s} of {x}?",
@@ -311,7 +316,8 @@ ROUTE = (
     "What is the total {t} from {a} over {b} to {c}?", "{a} to {b}, {b} to {c}: how much {t}?",
 )  # fmt: skip
 THREE = (
-    "What is the {t} of {x}, {y} and {z} together?", "What do {x}, {y} and {z} cost?", "Add up the {t} of {x}, {y} and {z}.",
+    "What is the {t} of {x}, {y} and {z} together?", "What do {x}, {y} and {z} cost?",
+    "Add up the {t} of {x}, {y} and {z}.",
     "How much {t} do {x}, {y} and {z} have in total?", "What is the total {t} of {x}, {y} and {z}?",
     "How many {t} are in {x}, {y} and {z}?",
 )  # fmt: skip

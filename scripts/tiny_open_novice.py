@@ -225,7 +225,7 @@ def _call_wrong_tool(scene: Scene, task: Task, step: Step, results: list[Any]) -
     if not others:
         raise GivenUp
     tool = scene.rng.choice(others)
-    ((value, ok),) = scene.call((tool, _fill(scene, task, tool, results)))
+    ((_, ok),) = scene.call((tool, _fill(scene, task, tool, results)))
     if scene.rng.random() < (0.4 if ok else 0.5):
         raise GivenUp
 

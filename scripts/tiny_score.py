@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import torch
-from tiny_open import conversion_tool, convert_task, lookup_tool, one_task
 from tiny_open import World as OpenWorld
+from tiny_open import conversion_tool, convert_task, lookup_tool, one_task
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 CASES = 256

@@ -2,7 +2,9 @@
 
 from palestra import Agent, EvalSuite, function_tool, measure
 
-STOPS = "Hexham Alnwick Keswick Buxton Ludlow Whitby Tenby Dawlish Settle Malvern Wells Frome Bude Rye Oban Troon".split()
+STOPS = (
+    "Hexham Alnwick Keswick Buxton Ludlow Whitby Tenby Dawlish Settle Malvern Wells Frome Bude Rye Oban Troon".split()
+)
 DAYS = ("Monday", "Friday", "Sunday")
 BUS = {stop: 6 + 11 * i % 43 for i, stop in enumerate(STOPS)}
 RAIL = {stop: 8 + 17 * i % 47 for i, stop in enumerate(STOPS)}

@@ -2,7 +2,10 @@
 
 from palestra import Agent, EvalSuite, function_tool, measure
 
-FIRST, LAST = "Tessa Rufus Odile Magnus Linnea Casper Freya".split(), "Quill Parrish Thorne Winslow Yarrow Zeller".split()
+FIRST, LAST = (
+    "Tessa Rufus Odile Magnus Linnea Casper Freya".split(),
+    "Quill Parrish Thorne Winslow Yarrow Zeller".split(),
+)
 READERS = [f"{first} {last}" for first in FIRST for last in LAST]
 ALLOWED = {reader: 20 + 3 * (i % 7) for i, reader in enumerate(READERS)}
 BORROWED = {reader: 2 + 5 * i % 17 for i, reader in enumerate(READERS)}

@@ -2,7 +2,8 @@
 
 from palestra import Agent, EvalSuite, function_tool, measure
 
-GRAMS = dict(zip("flour sugar butter rice pasta spinach lentils yoghurt honey cream cheese".split(), range(15, 200, 16)))
+INGREDIENTS = "flour sugar butter rice pasta spinach lentils yoghurt honey cream cheese".split()
+GRAMS = {ingredient: 15 + 16 * i for i, ingredient in enumerate(INGREDIENTS)}
 
 
 @function_tool
