@@ -140,10 +140,10 @@ def wait(child: int, connection: socket.socket) -> int:
 
 
 def end(leader: int) -> None:
-    """Kill the program's process group, then what has left it: those are children of this subreaper, or theirs."""
+    """Kill the program's process group, then the descendants of this subreaper that have left the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    for _ in range(_MAX_SCANS):  # one that is being killed may have started another
+    for _ in range(_MAX_SCANS):  # a process may start another one before it is killed
         left = [pid for pid in descendants(os.getpid()) if pid != leader]
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -143,7 +143,7 @@ FORMATS: tuple[CallFormat, ...] = (
     LLAMA,
     JSON,
 )
-# Texts by which a template that shows no call can be told.
+# Texts that identify the format of a template that shows no call.
 _HINTS = {"<|tool_list_start|>": LFM, "<|start_header_id|>": LLAMA, "<|header_start|>": LLAMA}
 
 

@@ -160,7 +160,7 @@ class CallMatching:
 
 
 def _crossing(pieces: Sequence[bytes], trigger: bytes, at_start: bool) -> list[list[tuple[int, bytes]]]:
-    """By how much of the trigger is there: the tokens that end it and go on, with what they say of the call."""
+    """List, by the length of the trigger's written part, the tokens that complete it and the bytes behind it."""
     found: list[list[tuple[int, bytes]]] = [[] for _ in trigger]
     for token_id, piece in enumerate(pieces):
         if trigger[-1:] in piece[:-1]:

@@ -10,7 +10,7 @@ from typing import Any
 from palestra.chat.callformats import CallFormat
 from palestra.chat.calls_xml import types_of
 
-_SPACE = r"[ \t\r\n]{1,20}"  # room for indentation, and an end: no model can go on with spaces forever
+_SPACE = r"[ \t\r\n]{1,20}"  # enough for indentation; bounded, so that a model cannot write spaces forever
 _TEXT = r"/(?s:.*)/"
 _COMMA, _NL = '"," " "?', "\n"
 _GEMMA_QUOTE = '<|"|>'
@@ -29,12 +29,12 @@ _GEMMA_VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The rules of some tools: `body` is what follows the trigger, up to the end of the call."""
+    """Grammar rules for the calls of some tools. `body` follows the trigger, up to the end of the call."""
 
     body: str
     rules: tuple[str, ...]
     call: str  # the body with its trigger
-    lead: str = ""  # what stands before calls, and before an answer, where a turn is nothing else
+    lead: str = ""  # text before the calls, and before an answer, in a turn without free text
     answer_lead: str = ""
 
 
@@ -256,7 +256,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Closed as tools read them: what is not named is refused."""
+    """The JSON schema of a tool's arguments; unknown arguments are rejected unless it allows them."""
     return {"type": "object", "additionalProperties": False, **(tool["function"].get("parameters") or {})}
 
 

@@ -76,7 +76,7 @@ def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, need
 
 
 def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
-    """The values of the block that begins at `start`, and where the text goes on behind it."""
+    """Return the values of the block that begins at `start`, and the index after the block."""
     values, end = _decode_all(text, start)
     close, reopened = text.find(closing, end), text.find(opening, end)
     if close >= 0 and (reopened < 0 or close < reopened):
@@ -202,7 +202,7 @@ def _bare(text: str, is_code: bool = False) -> list[Any]:
 
 
 def _is_call(value: Any) -> bool:
-    """JSON may also be an answer: a call has a name and arguments."""
+    """Whether a JSON value is a call: it has a name and arguments. Other JSON may be an answer."""
     if not isinstance(value, dict):
         return False
     inner = value["function"] if isinstance(value.get("function"), dict) else value

@@ -45,7 +45,7 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
 
 
 def _python_value(body: str, text: str) -> Any:
-    """Templates that write an object with Jinja's `string` filter give Python's notation."""
+    """Parse Python notation, which templates write with Jinja's `string` filter; `text` if it is none."""
     if body[:1] not in ("{", "["):
         return text
     try:
@@ -75,7 +75,7 @@ def schema_of(schemas: Schemas, name: str, argument: str) -> Mapping[str, Any] |
 
 
 def _unwrap(value: str) -> str:
-    """Without the one line break that templates put on either side of a value."""
+    """Remove the one line break that templates put on either side of a value."""
     return value.removeprefix("\n").removesuffix("\n")
 
 

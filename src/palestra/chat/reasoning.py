@@ -49,7 +49,7 @@ def _closes_first(text: str, before: str | None) -> bool:
 
 
 def _cut_at_close(text: str) -> tuple[str, str, str]:
-    """At the closing tag that comes first; without any, all of it is reasoning."""
+    """Split at the first closing tag; without one, all of the text is reasoning."""
     places = [(text.find(close), close) for _, close in TAGS if close in text]
     return text.partition(min(places)[1]) if places else (text, "", "")
 

@@ -77,7 +77,7 @@ class TemplateRenderer:
 
     @cached_property
     def _calls_as(self) -> _CallsAs:
-        """How the template takes calls. One that leaves them out gets them as text, in the model's format."""
+        """The form in which the template accepts calls. If it omits calls: as text, in the model's format."""
         call = ToolCall("call_0", "palestra_probe", {"a": 1})
         dialogue = [Message("user", _QUESTION), Message("assistant", "", (call,)), Message("tool", "4", (), "call_0")]
         is_shown = False
@@ -110,7 +110,7 @@ def _with_written_calls(message: Message, format: CallFormat) -> Message:
 
 
 def _without_formats(message: Message) -> Message:
-    """Some templates write all fields of a call; the format is only for the records."""
+    """A call without its format, since some templates write all fields of a call."""
     if not any(call.format for call in message.tool_calls):
         return message
     return replace(message, tool_calls=tuple(replace(call, format="") for call in message.tool_calls))

@@ -40,7 +40,7 @@ class StreamedReply:
         self._has_thought = False
 
     def push(self, new: str) -> Iterator[Delta]:
-        """What has become certain with this text."""
+        """Yield the deltas that this text makes certain."""
         self._written += new
         if self._holds_all:
             return
@@ -69,7 +69,7 @@ class StreamedReply:
             yield from self._text_delta(certain(final.lstrip(), _ENDS)[len(self._sent) :])
 
     def rest(self, reply: Reply, written: str) -> Iterator[Delta]:
-        """What was held back until the reply, sampled as `written`, had ended."""
+        """Yield the deltas that were held back until the end of the reply, which was sampled as `written`."""
         if not self._has_thought:
             yield from self._thinking_delta(reply.reasoning)
         if reply.text.startswith(self._sent):

@@ -259,7 +259,7 @@ class ChatFormat:
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 
     def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
-        """What turns the text of a reply, as it is sampled, into deltas."""
+        """A parser that turns the sampled text of a reply into deltas."""
         holds_all = with_tools and self._ships_parser
         is_open = ends_open(prompt_end)
         return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
@@ -273,7 +273,7 @@ class ChatFormat:
         return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _find_probe_tools(self) -> tuple[dict[str, Any], ...]:
-        """Some templates refuse conversations without tools: those get one when the template is examined."""
+        """Tools for examining the template: one if it rejects conversations without tools, else none."""
         try:
             self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
         except TemplateRefusal:
@@ -348,7 +348,7 @@ class ChatFormat:
 
     @cached_property
     def _writes_text_last(self) -> bool:
-        """Whether the text beside calls comes after their results, as in Gemma 4's templates."""
+        """Whether the template puts the text of a message with calls after their results, as Gemma 4's does."""
         answer = Message("assistant", _ANSWER, (ToolCall("call_0", "palestra_probe"),))
         reply = Message("tool", _LAST, tool_call_id="call_0", name="palestra_probe")
         try:
@@ -372,8 +372,8 @@ class ChatFormat:
             following = new[len(old) :]
             stop = next((stop for stop in stops if following.startswith(stop)), "")  # GLM: begins the next turn
             return stop, following.removeprefix(stop)
-        # A template may close a finished conversation with one more token, or begin the next turn at once: what counts
-        # is that the text is the same up to the first stop token. In a few formats that token may differ.
+        # A template may close a finished conversation with one more token, or begin the next turn immediately. The text
+        # must be the same up to the first stop token. In a few formats that token may differ.
         first, stop = min(((at, stop) for stop in stops if (at := new.find(stop)) >= 0), default=(0, ""))
         same = first if stop in _MAY_DIFFER else first + len(stop)
         if not stop or not old.startswith(new[:same]):

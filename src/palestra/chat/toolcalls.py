@@ -17,14 +17,14 @@ from palestra.core.types import ToolCall
 
 log = logging.getLogger("palestra")
 UnexpectedCalls = Literal["execute", "error"]
-# The formats whose models look for a result by the id that they gave, and what such an id looks like.
+# Formats in which the model gives each call an id that its result must repeat, with the pattern of a valid id.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _KEEPS_ID = {"mistral": _MISTRAL_ID, "mistral_args": _MISTRAL_ID, "kimi": re.compile(r"\S+")}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an assistant's message says: reasoning and text apart from the calls."""
+    """The parts of an assistant's message."""
 
     reasoning: str
     text: str

@@ -83,7 +83,7 @@ def end_marked(variable: str) -> None:
 
     A program passes its environment on to all that it starts, so a unique value marks them. Linux only.
     """
-    for _ in range(_MAX_SCANS):  # one that is being killed may have started another
+    for _ in range(_MAX_SCANS):  # a process may start another one before it is killed
         found = _processes_with(f"\0{variable}\0".encode())
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):

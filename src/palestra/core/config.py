@@ -114,17 +114,21 @@ class RunConfig(Section):
         may_differ = self.rollout.max_staleness > 0 or self.vllm.mode != "off"
         return ("token_truncate" if may_differ else "none") if chosen == "auto" else chosen
 
+    def default_learning_rate(self, parameters: int) -> float:
+        """The learning rate that suits a model of this size: of its adapters, or of all weights."""
+        return (lora_learning_rate if self.lora.r else full_learning_rate)(parameters)
+
     def with_learning_rate(self, parameters: int) -> RunConfig:
-        """With a learning rate, where none is given, for a model of so many parameters."""
+        """Set the learning rate that suits a model of this size, unless one is given."""
         if self.train.learning_rate is not None:
             return self
-        rate = (lora_learning_rate if self.lora.r else full_learning_rate)(parameters)
+        rate = self.default_learning_rate(parameters)
         return self.model_copy(update={"train": self.train.model_copy(update={"learning_rate": rate})})
 
     def with_step_size(
         self, problems: int = STEP_PROBLEMS, group_size: int = STEP_GROUP_SIZE, max_new_tokens: int = NEW_TOKENS
     ) -> RunConfig:
-        """With these sizes of a step where none are given; the defaults are for code that knows no model."""
+        """Set the step sizes that are not given. The defaults are for callers that do not know the model."""
         values = {
             "train.problems_per_step": problems,
             "rollout.group_size": group_size,

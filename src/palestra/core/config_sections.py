@@ -160,7 +160,7 @@ class TrainSection(Section):
         0,
         ge=0,
         le=STEPS,
-        description="end the training after this many steps in a row in which every rollout passed; 0 does not",
+        description="end the training after this many steps in a row in which every rollout passed; 0 turns this off",
     )
     refill_limit: int = Field(
         2, ge=0, le=1000, description="how often a step may draw its number of problems again to reach `signal_share`"
@@ -210,7 +210,7 @@ class RolloutSection(Section):
         1024,
         ge=1,
         le=65_536,
-        description="attempts that are open at once; environments with a sandbox have a limit of their own",
+        description="maximum number of open attempts; environments with a sandbox have their own limit",
     )
     policy_url: str | None = Field(
         None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"

@@ -55,8 +55,8 @@ class GRPOTrainingConfig(BaseModel):
 
     num_train_epochs: int | None = None  # one, but at least 40 steps
     max_steps: int | None = None
-    # Problems of one optimizer step: the product of these two, by model and GPU where neither is given, 2 for one that
-    # is not. What fits into memory at once is decided by train.tokens_per_micro_batch (RunConfig), not by them.
+    # Problems per optimizer step: the product of these two. If one is not set, it is 2; if neither is, model and GPU
+    # decide. Memory use is limited by train.tokens_per_micro_batch (RunConfig), not by them.
     per_device_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     learning_rate: float | None = None  # suited to the model

@@ -20,7 +20,7 @@ class ProgramResult:
     stopped: Literal["time", "output"] | None = None
     result: Any = None
     reward: float | None = None  # where an external agent has posted one
-    error: str | None = None  # posted by an external agent: the attempt has failed, whatever the model said
+    error: str | None = None  # posted by an external agent; the attempt counts as failed
 
     def failure(self, timeout_s: float, max_output_bytes: int) -> str | None:
         """Why the attempt counts as failed; None where the program ended by itself, with whatever status.

@@ -322,7 +322,7 @@ def numbered_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
 
 
 def _is_number(value: Any) -> bool:
-    """A number for floats; integers in a file have no bound."""
+    """Whether a value is a number that fits a float; integers in a file have no bound."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
 

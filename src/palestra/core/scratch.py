@@ -1,7 +1,7 @@
 """Temporary folders that are removed also after `kill -9`.
 
-Each process has one folder in TMPDIR, locked for as long as it lives; its temporary folders lie in there. A process
-that makes its own removes those of this user whose lock nobody holds.
+Each process has one folder in TMPDIR, which it locks until it ends; its temporary folders are inside. A process that
+makes its folder removes those of the same user that are not locked.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_rollout(record: Mapping[str, Any]) -> bool:
-    """Whether all that the pages read has types that they can show; others than our runs write such files too."""
+    """Whether every field that the pages read has a type that they can show. Other programs write such files, too."""
     values = [score.get("value") for score in scores_of(record).values()]
     step, group = record.get("step"), record.get("group")
     return (
@@ -79,7 +79,7 @@ def _is_map(value: Any) -> bool:
 
 
 def _fits(value: Any) -> bool:
-    """Whether a number is one for floats; what is no number is shown as none."""
+    """Whether a number fits a float. True for other values, which are not shown as numbers."""
     return not isinstance(value, int) or abs(value) < _MAX_NUMBER
 
 

@@ -99,7 +99,7 @@ TextOf = Callable[[Rollout], str | None]  # the text of a rollout with the trait
 
 
 def _trait(has_trait: Callable[[Rollout], bool]) -> TextOf:
-    """A trait whose text is what the model said last."""
+    """A trait whose text is the model's last message."""
     return lambda rollout: _last_text(rollout) if rollout.error is None and has_trait(rollout) else None
 
 

@@ -168,7 +168,7 @@ class Attempt:
         return (await self._prompt(request)).token_count
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
-        """Find the request's place and tokenise what is new there; much text is tokenised in a thread."""
+        """Find the request's place and tokenise its new messages; long texts are tokenised in a thread."""
         try:
             return await self.lineages.place(request.messages, request.tools, request.variables)
         except RecursionError:

@@ -17,8 +17,8 @@ from palestra.gateway.matching import Key, opening_key, reply_keys, request_keys
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.serve.completer import MAX_INLINE_CHARS, Completer, texts_of
 
-_KEY_COST = 8  # a character costs so much less to compare than to tokenise
-_MAX_UNUSED = 64  # turns that are looked for in later requests
+_KEY_COST = 8  # times faster to compare a character than to tokenise it
+_MAX_UNUSED = 64  # turns that later requests are searched for
 Schemas = Sequence[dict[str, Any]]
 Place = tuple["Node | None", str, tuple[Key, ...]]  # behind which turn, with which tools, after which messages
 
@@ -165,7 +165,7 @@ class Lineages:
         return self.prompts.render(messages, opening, make)
 
     def _check_size(self, messages: Sequence[Message], tools: Schemas) -> int:
-        """Refuse a history that cannot fit, before it is tokenised; about how many characters it has."""
+        """Return the approximate number of characters of a history; PalestraError if it cannot fit the context."""
         tools_size = len(marshal.dumps(list(tools), 2)) if tools else 0
         if tools_size > self.model.max_characters:
             self.model.check_length(sum(map(len, texts_of(tools))))
@@ -340,7 +340,7 @@ def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | No
 def _continuation(
     model: Completer, new_messages: Sequence[Message], variables: Mapping[str, Any], node: Node
 ) -> tuple[Turn, ...] | None:
-    """None where the template cannot append these messages: then the whole history is rendered again."""
+    """Tokenise messages behind a turn; None if the template cannot append them, so the history is rendered again."""
     if _characters(new_messages) > MAX_INLINE_CHARS:
         model.check_tokens(message.text for message in new_messages)
     try:
@@ -351,7 +351,7 @@ def _continuation(
 
 
 def _characters(messages: Sequence[Message]) -> int:
-    """About how many characters they have: of all texts, and of the calls' arguments."""
+    """Approximate number of characters of all texts and of the calls' arguments."""
     calls = [call.arguments for message in messages for call in message.tool_calls]
     return sum(len(message.text) for message in messages) + (len(marshal.dumps(calls, 2)) if calls else 0)
 

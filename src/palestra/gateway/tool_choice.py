@@ -81,7 +81,7 @@ def grammar_of(
     schema: dict[str, Any] | None,
     variables: Mapping[str, Any],
 ) -> str | None:
-    """The text of the grammar that a turn follows; None where it may say what it likes.
+    """The text of the grammar that a turn must follow; None for free text.
 
     `variables` of the chat template decide whether the prompt opens the reasoning.
     """

@@ -18,7 +18,7 @@ from palestra.plan.work import MICRO_BATCH
 
 
 def data_sheet(where: torch.device) -> Device | None:
-    """The device by its data sheet, whatever else it is busy with; None for a GPU without figures."""
+    """The device with its data sheet's figures, regardless of its current load; None for an unknown GPU."""
     if where.type != "cuda":
         return cpu(torch.get_num_threads(), memory_gib())
     try:

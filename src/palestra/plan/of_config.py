@@ -14,7 +14,7 @@ from palestra.plan.work import MICRO_BATCH, Method, StepWork
 
 STEP_SIZES = ((4, 4), (8, 8), (16, 8), (32, 8), (32, 16), (64, 16))  # problems × rollouts of each
 CPU_SIZES = STEP_SIZES[:3]
-GPU_STEP_S, CPU_STEP_S = 6.0, 2.0  # what a step of a size that nobody chose may take
+GPU_STEP_S, CPU_STEP_S = 6.0, 2.0  # target time of a step whose size the run chooses
 UNKNOWN_GPU_STEP = (8, 8)
 USUAL_PROMPT, USUAL_NEW_SHARE = 512, 0.25  # tokens of a prompt, and the share of max_new_tokens that a rollout samples
 SMALL_CONTEXT, CONTEXT_SHARE = 4096, 8

@@ -101,7 +101,7 @@ class Completer:
 
     @cached_property
     def twin(self) -> Completer:
-        """The same with a tokenizer of its own, to prepare requests in another thread: tokenizers keep settings."""
+        """A copy with its own tokenizer, for preparing requests in a thread: tokenizers are not thread-safe."""
         own = copy.deepcopy(self.tokenizer)
         return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
 
@@ -125,7 +125,7 @@ class Completer:
         return decode(self.tokenizer, prompt_ids[-PROMPT_END_TOKENS:])
 
     def read_reply(self, text: str, tools: Sequence[dict[str, Any]], prompt_end: str) -> Reply:
-        """Reasoning, text and the calls that a client can read; without any the text is whole."""
+        """Parse reasoning, text and calls; if a client cannot read any of the calls, they stay in the text."""
         whole = self.chat.parse_text(text, prompt_end)
         if not tools:
             return whole
@@ -159,7 +159,7 @@ class Completer:
                     )
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
-        """The result of `work(completer)` on so many characters of text; in a thread if that takes long."""
+        """Return `work(completer)`; runs in a thread if its text has more than MAX_INLINE_CHARS characters."""
         if characters <= MAX_INLINE_CHARS:
             return work(self)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))

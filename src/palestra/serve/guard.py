@@ -51,7 +51,8 @@ class Guard:
 
 def _from_no_other_site(headers: Mapping[bytes, bytes]) -> bool:
     site = headers.get(b"sec-fetch-site", b"none")
-    if origin := headers.get(b"origin"):  # a page of another port of this machine, unless the browser says otherwise
+    if origin := headers.get(b"origin"):
+        # accept pages of other loopback ports, unless the browser reports them as cross-site
         return is_loopback(host_of(origin.decode("latin-1"))) and site != b"cross-site"
     return site in (b"none", b"same-origin")
 

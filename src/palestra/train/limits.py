@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from palestra.core.config import RunConfig, full_learning_rate
-from palestra.core.config_sections import LORA_LEARNING_RATE, RolloutSection
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import RolloutSection
 from palestra.core.types import SamplingParams
 from palestra.rollout.agent_loop import AttemptLimits
 
@@ -49,8 +49,8 @@ def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, t
 
 
 def setting_warnings(config: RunConfig, parameters: int, context_tokens: int) -> Iterator[str]:
-    """Sentences on settings that are allowed but hardly meant, for a model of this size and context."""
-    suited = LORA_LEARNING_RATE if config.lora.r else full_learning_rate(parameters)
+    """Warn of settings that are valid but probably a mistake for a model of this size and context."""
+    suited = config.default_learning_rate(parameters)
     rate = config.train.learning_rate
     if rate is not None and rate > suited * DESTRUCTIVE_RATE:
         yield (

@@ -88,7 +88,7 @@ class Training:
     facts: RunFacts = field(default_factory=RunFacts)
     examples: dict[str, Example] = field(default_factory=dict)  # the newest rollout of each trait, for findings
     on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
-    checkpoint_bytes: int = 0  # a checkpoint is skipped where the disk has no room for it and for the final model
+    checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
@@ -243,10 +243,10 @@ class Training:
     def _update_scale(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], coefficients: Coefficients
     ) -> float:
-        """How much the step may change the weights. With ECHO every group has a gradient, so the update is full."""
+        """The step's factor of the learning rate. With ECHO every group has a gradient, so it is 1."""
         if coefficients.echo > 0:
             return 1.0
-        # a step taken by itself, outside of a run, has the groups that its caller chose
+        # outside of a run, the caller chooses the groups of a step
         problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
         signal = sum(has_signal(group, row) for group, row in zip(groups, advantages, strict=True))
         return update_scale(signal, problems, self.config.train.full_update_share)
@@ -264,7 +264,7 @@ class Training:
     def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
         found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
         step = self.state.step + 1
-        if self.config.track.records_rollouts(step):  # an example has to be on disk
+        if self.config.track.records_rollouts(step):  # examples refer to rollouts on disk
             self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
         if rollouts.dropped:
             found["stale_groups_dropped"] = float(rollouts.dropped)
@@ -308,7 +308,7 @@ class Training:
         return self.config.train.entropy_coefficient if own is None else own
 
     def _snapshot_if_best(self, groups: Sequence[Group]) -> None:
-        """Keep the weights that sampled these groups, before the step changes them, if they earn the most so far."""
+        """Before a step changes the weights, take a snapshot if their smoothed reward is the best so far."""
         if self.snapshots is None or self.config.eval.every:
             return
         rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.error is None]
@@ -339,7 +339,7 @@ class Training:
             self._roll_back(reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Go back to earlier weights with a lower learning rate; end the run where that was done often enough."""
+        """Restore earlier weights and lower the learning rate; end the run after `train.max_rollbacks` rollbacks."""
         assert self.snapshots is not None
         state, most = self.state, self.config.train.max_rollbacks
         self.ended_early, safety = state.safety.rolled_back(state.step, reason, most, self.snapshots.has_best)
@@ -349,7 +349,7 @@ class Training:
         self.watcher.warn(safety.events[-1])
 
     def restore_weights(self, *, best: bool) -> None:
-        """Train and sample from here on with the best weights, or those of the beginning."""
+        """Continue training and sampling with the best or the initial weights."""
         assert self.snapshots is not None
         if best:
             self.snapshots.restore_best()
@@ -374,7 +374,7 @@ class Training:
                 self.checkpoint(reward)
 
     def _has_room(self) -> bool:
-        """Whether the disk has room for a checkpoint and for the final model; the same on all ranks."""
+        """Whether a checkpoint and the final model fit on the disk; the same on all ranks."""
 
         def on_this_disk() -> bool:
             assert self.checkpoints is not None

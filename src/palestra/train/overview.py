@@ -38,7 +38,7 @@ class Overview:
     steps: int
     config: RunConfig
     planned: RunEstimate | None = None  # by the cost model, where it knows the model and the device
-    chosen: Sequence[str] = ()  # of STEP_KEYS, what the run chose
+    chosen: Sequence[str] = ()  # those of STEP_KEYS that the run chose
 
     @classmethod
     def of(cls, model: Any, config: RunConfig, steps: int, train_cases: int | None, eval_cases: int | None) -> Overview:
@@ -83,7 +83,7 @@ class Overview:
         return self.model_bytes + self.state_bytes + best
 
     def require_disk(self, folder: Path) -> None:
-        """PalestraError unless the disk has room for one checkpoint and the final model."""
+        """Raise PalestraError unless one checkpoint and the final model fit on the disk."""
         least = self.model_bytes + (self.checkpoint_bytes if self.config.checkpoint.every else 0)
         free = free_bytes(folder)
         if free < least:

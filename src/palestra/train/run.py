@@ -64,7 +64,7 @@ class Outcome:
     seconds: float
     report_path: Path
     findings: tuple[Finding, ...] = ()  # why it did not learn more, each with the setting to change
-    events: tuple[str, ...] = ()  # rollbacks, and why it is not the model of the last step that is returned
+    events: tuple[str, ...] = ()  # rollbacks, and why the run returns an earlier model than the last step's
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Run:
     resume_after: int | None = None  # the step after which all is done again; None for a new run
     train_cases: int | None = None  # None where there is no last one
     queue: GroupQueue | None = None  # where groups are sampled ahead of their step
-    chosen: tuple[str, ...] = ()  # sizes of a step that the config left to the run
+    chosen: tuple[str, ...] = ()  # step sizes that the run chose because the config does not set them
     model_path: Path | None = None  # of the final model, once it is saved
 
     @classmethod
@@ -188,12 +188,12 @@ class Run:
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
             training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
             try:
-                path = self.model_path or self._save_model()  # here only where no step was left to take
+                path = self.model_path or self._save_model()  # already saved, unless no step was left
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             after, choice = self._best_of(before)
             if choice:
-                path = self._save_model()  # the weights that it went back to
+                path = self._save_model()  # the restored weights
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             events = (*training.state.safety.events, *choice)
             findings = self._findings(metrics, after, choice)
@@ -250,10 +250,10 @@ class Run:
         return report
 
     def _best_of(self, before: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
-        """The evaluation of the model to return, and why it is not that of the last step, in one sentence or none.
+        """Return the evaluation of the model to return, and a sentence if that is not the last step's model.
 
-        A model that scores less than the one that the run began with is not returned: the best weights of the run are
-        scored, and where these are worse, too, the run gives back the weights that it began with.
+        If the last model scores less than the initial one, the best weights of the run are scored. If these also score
+        less, the run returns the initial weights.
         """
         training, after = self.training, None
         try:
@@ -367,7 +367,7 @@ class Run:
 
 
 def score_of(report: EvalReport) -> tuple[float, float]:
-    """By which models are compared: the reward, then the pass rate."""
+    """Sort key for comparing models: the reward, then the pass rate."""
     return report.mean_reward, report.pass_rate.rate
 
 

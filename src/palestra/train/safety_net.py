@@ -23,9 +23,9 @@ WINDOW = 4  # steps whose metrics are averaged
 SNAPSHOT_EVERY = 5  # fewest steps between two snapshots of the best weights
 RATE_FACTOR = 0.3  # of the learning rate, after each rollback
 BEST_FILE = "best_weights.pt"  # in a checkpoint
-_ERRORS_APART = 4.0  # standard errors between the best rewards and the newest that are no accident
+_ERRORS_APART = 4.0  # standard errors by which the newest reward must be below the best
 _LEAST_FALL = 0.3  # of the best reward
-_LOW_PASS_RATE = 0.1  # above it, a model that behaves otherwise but earns as much has not collapsed
+_LOW_PASS_RATE = 0.1  # above it, a change of behaviour at the same reward is not a collapse
 _CUT_OFF_RISE = 0.4
 _SHRUNK = 0.2  # of the first lengths
 _LOST_CALLS = 0.1  # of the first tool calls
@@ -73,7 +73,7 @@ class Health:
         return Health(first, last, best)
 
     def after_rollback(self) -> Health:
-        """The newest steps are those of weights that are gone."""
+        """Drop the newest steps, since their weights were discarded."""
         return replace(self, last=())
 
     def smoothed(self, reward: float) -> float | None:
@@ -115,8 +115,7 @@ class SafetyState:
     def rolled_back(self, step: int, reason: str, most: int, has_best: bool) -> tuple[str | None, SafetyState]:
         """The reason to end the run, if `most` rollbacks were made before, and the state after going back.
 
-        Collapsing twice from the same weights means that they are not good, so the second time the run goes back to
-        the weights that it began with.
+        After a second collapse from the same weights, the target is the initial weights.
         """
         target = self.best_step if has_best and self.restored_step != self.best_step else 0
         factor, is_end = self.rate_factor * RATE_FACTOR, self.rollbacks >= most
@@ -161,7 +160,7 @@ def collapse_reason(health: Health) -> str | None:
 
 
 def _signs(health: Health) -> Iterator[str]:
-    """Changes of behaviour that no gain explains."""
+    """Signs of a collapse: changes of behaviour without a gain in reward."""
 
     def means(name: str) -> tuple[float, float] | None:
         before, after = _mean(health.first, name), _mean(health.last, name)
@@ -200,7 +199,7 @@ class Snapshots:
         return self._best is not None
 
     def take_best(self) -> None:
-        """Remember the weights as they are now as the best."""
+        """Copy the current weights as the best."""
         self._best = self._learner.snapshot(into=self._best)
 
     def restore_best(self) -> None:
@@ -211,7 +210,7 @@ class Snapshots:
         self._learner.restore(self._initial)
 
     def save(self, folder: Path) -> None:
-        """Put the best weights into a checkpoint. Those of the beginning are loaded with the model."""
+        """Write the best weights to a checkpoint. The initial weights are loaded with the model."""
         if self._best is not None:
             torch.save(self._best, folder / BEST_FILE)
 

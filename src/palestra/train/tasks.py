@@ -213,7 +213,7 @@ def agent_collector(
 
 
 def _tools_of(environment: Environment) -> list[Any] | None:
-    """The tools of the first problem; None if it cannot be opened, which fails its own attempts, not the run."""
+    """The tools of the first problem; None if it cannot be opened: that fails its attempts, not the run."""
     try:
         problems = environment.problems("train") or environment.problems("held_out")
         return tools_of(environment, problems[0])

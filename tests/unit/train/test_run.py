@@ -383,3 +383,10 @@ def test_a_run_killed_between_its_model_and_its_first_checkpoint_starts_again(la
 def test_settings_that_are_hardly_meant_are_warned_of(settings: dict[str, Any], expected: list[str]) -> None:
     warnings = list(setting_warnings(RunConfig.build(settings), 2_000_000, 2048))
     assert [text[: len(start)] for text, start in zip(warnings, expected, strict=True)] == expected
+
+
+def test_a_rate_of_adapters_is_compared_with_the_one_that_suits_the_size_of_their_model() -> None:
+    config = RunConfig.build({"train.learning_rate": 1e-3, "lora.r": 8})
+    assert not list(setting_warnings(config, 1_000_000_000, 2048))
+    (warning,) = setting_warnings(config, 7_000_000_000, 2048)
+    assert "50 times the 2e-05" in warning

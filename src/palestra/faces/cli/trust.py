@@ -1,4 +1,4 @@
-"""Asks before code runs that a run folder from elsewhere names.
+"""Ask for consent before running code that a foreign run folder names.
 
 A run folder is your own if the index of runs in PALESTRA_HOME lists this very folder: `palestra train` and the Python
 API list every run that they start. Any other folder is foreign: a copy, a download, a colleague's run.
