@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.chat.calls_json import Calls, Found, Schemas, dumps, read_json
 from palestra.chat.calls_python import Unreadable, read_calls, write_call
-from palestra.chat.calls_xml import schema_of, typed
+from palestra.chat.calls_xml import blocks, schema_of, typed
 
 LFM_OPEN, LFM_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _HARMONY = re.compile(
@@ -161,14 +161,8 @@ def write_gemma(calls: Calls, opening: str, closing: str, quote: str) -> str:
 
 def find_lfm(text: str, schemas: Schemas) -> Found:
     """`[name(key=value), …]` between two tokens."""
-    parts, calls = list[str](), list[Any]()
-    while True:
-        before, tag, behind = text.partition(LFM_OPEN)
-        parts.append(before)
-        if not tag:
-            return "".join(parts), calls
-        body, _, text = behind.partition(LFM_CLOSE)
-        calls += read_calls(body)
+    outside, bodies = blocks(text, LFM_OPEN, LFM_CLOSE)
+    return outside, [call for body in bodies for call in read_calls(body)]
 
 
 def write_lfm(calls: Calls) -> str:

@@ -79,8 +79,8 @@ def _unwrap(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
-    """The text outside of the tags, and what is within each pair."""
+def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
+    """The text outside of the tags, and the text between each pair of them."""
     parts, found = list[str](), list[str]()
     while True:
         before, tag, behind = text.partition(opening)
@@ -92,9 +92,9 @@ def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
 
 
 def find_qwen(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
-    outside, blocks = _blocks(text, opening, closing)
+    outside, found = blocks(text, opening, closing)
     calls: list[Any] = []
-    for block in blocks:
+    for block in found:
         matches = list(_QWEN_CALL.finditer(block))
         if not matches:
             calls.append(Unreadable(f"{opening} holds no <function=name>…</function>"))
@@ -121,9 +121,9 @@ def write_qwen(calls: Calls, opening: str, closing: str, line: str = "\n") -> st
 
 
 def find_glm(text: str, schemas: Schemas) -> Found:
-    outside, blocks = _blocks(text, "<tool_call>", "</tool_call>")
+    outside, found = blocks(text, "<tool_call>", "</tool_call>")
     calls: list[Any] = []
-    for block in blocks:
+    for block in found:
         name = block.partition("<arg_key>")[0].strip()
         if not re.fullmatch(r"[\w.:-]+", name):
             calls.append(Unreadable("<tool_call> is not followed by the name of a tool"))
@@ -148,9 +148,9 @@ def write_glm(calls: Calls) -> str:
 
 def find_invoke(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
     """`<invoke name="f"><parameter name="k">v</parameter></invoke>` with any prefix of the tags (MiniMax, DeepSeek)."""
-    outside, blocks = _blocks(text, opening, closing)
+    outside, found = blocks(text, opening, closing)
     calls: list[Any] = []
-    for block in blocks:
+    for block in found:
         matches = list(_INVOKE.finditer(block))
         if not matches:
             calls.append(Unreadable(f'{opening} holds no <invoke name="…">'))

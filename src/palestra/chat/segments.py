@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
+from palestra.chat.pieces import Piece, TokenRuns
 from palestra.core.messages import encodable
 
 MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
 MAX_PROBES = 32
 MAX_CHARS_WITH_GIL = 4096
 _PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
+_IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
 
 class SegmentTokenizer:
@@ -74,3 +78,48 @@ class SegmentTokenizer:
                 self._known.clear()
             self._known[segment] = ids
         return ids
+
+
+class PieceTokenizer:
+    """Pieces of a rendered conversation to token ids with their makers."""
+
+    def __init__(self, segments: SegmentTokenizer, special_tokens: Iterable[str]) -> None:
+        self._segments = segments
+        self._special = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
+
+    def has_special(self, text: str) -> bool:
+        return self._special.search(text) is not None
+
+    def encode(self, pieces: Sequence[Piece]) -> TokenRuns:
+        """Token ids with their makers. The text is tokenised as a whole, except for bodies that contain the text of a
+        special token: those are tokenised apart, as plain text, so that no message can forge a special token."""
+        runs = TokenRuns()
+        together: list[Piece] = []
+        for piece in pieces:
+            if piece.is_body and self.has_special(piece.text):
+                self._encode_together(together, runs)
+                self._encode_segment(piece.text, _IN_BODY * len(piece.text), runs, split_special_tokens=True)
+                together = []
+            else:
+                together.append(piece)
+        self._encode_together(together, runs)
+        return runs
+
+    def _encode_together(self, pieces: Sequence[Piece], runs: TokenRuns) -> None:
+        text = "".join(piece.text for piece in pieces)
+        places = b"".join((_IN_BODY if piece.is_body else _IN_SCAFFOLD) * len(piece.text) for piece in pieces)
+        start = 0
+        for segment in self._segments.segments(text):
+            of_segment = places[start : start + len(segment)]
+            if _IN_BODY in of_segment:
+                self._encode_segment(segment, of_segment, runs)
+            else:
+                runs.add("template", self._segments.known(segment))
+            start += len(segment)
+
+    def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
+        """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
+        encoded = self._segments.encode(text, split_special_tokens)
+        inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
+        for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
+            runs.add("environment" if is_body else "template", [token_id for _, token_id in run])

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, groupby, product
-from operator import itemgetter
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from palestra.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.chat.calls_tokens import find_harmony
 from palestra.chat.pieces import (
     Piece,
-    TokenRuns,
     at_marks,
     cut_into_pieces,
     mark,
@@ -29,7 +27,7 @@ from palestra.chat.pieces import (
 from palestra.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
 from palestra.chat.remembered import remembered
 from palestra.chat.render import PROBE, TemplateRefusal, TemplateRenderer
-from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.segments import PieceTokenizer, SegmentTokenizer
 from palestra.chat.streaming import StreamedReply
 from palestra.chat.surroundings import Surroundings
 from palestra.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
@@ -59,7 +57,6 @@ MAX_REMEMBERED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
-_IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
 
 @dataclass(frozen=True)
@@ -91,13 +88,13 @@ class ChatFormat:
         self._template = str(tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
-        self._special_text = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
         self._surroundings: dict[Any, Surroundings] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
+        self._pieces = PieceTokenizer(self._segments, self._special)
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
@@ -124,7 +121,7 @@ class ChatFormat:
             pieces = self._prompt_with_last(messages, tools)
         else:
             pieces = self._prompt_pieces(messages, tools, more)
-        return Turn("template", np.array([i for _, ids in self._encode(pieces).runs for i in ids], np.int32))
+        return Turn("template", np.array([i for _, ids in self._pieces.encode(pieces).runs for i in ids], np.int32))
 
     def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
         """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
@@ -157,7 +154,7 @@ class ChatFormat:
         forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
 
         def marked(written: str) -> str:
-            if not self._has_special(written):
+            if not self._pieces.has_special(written):
                 return written
             forged.append(written)
             return mark(len(forged) - 1)
@@ -200,13 +197,14 @@ class ChatFormat:
         last_token: int | None = None,
     ) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
-        replies = [replace(r, name=None) if r.name and self._has_special(r.name) else r for r in replies]
+        replies = [replace(r, name=None) if r.name and self._pieces.has_special(r.name) else r for r in replies]
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
         bodies = [reply.text for reply in replies]
-        if len(bodies) == 1 and after_stop_token and PLAIN.fullmatch(bodies[0]) and not self._has_special(bodies[0]):
+        is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self._pieces.has_special(bodies[0])
+        if is_plain and after_stop_token:
             make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
             if turns := remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
                 return turns
@@ -218,7 +216,7 @@ class ChatFormat:
         else:
             pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        found = self._encode([Piece(stop, False), *pieces] if stop else pieces)
+        found = self._pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
         if stop and after_stop_token:
             del found.runs[0][1][0]
         return found.turns()
@@ -396,40 +394,3 @@ class ChatFormat:
     ) -> str:
         """The conversation as the template writes it."""
         return self._renderer.render(messages, tools, add_generation_prompt, **variables)
-
-    def _has_special(self, text: str) -> bool:
-        return self._special_text.search(text) is not None
-
-    def _encode(self, pieces: Sequence[Piece]) -> TokenRuns:
-        """Token ids with their makers. The text is tokenised as a whole, save for bodies that contain
-        the text of a special token: those are cut out, so that nobody can forge one."""
-        runs = TokenRuns()
-        together: list[Piece] = []
-        for piece in pieces:
-            if piece.is_body and self._has_special(piece.text):
-                self._encode_together(together, runs)
-                self._encode_segment(piece.text, _IN_BODY * len(piece.text), runs, split_special_tokens=True)
-                together = []
-            else:
-                together.append(piece)
-        self._encode_together(together, runs)
-        return runs
-
-    def _encode_together(self, pieces: Sequence[Piece], runs: TokenRuns) -> None:
-        text = "".join(piece.text for piece in pieces)
-        places = b"".join((_IN_BODY if piece.is_body else _IN_SCAFFOLD) * len(piece.text) for piece in pieces)
-        start = 0
-        for segment in self._segments.segments(text):
-            of_segment = places[start : start + len(segment)]
-            if _IN_BODY in of_segment:
-                self._encode_segment(segment, of_segment, runs)
-            else:
-                runs.add("template", self._segments.known(segment))
-            start += len(segment)
-
-    def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
-        """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
-        encoded = self._segments.encode(text, split_special_tokens)
-        inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
-        for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
-            runs.add("environment" if is_body else "template", [token_id for _, token_id in run])

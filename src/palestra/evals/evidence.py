@@ -14,6 +14,7 @@ from palestra.evals.examples import Example
 Row = Mapping[str, float]
 MIN_STEPS = 3  # before a run in progress is judged; also how many steps are its first and its last ones
 SOLVED = 0.9  # pass rate above which a run needs no explanation
+FAILED_CALLS = 0.9  # share of failed tool calls from which tools count as broken for the model
 
 _SAMPLED_HERE = frozenset({"agent", "program", "prompts", "endpoint"})
 # settings that take effect in some kinds of runs only; all others do in every kind

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from palestra.evals.evidence import LOWER_RATE, MIN_STEPS, SOLVED, WORKED_EXAMPLE, Evidence, Finding, Remedy, Row, mean
+from palestra.evals.evidence import (
+    FAILED_CALLS,
+    LOWER_RATE,
+    MIN_STEPS,
+    SOLVED,
+    WORKED_EXAMPLE,
+    Evidence,
+    Finding,
+    Remedy,
+    Row,
+    mean,
+)
 from palestra.evals.rollout_stats import CALL_PROBLEM_RATES, CallProblem
 
 _CUT_OFF_RATE = 0.3
 _FAILURE_RATE = 0.1
-_FAILED_CALLS = 0.9  # of all calls
 _UNREAD_CALLS = 0.3  # of the rollouts
 
 
@@ -86,7 +96,7 @@ def _failed_calls(e: Evidence, called: Sequence[Row]) -> Iterator[Finding]:
     failed = mean(called, "tool_error_rate")
     shares = {problem: mean(called, metric) for problem, metric in CALL_PROBLEM_RATES.items()}
     main = max(shares, key=lambda problem: shares[problem])
-    if failed < _FAILED_CALLS or not shares[main]:
+    if failed < FAILED_CALLS or not shares[main]:
         return
     causes = sorted(((share, problem) for problem, share in shares.items() if share >= 0.05), reverse=True)
     listed = ", ".join(f"{share:.0%} {_PROBLEM_WORDS[problem]}" for share, problem in causes)

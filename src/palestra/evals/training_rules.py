@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from palestra.evals.evidence import LOWER_RATE, MIN_STEPS, SOLVED, WORKED_EXAMPLE, Evidence, Finding, Remedy, Row, mean
+from palestra.evals.evidence import (
+    FAILED_CALLS,
+    LOWER_RATE,
+    MIN_STEPS,
+    SOLVED,
+    WORKED_EXAMPLE,
+    Evidence,
+    Finding,
+    Remedy,
+    Row,
+    mean,
+)
 
-_FAILED_CALLS = 0.9  # of all calls
 _MOSTLY_EQUAL = 0.75  # of the groups
 _SMALL_UPDATE = 0.5  # of the learning rate
 _COLLAPSE = 0.2  # of the value in the first steps
@@ -36,7 +46,7 @@ def _signal(e: Evidence) -> Iterator[Finding]:
 def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
     lowest, highest = min(row["reward_min"] for row in rows), max(row["reward_max"] for row in rows)
     failed = mean(rows, "tool_error_rate")
-    if lowest > 0 and mean(rows, "tool_calls_mean") and failed >= _FAILED_CALLS:
+    if lowest > 0 and mean(rows, "tool_calls_mean") and failed >= FAILED_CALLS:
         return e.finding(
             "reward_for_failed_calls",
             f"in {count} all rollouts of a problem earned the same reward ({_range(lowest, highest)}) although "

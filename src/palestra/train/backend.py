@@ -16,7 +16,7 @@ from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import Policy, Releases
+from palestra.policy.base import KnowsContext, Policy, Releases
 from palestra.train.setup import policy_for, samples_from_server, suited_to, with_adapter
 
 Record = Mapping[str, Any]  # of the run folder
@@ -34,6 +34,14 @@ class Backend:
     complete_checkpoint: Callable[[Path, Record], None]  # makes what the learner saved a model: tokenizer, …
     save_model: Callable[[Path, Record], Path]
     close: Callable[[bool], None] = lambda good: None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The model's context length; None if it is not known."""
+        if isinstance(self.policy, KnowsContext):
+            return self.policy.context_tokens
+        config = getattr(self.model, "config", None)
+        return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def backend_of(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.core.config import RunConfig
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.journal import Change, Journal
 from palestra.core.types import Group
@@ -157,6 +158,21 @@ class GroupQueue:
             if not draw.groups.cancel() and not draw.groups.cancelled():
                 draw.groups.exception()  # marks it as read
         self._line = []
+
+
+def queue_for(
+    source: GroupSource, config: RunConfig, journal: Path | None, steps_left: Callable[[], int | None]
+) -> GroupQueue | None:
+    """A queue around the source, where groups are sampled ahead of their step."""
+    if not (config.rollout.max_staleness and source.concurrent):
+        return None
+    return GroupQueue(
+        source,
+        per_step=config.train.problems_per_step,
+        max_staleness=config.rollout.max_staleness,
+        journal_file=journal,
+        steps_left=steps_left,
+    )
 
 
 def _add(number: int, after: Mapping[str, Any], groups: Sequence[Group]) -> Change:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import KnowsContext, Policy
+from palestra.policy.base import Policy
 from palestra.report.write import write_report
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
 from palestra.tracking.base import Trackers
@@ -37,8 +37,7 @@ from palestra.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
-from palestra.train.group_queue import GroupQueue
-from palestra.train.group_source import GroupSource
+from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
@@ -47,7 +46,7 @@ from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
-from palestra.train.tasks import EnvironmentTask, Parts, Task
+from palestra.train.tasks import Parts, Task, require_ranks_support
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -146,7 +145,7 @@ class Run:
             lambda path: backend.complete_checkpoint(path, folder.record),
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
             ranks,
-            facts=RunFacts(config, task.kind, context_tokens(backend), ranks.size),
+            facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
@@ -379,52 +378,10 @@ def snapshots_of(training: Training) -> Snapshots | None:
     return Snapshots(learner) if training.ranks.size == 1 and training.config.train.max_rollbacks else None
 
 
-def queue_for(
-    source: GroupSource, config: RunConfig, journal: Path | None, steps_left: Callable[[], int | None]
-) -> GroupQueue | None:
-    """A queue around the source, where groups are sampled ahead of their step."""
-    if not (config.rollout.max_staleness and source.concurrent):
-        return None
-    return GroupQueue(
-        source,
-        per_step=config.train.problems_per_step,
-        max_staleness=config.rollout.max_staleness,
-        journal_file=journal,
-        steps_left=steps_left,
-    )
-
-
 def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[Path, TrainState] | None:
     """Where the run goes on, unless another process is at it."""
     refuse_busy(folder.path)  # before its records are cut back to the checkpoint
     return choose_checkpoint(folder, resume.checkpoint, watcher.note)
-
-
-def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[Any] | None) -> None:
-    """PalestraError for what cannot be divided among ranks."""
-    remedy = "start it without --nproc and torchrun"
-    if own is not None:
-        raise PalestraError(
-            f"a learner or a policy of your own is one of this process, and there are several; {remedy}"
-        )
-    if not isinstance(task, EnvironmentTask) or task.rollout_func is not None:
-        what = "a rollout_func" if isinstance(task, EnvironmentTask) else f"a {type(task).__name__}"
-        raise PalestraError(
-            f"{what} gives its groups to one process, and there are several; ranks share the problems of agent files "
-            f"and environments. Otherwise {remedy}"
-        )
-    config.refuse(["backend", "tinker"], f"ranks train and sample on their own machines; {remedy}")
-    config.refuse(["vllm", "rollout.policy_url"], "each rank samples with an engine of its own")
-    config.refuse(["rollout.max_staleness"], "ranks sample and learn in turns")
-    config.refuse(["lora.load_in_4bit"], "weights of 4 bits are not divided among ranks")
-
-
-def context_tokens(backend: Backend) -> int | None:
-    """How many tokens the model holds at once; None where it is not known."""
-    if isinstance(backend.policy, KnowsContext):
-        return backend.policy.context_tokens
-    config = getattr(backend.model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def gpu_name(model: Any) -> str:

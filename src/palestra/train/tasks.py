@@ -19,6 +19,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
+from palestra.learner.base import Learner
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
@@ -235,3 +236,22 @@ def _check_tools(environment: Environment, parts: Parts) -> None:
         raise PalestraError(
             "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
         )
+
+
+def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[Any] | None) -> None:
+    """PalestraError for what cannot be divided among ranks."""
+    remedy = "start it without --nproc and torchrun"
+    if own is not None:
+        raise PalestraError(
+            f"a learner or a policy of your own is one of this process, and there are several; {remedy}"
+        )
+    if not isinstance(task, EnvironmentTask) or task.rollout_func is not None:
+        what = "a rollout_func" if isinstance(task, EnvironmentTask) else f"a {type(task).__name__}"
+        raise PalestraError(
+            f"{what} gives its groups to one process, and there are several; ranks share the problems of agent files "
+            f"and environments. Otherwise {remedy}"
+        )
+    config.refuse(["backend", "tinker"], f"ranks train and sample on their own machines; {remedy}")
+    config.refuse(["vllm", "rollout.policy_url"], "each rank samples with an engine of its own")
+    config.refuse(["rollout.max_staleness"], "ranks sample and learn in turns")
+    config.refuse(["lora.load_in_4bit"], "weights of 4 bits are not divided among ranks")

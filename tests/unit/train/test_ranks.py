@@ -16,8 +16,7 @@ from palestra.envs.load import load_env
 from palestra.faces.cli.train import starts_ranks
 from palestra.learner.fsdp import share_of_rows
 from palestra.train.ranks import rank_device
-from palestra.train.run import require_ranks_support
-from palestra.train.tasks import EnvironmentTask, FinishTask
+from palestra.train.tasks import EnvironmentTask, FinishTask, require_ranks_support
 
 PLACE = RankVariables(rank=1, size=4, local_rank=1, local_size=4)
 

@@ -14,10 +14,9 @@ from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import _CONDITIONS, _KINDS, RunFacts
 from palestra.harness.task import ProgramTask
 from palestra.tinker_client.connect import suited
-from palestra.train import run as run_module
 from palestra.train.setup import vllm_policy
 from palestra.train.step_trainer import _resolve
-from palestra.train.tasks import EnvironmentTask
+from palestra.train.tasks import EnvironmentTask, require_ranks_support
 from palestra.wire.task import WireTask
 
 VALUES: dict[str, Any] = {
@@ -58,7 +57,7 @@ def function_task(config: RunConfig) -> None:
 
 
 def several_ranks(config: RunConfig) -> None:
-    run_module.require_ranks_support(config, EnvironmentTask(None), None)  # type: ignore[arg-type]
+    require_ranks_support(config, EnvironmentTask(None), None)  # type: ignore[arg-type]
 
 
 RUNS: dict[str, tuple[RunKind, dict[str, Any], Callable[[RunConfig], Any]]] = {
