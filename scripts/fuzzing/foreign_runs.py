@@ -1,4 +1,4 @@
-"""Changed values, files and pickles in run folders of others: the dashboard and `palestra runs` show what they can."""
+"""Changed values, files and pickles in foreign run folders: the dashboard and `palestra runs` must still show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders of others: looking at them is safe, and code that they name runs with consent only."""
+"""Foreign run folders: looking at them is safe, and code that they name runs with consent only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign(tmp_path: Path, marker: Path):
-    """Make a run folder that nobody of this home has trained in."""
+    """Make a run folder that is not in the index of this home."""
 
     def make(**record) -> RunFolder:
         folder = RunFolder.create(tmp_path, "theirs", RunConfig(), record, at=tmp_path / "theirs")

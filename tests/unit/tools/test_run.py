@@ -59,7 +59,7 @@ ALL_MET, MAY_GO = threading.Barrier(41), threading.Event()
 
 @function_tool
 def meet() -> str:
-    """Wait for the calls beside this one, then for the event loop."""
+    """Wait for the concurrent calls, then for the event loop."""
     ALL_MET.wait(60)
     assert MAY_GO.wait(60)
     return "done"
@@ -67,7 +67,7 @@ def meet() -> str:
 
 @function_tool
 async def release() -> str:
-    """Go on when all threads wait: the loop is free to."""
+    """Release the threads once all of them wait, which shows that the event loop is free."""
     while ALL_MET.n_waiting < 40:
         await asyncio.sleep(0.001)
     await asyncio.to_thread(ALL_MET.wait, 60)
