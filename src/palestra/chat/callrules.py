@@ -56,7 +56,7 @@ def rules_of(
 
 
 def _body(name: str, trigger: str, w: _RuleWriter) -> str:
-    """What follows the trigger in the format of this name."""
+    """The rule for the part of a call behind the trigger, by the name of the format."""
     closing = w.literal(trigger.replace("<", "</"))
     match name:
         case "hermes":

@@ -16,7 +16,7 @@ _TAGS = tuple(tag for pair in TAGS for tag in pair)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of a reply: of its text, or all of its reasoning."""
+    """New text of a reply, or its whole reasoning."""
 
     text: str
     is_thinking: bool = False

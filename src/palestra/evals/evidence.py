@@ -79,7 +79,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a run is: without a config, no remedy that changes a setting is given."""
+    """Config, kind and size of a run. Without a config, findings recommend no settings."""
 
     config: RunConfig | None = None
     kind: RunKind = "agent"

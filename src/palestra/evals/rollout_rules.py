@@ -154,7 +154,7 @@ def _token_limit(e: Evidence) -> str:
 
 
 def _longer(e: Evidence) -> tuple[Remedy, ...]:
-    """More tokens help if the context has room for them."""
+    """Recommend more tokens, unless the context is full."""
     longest, context = max(row.get("conversation_length_max", 0.0) for row in e.recent), e.facts.context_tokens
     if context is not None and longest >= 0.95 * context:
         return ()

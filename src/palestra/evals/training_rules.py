@@ -175,7 +175,7 @@ def _collapse(e: Evidence) -> Iterator[Finding]:
 
 
 def _passes_more(first: Sequence[Row], last: Sequence[Row]) -> bool:
-    """By the pass rate, or by the reward where no measure decides whether a rollout passed."""
+    """Whether the pass rate rose, or the reward if no measure decides whether a rollout passed."""
     if not any("pass_rate" in row for row in last):
         return _earns_more(first, last)
     return mean(last, "pass_rate") >= mean(first, "pass_rate") + _GAIN or mean(last, "pass_rate") > SOLVED
