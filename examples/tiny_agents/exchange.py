@@ -1,5 +1,6 @@
 """Look up an exchange rate and calculate with it: `palestra train examples/tiny_agents/exchange.py`."""
 
+import re
 from typing import Literal
 
 from palestra import Agent, EvalSuite, function_tool, measure
@@ -28,8 +29,8 @@ def calculate(quantity: float, operator: Literal["+", "-", "*", "/"], factor: fl
 
 @measure
 def right_amount(ctx):
-    last = ctx.final_assistant_message.text.rstrip(".").split()[-1:]
-    return last in ([str(ctx.expect)], [f"{ctx.expect:g}"])
+    numbers = re.findall(r"\d+(?:\.\d+)?", ctx.final_assistant_message.text)
+    return bool(numbers) and float(numbers[-1]) == ctx.expect
 
 
 agent = Agent("teller", model="palestra/tiny", instructions="Change money.", tools=[exchange_rate, calculate])

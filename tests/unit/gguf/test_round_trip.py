@@ -71,7 +71,7 @@ def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_
 
 
 def test_a_corrupt_tokenizer_json_is_named(tiny_tokenizer: Any) -> None:
-    metadata = {**tokenizer_to_gguf(tiny_tokenizer, 1024), "tokenizer.huggingface.json": "{"}
+    metadata = {**tokenizer_to_gguf(tiny_tokenizer, len(tiny_tokenizer)), "tokenizer.huggingface.json": "{"}
     with pytest.raises(PalestraError, match=r"m\.gguf is corrupt: its tokenizer\.huggingface\.json cannot be read"):
         tokenizer_from_gguf(GgufFile(Path("m.gguf"), metadata, {}))
 

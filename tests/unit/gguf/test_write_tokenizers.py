@@ -106,12 +106,13 @@ def test_a_unigram_tokenizer_is_refused_by_name() -> None:
 def test_tags_of_tool_calls_are_text_and_turn_marks_are_not(tiny_tokenizer: Any) -> None:
     from gguf import TokenType
 
-    metadata = tokenizer_to_gguf(tiny_tokenizer, 1030)
+    size = len(tiny_tokenizer)
+    metadata = tokenizer_to_gguf(tiny_tokenizer, size + 6)
     types = metadata["tokenizer.ggml.token_type"]
     kinds = dict(zip(metadata["tokenizer.ggml.tokens"], types, strict=True))
     assert kinds["<tool_call>"] == kinds["<think>"] == TokenType.USER_DEFINED
     assert kinds["<|im_start|>"] == kinds["<|im_end|>"] == TokenType.CONTROL
-    assert types[1024:] == [TokenType.UNUSED] * 6
+    assert types[size:] == [TokenType.UNUSED] * 6
     ids = {key: value for key, value in metadata.items() if key.endswith("_token_id")}
     assert ids == {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0}
     assert metadata["tokenizer.ggml.add_bos_token"] is False
