@@ -55,7 +55,7 @@ def random_model(seed: int = 0) -> Any:
     """It knows nothing, and opens a tool call now and then."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=1032,  # more than the tokenizer's
+        vocab_size=1288,  # more than the tokenizer's
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,

@@ -132,7 +132,7 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
             if threading.get_ident() == loop_thread:
                 longest[0] = max(longest[0], len(text))
 
-    model = completer(tiny_tokenizer, lambda i: f"Yes.{END}", context=60_000)
+    model = completer(tiny_tokenizer, lambda i: f"Yes.{END}", context=80_000)
     for each in (model, model.twin):
         each.chat._segments._backend = Watched(each.chat._segments._backend)
     long = "many words " * 8000  # it fits the context

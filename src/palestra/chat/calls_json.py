@@ -158,7 +158,8 @@ def find_embedded(text: str, schemas: Schemas) -> Found:
         value, end = _decode_call(text, start.start("call"))
         end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
         begins_line = not text[text.rfind("\n", 0, start.start()) + 1 : start.start()].strip()
-        if name_of(value) in schemas and (begins_line or end == len(text)):
+        ends_message = end == len(text) and text[start.start() - 1].isspace()
+        if name_of(value) in schemas and (begins_line or ends_message):
             calls.append(value)
             parts.append(text[position : start.start()])
             position = end

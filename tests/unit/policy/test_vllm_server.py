@@ -30,7 +30,7 @@ from palestra.train.setup import policy_for
 def small_model(seed: int) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=1032,
+        vocab_size=1288,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,

@@ -46,7 +46,7 @@ def model() -> Qwen3ForCausalLM:
     """It knows nothing, and opens a call now and then."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1032,  # more than the tokenizer's
+        vocab_size=1288,  # more than the tokenizer's
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,

@@ -80,7 +80,7 @@ def test_equal_rewards_change_nothing(random_model: Any, tiny: Any, tmp_path: Pa
 
 
 def test_every_step_reports_what_the_trainer_promises(trainer: StepTrainer) -> None:
-    metrics = trainer.train_step("Say something.", "e")
+    metrics = trainer.train_step("Say something.", "a")
     names = [f"{what}_{how}" for what in ("reward", "advantage") for how in ("mean", "max", "min")]
     assert {"loss", "step", "epoch", *names} <= metrics.keys()
     assert metrics["weighted_loss"] == metrics["loss"] != 0  # no KL, no entropy bonus
