@@ -128,7 +128,7 @@ def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cl
     first = ["--train.max_steps", "3", "--with", "sympy==1.13.1", "--env.max_token_length", "99"]
     assert cli("env", "run-atropos", str(DIGITS), *first).code == 0
     folder = str(atropos[0].run.path)
-    answer = cli("env", "run-atropos", "--resume", folder, "--train.max_steps", "7")
+    answer = cli("env", "run-atropos", "--resume", folder, "--train.max_steps", "7", "--trust")
     assert answer.code == 0, answer.err
     again = atropos[1]
     assert (again.resume.folder.resolve(), again.resume.max_steps) == (atropos[0].run.path.resolve(), 7)
@@ -137,10 +137,10 @@ def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cl
     assert again.words[0] == atropos[0].words[0], "the same Python"
     assert str(DIGITS) in again.words
     assert value(again.words, "--env.max_token_length") == "99"
-    answer = cli("train", "--resume", folder)
+    answer = cli("train", "--resume", folder, "--trust")
     assert answer.code == 2
     assert f"palestra env run-atropos --resume {folder}" in answer.err.replace("\n", "")
-    assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", folder).err
+    assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", folder, "--trust").err
     assert "FILE, or --resume" in cli("env", "run-atropos").err
 
 

@@ -143,7 +143,7 @@ def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
 
     def command() -> list[str]:
         if folder.has_begun:
-            return [*PALESTRA, "train", *ranks, "--resume", str(folder.path)]
+            return [*PALESTRA, "train", "--trust", *ranks, "--resume", str(folder.path)]  # the index lists it
         subject = [*([request.agent_file] if request.agent_file else []), *request.agent_arguments]
         subject = ["--env", request.environment] if request.environment else subject
         return [*PALESTRA, "train", *ranks, *subject, *_first_start(folder)]
@@ -161,7 +161,7 @@ def _over_the_wire(
     def trainer() -> list[str]:
         words = [*PALESTRA, "train", "--env-url", urls["api"], "--serve-port", str(ports["trainer"])]
         if folder.has_begun:
-            return [*words, "--resume", str(folder.path)]
+            return [*words, "--trust", "--resume", str(folder.path)]
         return [*words, "--env", name, *_first_start(folder)]
 
     def env() -> list[str]:

@@ -107,7 +107,7 @@ def test_another_tokenizer_is_refused_before_anything_is_trained(
     fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     fake.tokenizer = copy.deepcopy(tiny_tokenizer)
-    fake.tokenizer.add_tokens(["lamp"])
+    fake.tokenizer.add_tokens(["lamps cost"])
     with pytest.raises(PalestraError, match=r"serves .the-model. with another tokenizer.*the model that is trained"):
         policy(url, tiny_tokenizer, tmp_path)
 

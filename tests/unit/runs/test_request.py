@@ -46,7 +46,7 @@ def test_ranks_are_started_by_the_command_of_the_trainer_and_so_again(tmp_path):
     [step] = launch_steps(RunRequest(agent_file="a.py", nproc=3), folder, lambda part: 0)
     assert step.command()[4:8] == ["train", "--nproc", "3", "a.py"]
     folder.record_file.write_text("{}")
-    assert step.command()[4:] == ["train", "--nproc", "3", "--resume", str(tmp_path)]
+    assert step.command()[4:] == ["train", "--trust", "--nproc", "3", "--resume", str(tmp_path)]
 
 
 def test_a_request_for_tinker_says_so_in_its_settings(tmp_path: Path) -> None:
