@@ -11,7 +11,14 @@ import sys
 
 from fuzzing.check import run
 
-COUNTS = {"gguf_files": 5000, "http_requests": 20_000, "wire_posts": 5000, "run_folders": 2000, "tinker_requests": 5000}
+COUNTS = {
+    "gguf_files": 5000,
+    "http_requests": 20_000,
+    "wire_posts": 5000,
+    "run_folders": 2000,
+    "tinker_requests": 5000,
+    "foreign_runs": 500,
+}
 
 
 def main() -> int:

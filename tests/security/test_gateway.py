@@ -128,11 +128,15 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
             self._note("".join(texts))
             return self._backend.encode_batch(texts, **options)
 
+        def encode_batch_fast(self, texts, **options):
+            self._note("".join(texts))
+            return self._backend.encode_batch_fast(texts, **options)
+
         def _note(self, text):
             if threading.get_ident() == loop_thread:
                 longest[0] = max(longest[0], len(text))
 
-    model = completer(tiny_tokenizer, lambda i: f"Yes.{END}", context=60_000)
+    model = completer(tiny_tokenizer, lambda i: f"Yes.{END}", context=70_000)
     for each in (model, model.twin):
         each.chat._segments._backend = Watched(each.chat._segments._backend)
     long = "many words " * 8000  # it fits the context

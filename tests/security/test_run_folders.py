@@ -179,6 +179,13 @@ def test_a_pickle_in_the_metadata_of_shards_runs_no_code(shards, marker) -> None
     assert not marker.exists()
 
 
+def test_a_pickle_with_a_huge_memo_index_is_refused_before_it_is_read(shards) -> None:
+    data = (shards / ".metadata").read_bytes()
+    (shards / ".metadata").write_bytes(data[:2] + b"Nr" + (2**31 - 1).to_bytes(4, "little") + b"0" + data[2:])
+    with pytest.raises(pickle.UnpicklingError, match="memo index"):
+        read_metadata(shards / ".metadata")
+
+
 def test_shards_that_torch_would_unpickle_are_refused(shards) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 

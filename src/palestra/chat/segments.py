@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from palestra.core.messages import encodable
@@ -11,6 +12,7 @@ from palestra.core.messages import encodable
 MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
 MAX_PROBES = 32
 MAX_CHARS_WITH_GIL = 4096
+_EDGE_CHARS, _EDGE_TOKENS = 1024, 64  # of a long text: tokenised with offsets, and compared
 _PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
 
 
@@ -54,18 +56,46 @@ class SegmentTokenizer:
 
     def encode(self, text: str, split_special_tokens: bool = False) -> Any:
         """The tokens of a whole text, with the characters that each covers."""
-        backend = self._backend
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        backend.encode_special_tokens = split_special_tokens
+        self._reset(split_special_tokens)
         if len(text) > MAX_CHARS_WITH_GIL:  # unlike encode, encode_batch lets other threads run
-            return backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
-        return backend.encode(encodable(text), add_special_tokens=False)
+            return self._backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
+        return self._backend.encode(encodable(text), add_special_tokens=False)
+
+    def _reset(self, split_special_tokens: bool) -> None:
+        """Undo settings of the tokenizer that others may have made."""
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        self._backend.encode_special_tokens = split_special_tokens
+
+    def encode_long(
+        self, text: str, start: int, end: int, split_special_tokens: bool = False
+    ) -> tuple[list[int], int, int] | None:
+        """The tokens of a long text, and the first and the end of those that lie within its characters [start, end).
+
+        Offsets of many tokens hold the GIL for long, so they are looked up at both edges alone. None for a text that
+        is short, or whose edges are tokenised differently on their own.
+        """
+        if end - start <= MAX_CHARS_WITH_GIL:
+            return None
+        ids = self._many_ids(text, split_special_tokens)
+        head = self.encode(text[: start + _EDGE_CHARS], split_special_tokens)
+        tail = self.encode(text[end - _EDGE_CHARS :], split_special_tokens)
+        first = sum(1 for _ in takewhile(lambda at: not start <= at[0] < at[1], head.offsets))
+        behind = sum(1 for _ in takewhile(lambda at: not at[0] < at[1] <= _EDGE_CHARS, reversed(tail.offsets)))
+        left, right = first + _EDGE_TOKENS, behind + _EDGE_TOKENS
+        if head.ids[:left] != ids[:left] or tail.ids[-right:] != ids[-right:]:
+            return None
+        return ids, first, len(ids) - behind
+
+    def _many_ids(self, text: str, split_special_tokens: bool) -> list[int]:
+        """The tokens of a long text, without the GIL: with offsets, even freeing them would hold it for long."""
+        self._reset(split_special_tokens)
+        return list(self._backend.encode_batch_fast([encodable(text)], add_special_tokens=False)[0].ids)
 
     def _whole(self, text: str) -> list[int]:
-        return list(self.encode(text).ids)
+        return self._many_ids(text, False) if len(text) > MAX_CHARS_WITH_GIL else list(self.encode(text).ids)
 
     def _remember(self, segment: str) -> list[int]:
         ids = self._whole(segment)

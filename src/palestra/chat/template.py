@@ -429,6 +429,14 @@ class ChatFormat:
 
     def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
         """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
+        body, end = places.find(_IN_BODY), places.rfind(_IN_BODY) + 1
+        is_one = _IN_SCAFFOLD not in places[body:end]
+        if is_one and (long := self._segments.encode_long(text, body, end, split_special_tokens)):
+            ids, first, behind = long
+            runs.add("template", ids[:first])
+            runs.add("environment", ids[first:behind])
+            runs.add("template", ids[behind:])
+            return
         encoded = self._segments.encode(text, split_special_tokens)
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
