@@ -1,6 +1,7 @@
 """Fuzz what takes data from elsewhere: python scripts/fuzz.py [NAME…] [--count N] [--seed N], or `make fuzz` for all.
 
-An input may be refused in one sentence or be accepted. A traceback, or more than 5 s for one input, is a fault.
+An input may be refused in one sentence or be accepted. A traceback, more than 5 s until an answer of a
+server, or more than 5 s of CPU time for a file or folder, is a fault. Faults are printed as they are found.
 """
 
 from __future__ import annotations

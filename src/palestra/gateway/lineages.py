@@ -7,9 +7,9 @@ history opens a branch: at the last turn that it shares with a known conversatio
 from __future__ import annotations
 
 import marshal
-from itertools import chain
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from palestra.core.errors import PalestraError
