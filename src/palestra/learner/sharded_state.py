@@ -106,7 +106,7 @@ class _SafeUnpickler(pickle.Unpickler):
 def _check_memo(data: bytes) -> None:
     """Refuse a pickle with a memo index beyond its length: Python allocates a table of up to that index."""
     for operation, argument, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
             raise pickle.UnpicklingError(f"{_METADATA} is damaged: memo index {argument} in {len(data)} bytes")
 
 
