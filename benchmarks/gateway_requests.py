@@ -7,7 +7,8 @@ Attempts of three turns (two tool calls and an answer) of the demo's agent, 64 a
 benchmarks/gateway.py in processes of their own. About ten seconds.
 
 With `--large` the longest time for which a request of that many characters keeps the event loop from anything else,
-for contexts that refuse it by its length, refuse it by its tokens, and take it.
+for contexts that refuse it by its length, refuse it by its tokens, and take it. `worst_cpu_ms` counts at most the CPU
+time that this process used during a delay, so that other programs on the machine are not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import json
 import pstats
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from palestra.gateway.gateway import Gateway
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.models.loading import load_tokenizer
 from palestra.serve.completer import Completer
+from palestra.train.setup import interpreter_for_many_rollouts
 
 TURNS = (
     '<tool_call>\n{"name": "price", "arguments": {"item": "lamp"}}\n</tool_call><|im_end|>',
@@ -39,6 +40,14 @@ TURNS = (
     "It is 42.<|im_end|>",
 )
 SIBLINGS = 8
+POST = """
+import sys, urllib.error, urllib.request
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + sys.argv[2]}
+try:
+    print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], sys.stdin.buffer.read(), headers)).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 @dataclass(eq=False)
@@ -82,8 +91,9 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=0, help="characters of one request")
     options = parser.parse_args()
     if options.large:
-        for context in (2048, 100_000, 2 * options.large):
-            print(json.dumps(asyncio.run(measure_delay(options.large, context))))
+        with interpreter_for_many_rollouts():  # as in a training
+            for context in (2048, 100_000, 2 * options.large):
+                print(json.dumps(asyncio.run(measure_delay(options.large, context))), flush=True)
         return
     print(json.dumps(asyncio.run(measure(options))))
 
@@ -147,48 +157,44 @@ async def measure_delay(characters: int, context: int) -> dict[str, Any]:
     question = {"role": "user", "content": "What do lamps cost?"}
     tools = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
     small = await asyncio.to_thread(_post, url, key, {"messages": [question], "tools": tools})
-    reply = small[1]["choices"][0]["message"]
+    reply = small["choices"][0]["message"]
     answered = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
     for kind, messages in (
         ("opening", [{"role": "user", "content": text}]),
         ("tool_result", [question, reply, answered]),
     ):
-        worst = 0.0
+        worst = worst_cpu = 0.0
 
         async def watch() -> None:
-            nonlocal worst
-            last = time.perf_counter()
+            nonlocal worst, worst_cpu
             while True:
+                began, cpu = time.perf_counter(), time.process_time()
                 await asyncio.sleep(0.001)
-                worst, last = max(worst, time.perf_counter() - last - 0.001), time.perf_counter()
+                delay = time.perf_counter() - began - 0.001
+                worst, worst_cpu = max(worst, delay), max(worst_cpu, min(delay, time.process_time() - cpu))
 
         watcher = asyncio.create_task(watch())
         began = time.perf_counter()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--post", url, key, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", POST, url, key, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         status, _ = await process.communicate(json.dumps({"messages": messages, "tools": tools}).encode())
         found[kind] = {
             "status": int(status),
             "seconds": round(time.perf_counter() - began, 2),
             "worst_delay_ms": round(1e3 * worst, 1),
+            "worst_cpu_ms": round(1e3 * worst_cpu, 1),
         }
         watcher.cancel()
     await gateway.close()
     return found
 
 
-def _post(url: str, key: str, body: dict[str, Any] | bytes) -> tuple[int, Any]:
+def _post(url: str, key: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
-            return int(answer.status), json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, None
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
 
 
-if __name__ == "__main__" and "--post" in sys.argv:
-    print(_post(sys.argv[2], sys.argv[3], sys.stdin.buffer.read())[0])
-elif __name__ == "__main__":
+if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
 """Fuzz what takes data from elsewhere: python scripts/fuzz.py [NAME…] [--count N] [--seed N], or `make fuzz` for all.
 
-An input may be refused in one sentence or be accepted. A traceback, or more than 5 s for one input, is a fault.
+An input may be refused in one sentence or be accepted. A traceback, more than 5 s until an answer of a
+server, or more than 5 s of CPU time for a file or folder, is a fault. Faults are printed as they are found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import sys
 
 from fuzzing.check import run
 
-COUNTS = {"gguf_files": 5000, "http_requests": 20_000, "wire_posts": 5000, "run_folders": 2000, "tinker_requests": 5000}
+COUNTS = {
+    "gguf_files": 5000,
+    "http_requests": 20_000,
+    "wire_posts": 5000,
+    "run_folders": 2000,
+    "tinker_requests": 5000,
+    "foreign_runs": 500,
+}
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from fuzzing import foreign_runs, gguf_files, http_requests, tinker_requests, wire_posts
+from fuzzing import check, foreign_runs, gguf_files, http_requests, tinker_requests, wire_posts
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,13 @@ def test_mutated_input_is_refused_or_accepted_and_nothing_else(fuzzer, count, tm
     assert tally.faults == []
     assert tally.outcomes["refused"] > 0
     assert tally.outcomes["accepted"] > 0
+
+
+def test_every_fault_is_printed_at_once_also_with_characters_that_no_terminal_takes(capsys):
+    tally = check.Tally("texts")
+    for number in range(30):
+        with tally.watch(f"input {number}"):
+            raise ValueError("\ud800 \x1b]0;owned\x07")
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert all(f"  input {number}: ValueError: \\ud800 \\x1b" in shown for number in range(30))

@@ -128,6 +128,10 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
             self._note("".join(texts))
             return self._backend.encode_batch(texts, **options)
 
+        def encode_batch_fast(self, texts, **options):
+            self._note("".join(texts))
+            return self._backend.encode_batch_fast(texts, **options)
+
         def _note(self, text):
             if threading.get_ident() == loop_thread:
                 longest[0] = max(longest[0], len(text))

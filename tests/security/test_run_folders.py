@@ -8,6 +8,7 @@ import pickle
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -16,6 +17,7 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
+from palestra.dashboard.token_view import token_texts
 from palestra.faces.cli.main import run
 from palestra.faces.cli.trust import code_for_tools, is_own
 from palestra.learner.sharded_state import read_metadata
@@ -179,6 +181,13 @@ def test_a_pickle_in_the_metadata_of_shards_runs_no_code(shards, marker) -> None
     assert not marker.exists()
 
 
+def test_a_pickle_with_a_huge_memo_index_is_refused_before_it_is_read(shards) -> None:
+    data = (shards / ".metadata").read_bytes()
+    (shards / ".metadata").write_bytes(data[:2] + b"Nr" + (2**31 - 1).to_bytes(4, "little") + b"0" + data[2:])
+    with pytest.raises(pickle.UnpicklingError, match="memo index"):
+        read_metadata(shards / ".metadata")
+
+
 def test_shards_that_torch_would_unpickle_are_refused(shards) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -283,3 +292,11 @@ def test_names_of_a_foreign_run_are_shown_without_escape_sequences(foreign, here
         assert "owned" in told
     assert run(["runs", "show", f"gone{escape}"]) == 2
     assert "\x1b]" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x" * 3000, "~nobody-of-this-name/x", "\0", "\ud800"])
+def test_a_model_name_that_no_file_can_have_leaves_tokens_as_numbers(tmp_path, name) -> None:
+    nowhere = tmp_path / "none"
+    config = SimpleNamespace(model=SimpleNamespace(name=name))
+    folder = SimpleNamespace(model=nowhere, tokenizer=nowhere, config=config, last_checkpoint=lambda: None)
+    assert token_texts(folder)(17) == "#17"

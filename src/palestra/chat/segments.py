@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ from palestra.core.messages import encodable
 MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
 MAX_PROBES = 32
 MAX_CHARS_WITH_GIL = 4096
+_EDGE_CHARS, _EDGE_TOKENS = 1024, 64  # of a long text: tokenised with offsets, and compared
 _PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
 _IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
 
@@ -58,18 +59,46 @@ class SegmentTokenizer:
 
     def encode(self, text: str, split_special_tokens: bool = False) -> Any:
         """The tokens of a whole text, with the characters that each covers."""
-        backend = self._backend
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        backend.encode_special_tokens = split_special_tokens
+        self._reset(split_special_tokens)
         if len(text) > MAX_CHARS_WITH_GIL:  # unlike encode, encode_batch lets other threads run
-            return backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
-        return backend.encode(encodable(text), add_special_tokens=False)
+            return self._backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
+        return self._backend.encode(encodable(text), add_special_tokens=False)
+
+    def _reset(self, split_special_tokens: bool) -> None:
+        """Undo settings of the tokenizer that others may have made."""
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        self._backend.encode_special_tokens = split_special_tokens
+
+    def encode_long(
+        self, text: str, start: int, end: int, split_special_tokens: bool = False
+    ) -> tuple[list[int], int, int] | None:
+        """The tokens of a long text, and the first and the end of those that lie within its characters [start, end).
+
+        Offsets of many tokens hold the GIL for long, so they are looked up at both edges alone. None for a text that
+        is short, or whose edges are tokenised differently on their own.
+        """
+        if end - start <= MAX_CHARS_WITH_GIL:
+            return None
+        ids = self._many_ids(text, split_special_tokens)
+        head = self.encode(text[: start + _EDGE_CHARS], split_special_tokens)
+        tail = self.encode(text[end - _EDGE_CHARS :], split_special_tokens)
+        first = sum(1 for _ in takewhile(lambda at: not start <= at[0] < at[1], head.offsets))
+        behind = sum(1 for _ in takewhile(lambda at: not at[0] < at[1] <= _EDGE_CHARS, reversed(tail.offsets)))
+        left, right = first + _EDGE_TOKENS, behind + _EDGE_TOKENS
+        if head.ids[:left] != ids[:left] or tail.ids[-right:] != ids[-right:]:
+            return None
+        return ids, first, len(ids) - behind
+
+    def _many_ids(self, text: str, split_special_tokens: bool) -> list[int]:
+        """The tokens of a long text, without the GIL: with offsets, even freeing them would hold it for long."""
+        self._reset(split_special_tokens)
+        return list(self._backend.encode_batch_fast([encodable(text)], add_special_tokens=False)[0].ids)
 
     def _whole(self, text: str) -> list[int]:
-        return list(self.encode(text).ids)
+        return self._many_ids(text, False) if len(text) > MAX_CHARS_WITH_GIL else list(self.encode(text).ids)
 
     def _remember(self, segment: str) -> list[int]:
         ids = self._whole(segment)
@@ -119,6 +148,14 @@ class PieceTokenizer:
 
     def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
         """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
+        body, end = places.find(_IN_BODY), places.rfind(_IN_BODY) + 1
+        is_one = _IN_SCAFFOLD not in places[body:end]
+        if is_one and (long := self._segments.encode_long(text, body, end, split_special_tokens)):
+            ids, first, behind = long
+            runs.add("template", ids[:first])
+            runs.add("environment", ids[first:behind])
+            runs.add("template", ids[behind:])
+            return
         encoded = self._segments.encode(text, split_special_tokens)
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):

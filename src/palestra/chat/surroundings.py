@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from palestra.chat.remembered import remembered
-from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.segments import MAX_CHARS_WITH_GIL, SegmentTokenizer
 from palestra.core.types import Turn
 
 _PLAIN = "7"  # stands for any plain reply: it makes no added token with what is around it
@@ -33,6 +33,8 @@ class Surroundings:
 
     def turns(self, reply: str) -> tuple[Turn, ...] | None:
         """The reply as an `environment` turn between two of the template; None where it is not so simple."""
+        if len(reply) > MAX_CHARS_WITH_GIL:
+            return None
         encoded = self._segments.encode(self._left + reply + self._right)
         first, end = len(self._left), len(self._left) + len(reply)
         inside = [first <= a < b <= end for a, b in encoded.offsets]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -118,7 +119,7 @@ def _worst(values: Array, badness: Callable[[Array], Array]) -> dict[str, Any] |
 def token_texts(folder: RunFolder) -> Callable[[int], str]:
     """Token id -> its text, by the tokenizer that lies with the run; "#17" where there is none."""
     for path in _tokenizer_files(folder):
-        if path.is_file():
+        if os.path.isfile(path):  # False where Path.is_file raises: a name may be too long
             return _decoder(str(path), path.stat().st_mtime_ns)
     return lambda token: f"#{token}"
 
@@ -136,7 +137,7 @@ def _local_model(name: str) -> Path:
     import palestra.models
 
     embedded = Path(palestra.models.__file__).parent / name.removeprefix("palestra/")
-    return embedded if name.startswith("palestra/") else Path(name).expanduser()
+    return embedded if name.startswith("palestra/") else Path(os.path.expanduser(name))
 
 
 @lru_cache(maxsize=4)

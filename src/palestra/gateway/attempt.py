@@ -322,7 +322,7 @@ class _PendingTurn:
 
     @property
     def prompt_end(self) -> Sequence[int]:
-        return self.session.token_ids[: self.prompt_tokens][-PROMPT_END_TOKENS:]
+        return self.session.token_ids[max(0, self.prompt_tokens - PROMPT_END_TOKENS) : self.prompt_tokens]
 
     def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))

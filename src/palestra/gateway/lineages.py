@@ -9,6 +9,7 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -311,7 +312,7 @@ class Lineages:
 
     def _session(self, node: Node | None, new_turns: Sequence[Turn]) -> tuple[Any, int]:
         """A session that holds all tokens up to here, and how many of them it held before."""
-        new = [i for turn in new_turns for i in turn.token_ids.tolist()]
+        new = list(chain.from_iterable(turn.token_ids.tolist() for turn in new_turns))
         if node is None:
             return self.prompts.open(new)
         if node.session is None:

@@ -37,14 +37,15 @@ class SharedPrompts:
 
     def open(self, prompt_ids: Sequence[int]) -> tuple[Any, int]:
         """A session with a prompt that siblings may open, too, and how many of its tokens another one had."""
+        if self._siblings == 1:  # nothing to share, and computing in two steps what could be one is slower
+            return self.branch(prompt_ids)
         key = tuple(prompt_ids)
         if forks := self._forks.get(key):
             session = forks.pop()
             self._note(session)
             return session, 0
         session, shared = self.branch(prompt_ids)
-        # alone there is nothing to share, and computing in two steps what could be one is slower
-        if self._siblings > 1 and not shared and key not in self._forks:
+        if not shared and key not in self._forks:
             session, *self._forks[key] = self.fork(session, self._siblings)
             for each in self._forks[key]:
                 self._open.pop(id(each), None)

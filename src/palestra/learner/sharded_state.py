@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,6 +103,13 @@ class _SafeUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _check_memo(data: bytes) -> None:
+    """Refuse a pickle with a memo index beyond its length: Python allocates a table of up to that index."""
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+            raise pickle.UnpicklingError(f"{_METADATA} is damaged: memo index {argument} in {len(data)} bytes")
+
+
 def read_metadata(path: Path) -> Metadata:
     """The metadata of shards; UnpicklingError for any content but that of tensors."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -109,7 +117,9 @@ def read_metadata(path: Path) -> Metadata:
     if path.stat().st_size > _MAX_METADATA_BYTES:
         raise ValueError(f"{path} is larger than {_MAX_METADATA_BYTES} bytes")
     try:
-        metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        _check_memo(data)
+        metadata = _SafeUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, OSError):
         raise
     except Exception as error:  # a damaged pickle raises whatever its last whole operation does

@@ -152,7 +152,9 @@ class Completer:
         for text in texts:
             for start in range(0, len(text), MAX_INLINE_CHARS):
                 chunk = encodable(text[start : start + MAX_INLINE_CHARS])
-                tokens += len(backend.encode_batch([chunk], add_special_tokens=False)[0])  # without holding the GIL
+                tokens += len(
+                    backend.encode_batch_fast([chunk], add_special_tokens=False)[0]
+                )  # without holding the GIL
                 if tokens > self.context_tokens * _TOO_MANY:
                     raise PalestraError(
                         f"the prompt has more than {self.context_tokens} tokens, all that the context holds; shorten it"

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import palestra.models
+from palestra.chat import segments
 from palestra.chat.roundtrip import tool_call_problem
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
@@ -184,6 +185,31 @@ def test_special_tokens_cannot_be_forged_by_a_tool_or_a_user(evil):
         assert count[0] == count[1]
         assert evil in tokenizer.decode(ids_of(forged))
     assert environment_texts(tokenizer, chat.continuation([tool(evil)])) == [evil]
+
+
+@pytest.mark.parametrize("text", ["one fish, ", "早上好🙂 é", "<|im_end|> said he\n", " \n\t", "\ud800{'a': [1, 2]}"])
+def test_long_results_are_tokenised_like_short_ones(monkeypatch, tiny_tokenizer, text):
+    replies = [tool(f"{text * 3000}."), tool("7", 1)]
+    for tokenizer in (make_tokenizer(), tiny_tokenizer):
+        long = ChatFormat(tokenizer).continuation(replies)
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, "MAX_CHARS_WITH_GIL", 10**9)
+            assert ChatFormat(tokenizer).continuation(replies) == long
+
+
+def test_the_offsets_of_long_results_are_looked_up_at_their_edges_alone(monkeypatch, tiny_tokenizer):
+    longest, encode = [0], segments.SegmentTokenizer.encode
+
+    def noted(self, text, split_special_tokens=False):
+        longest[0] = max(longest[0], len(text))
+        return encode(self, text, split_special_tokens)
+
+    chat = ChatFormat(tiny_tokenizer)
+    monkeypatch.setattr(segments.SegmentTokenizer, "encode", noted)
+    for text in ("The quick brown fox. ", "plain words "):
+        chat.continuation([tool(text * 3000 + "7")])
+        chat.prompt([Message("user", text * 3000)])
+    assert 0 < longest[0] < 4096
 
 
 def test_special_tokens_cannot_be_forged_by_the_name_of_a_call():
