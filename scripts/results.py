@@ -123,7 +123,11 @@ RECIPES = {
         QWEN,
     ),
     "planner": Recipe(
-        "stock of a hardware store: one to four look-ups and calculations", "examples/planner.py", "", QWEN_LENGTH, QWEN
+        "stock of a hardware store: one to four look-ups and calculations",
+        "examples/planner.py",
+        "",
+        {"checkpoint.every": 0},
+        QWEN,
     ),
 }
 KEPT = tuple("model seed seconds before after metrics config environment transcripts capability findings".split())

@@ -12,6 +12,7 @@ from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError
 
 MIN_STEPS = 40  # of a run whose length is not given
+FEW_GROUPS = 4  # a large step with signal in fewer groups is never applied in full
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,20 @@ def total_steps(config: RunConfig, problems: int | None) -> int:
     return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
 
 
-def update_scale(signal_groups: int, problems: int, full_update_share: float) -> float:
-    """Return the factor of a step's learning rate: 1 from `full_update_share` of its problems on, less in proportion.
+def update_scale(signal_groups: int, problems: int, full_update_share: float, solved_share: float = 0.0) -> float:
+    """Return the factor of a step's learning rate: 1 if enough of its groups have signal, less in proportion.
 
-    AdamW divides the gradient by its own running scale, so a step with one lucky group would change every weight as
-    much as a step with signal in all groups. Such steps destroyed a 1.5B model within ten steps.
+    Enough is `full_update_share` of the problems that are not solved yet, and at least `FEW_GROUPS`. AdamW divides the
+    gradient by its own running scale, so a step with one lucky group would change every weight as much as a step with
+    signal in all groups; such steps destroyed a 1.5B model within ten steps. Groups in which every rollout passed are
+    no sign of luck: a model that solves nine problems in ten still has to learn the tenth.
 
     >>> update_scale(8, 32, 1 / 4), update_scale(1, 32, 1 / 4), update_scale(1, 4, 1 / 4), update_scale(0, 4, 1 / 4)
     (1.0, 0.125, 1.0, 0.0)
-    >>> update_scale(1, 32, 0)
-    1.0
+    >>> update_scale(4, 64, 1 / 4), update_scale(4, 64, 1 / 4, solved_share=0.9), update_scale(1, 32, 0)
+    (0.25, 1.0, 1.0)
     """
-    return min(1.0, signal_groups / (full_update_share * problems)) if full_update_share else 1.0
+    if not full_update_share:
+        return 1.0
+    full = full_update_share * problems
+    return min(1.0, signal_groups / max(min(FEW_GROUPS, full), full * (1 - solved_share)))

@@ -34,6 +34,21 @@ def test_the_scale_is_proportional_up_to_the_share_of_a_full_update(signal: int,
     assert update_scale(signal, 32, 0.25) == scale
 
 
+def test_solved_groups_do_not_make_an_update_smaller_but_failed_ones_do() -> None:
+    def play(reward: float) -> Callable[[int, str], Sequence[Rollout]]:
+        return lambda number, problem: [attempt(problem, r) for r in ((0.0, 1.0) if number < 4 else (reward, reward))]
+
+    options = {"train.problems_per_step": 32, "train.refill_limit": 0}
+    for reward, rate in ((1.0, 1.0), (0.0, 0.5)):
+        loop = make_loop(options, steps=1, play=play(reward))
+        loop.training.run()
+        assert loop.learner.rates == [rate]
+
+
+def test_one_group_with_signal_is_never_a_full_update_of_a_large_step() -> None:
+    assert update_scale(1, 64, 0.25, solved_share=63 / 64) == 0.25
+
+
 def test_a_step_with_one_group_of_eight_with_signal_is_applied_at_a_quarter_of_the_learning_rate() -> None:
     loop = make_loop(EIGHT, steps=3, play=with_signal(3, *range(8, 12)))
     loop.training.run()
