@@ -22,7 +22,7 @@ EIGHT = {"train.problems_per_step": 8, "train.refill_limit": 0, "train.full_upda
 
 def with_signal(*numbers: int) -> Callable[[int, str], Sequence[Rollout]]:
     """Signal in the groups of these draws alone."""
-    return lambda number, problem: [attempt(problem, r) for r in ((0.0, 1.0) if number in numbers else (1.0, 1.0))]
+    return lambda number, problem: [attempt(problem, r) for r in ((0.0, 1.0) if number in numbers else (0.0, 0.0))]
 
 
 def scales(loop: Loop) -> list[float]:
@@ -45,8 +45,9 @@ def test_solved_groups_do_not_make_an_update_smaller_but_failed_ones_do() -> Non
         assert loop.learner.rates == [rate]
 
 
-def test_one_group_with_signal_is_never_a_full_update_of_a_large_step() -> None:
-    assert update_scale(1, 64, 0.25, solved_share=63 / 64) == 0.25
+@pytest.mark.parametrize(("signal", "scale"), [(0, 0.0), (1, 0.5), (4, 1.0)])
+def test_among_solved_groups_the_scale_goes_with_the_root_of_the_groups_with_signal(signal: int, scale: float) -> None:
+    assert update_scale(signal, 64, 0.25, solved_share=1 - signal / 64) == scale
 
 
 def test_a_step_with_one_group_of_eight_with_signal_is_applied_at_a_quarter_of_the_learning_rate() -> None:
