@@ -62,7 +62,7 @@ RECIPES = {
         "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
         "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
         "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all "
-        "seeds); two of three seeds learn to keep them later on.",
+        "seeds); whether it learns to keep them by step 50 is chance: one of these seeds did.",
         COMMON
         | {
             "env.shots": 2,
@@ -125,7 +125,9 @@ RECIPES = {
     "planner": Recipe(
         "stock of a hardware store: one to four look-ups and calculations",
         "examples/planner.py",
-        "",
+        "Not learned: 91 of 184,320 training attempts passed, in half of the steps none. Nearly every attempt begins "
+        "with `calculate` and invented numbers and repeats the call until the limit of rounds. The model stays as it "
+        "was: 4 calls an attempt from the first step to the last, all of them parsed.",
         {"checkpoint.every": 0},
         QWEN,
     ),

@@ -15,8 +15,10 @@ def test_the_readme_and_the_page_show_the_table_that_the_files_give(monkeypatch)
 
     runs = results_page.found_runs(results.RECIPES, results.DATA)
     table = results_page._tables(results.RECIPES, runs)
-    assert all(len(members) >= 2 for members in runs.values())
-    assert all(run["after"]["pass_rate"]["n"] >= 200 for members in runs.values() for run in members)
+    assert all(len(members) == 3 for members in runs.values())
+    least = {"planner": 18}  # an agent's own suite
+    for name, members in runs.items():
+        assert all(run["after"]["pass_rate"]["n"] >= least.get(name, 200) for run in members)
     start, end = results_page.MARKS
     readme = (ROOT / "README.md").read_text()
     assert readme.partition(start)[2].partition(end)[0].strip() == table.strip()
