@@ -75,12 +75,12 @@ HEAVY = {
 
 # What only single files may import at module level: they are loaded when their tracker or server is asked for.
 ONE_FILE = {
-    "wandb": "tracking/wandb.py",
-    "mlflow": "tracking/mlflow.py",
-    "trackio": "tracking/trackio.py",
-    "tensorboard": "tracking/tensorboard.py",
-    "mcp": "faces/mcp_server.py",
-    "fastapi": "faces/http_api.py",
+    "wandb": "runs/tracking/wandb.py",
+    "mlflow": "runs/tracking/mlflow.py",
+    "trackio": "runs/tracking/trackio.py",
+    "tensorboard": "runs/tracking/tensorboard.py",
+    "mcp": "agent_tools/mcp_server.py",
+    "fastapi": "agent_tools/http_api.py",
 }
 
 IMPORT_MODULES, HELP_MODULES = 30, 200  # that a start may load; 6 and 88 with Python 3.11
@@ -231,7 +231,7 @@ def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
     ("code", "most_modules"),
     [
         ("import palestra", IMPORT_MODULES),
-        ("from palestra.faces.cli.main import run; assert run(['--help']) == 0", HELP_MODULES),
+        ("from palestra.cli.main import run; assert run(['--help']) == 0", HELP_MODULES),
     ],
     ids=["import palestra", "palestra --help"],
 )
@@ -247,7 +247,7 @@ def test_starts_with_few_modules_and_without_torch(code: str, most_modules: int)
 
 def test_agent_files_are_read_without_torch() -> None:
     """A mistake in a user's file is told at once, before anything heavy is loaded."""
-    code = "import sys, palestra.faces.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
+    code = "import sys, palestra.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
