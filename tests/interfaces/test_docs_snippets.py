@@ -184,7 +184,7 @@ ONLY_CHECKED = {
     r"train .*--backend tinker": "needs a key; tests/unit/tinker_backend",
     r"train .*--backend ray": "needs Ray; make test-ray",
     r"train .*--nproc": "starts as many processes; tests/parity/test_ranks.py",
-    r"train .*--detach|runs (resume|finish|watch|stop|rm|logs)": "in the background; tests/interfaces/test_runs_command.py",
+    r"train .*--detach|runs (resume|finish|watch|stop|rm|logs)": "in the background; interfaces/test_runs_command.py",
     r"doctor": "looks at the whole machine; tests/interfaces/test_doctor.py",
 }
 SYNOPSIS = re.compile(r"[A-Z_]+\||\||\[|--section\.key|(NAME|FILE|MODEL|AGENT_FILE)\b")

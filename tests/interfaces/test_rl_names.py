@@ -48,7 +48,7 @@ def tools(tmp_path, monkeypatch):
 
 def draft_of(site: Site = Site(), **field: object) -> Draft:  # noqa: B008
     """A draft of the built-in calculator, without asking it for its settings."""
-    (found,) = in_file(Path(rl_tools.__file__).parents[2] / "envs" / "library" / "calculator.py")
+    (found,) = in_file(Path(rl_tools.__file__).parents[1] / "envs" / "library" / "calculator.py")
     row = {"name": "operations", "type": "int", "default": 1, "description": "", "schema": {"type": "integer"}}
     return Draft.of(found, EnvDescription([{**row, **field}], {}), site)
 

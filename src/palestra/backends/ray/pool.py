@@ -1,7 +1,7 @@
 """An elastic pool of rollout actors: each group goes to the actor with the least to do, and what a lost actor had is
 sampled again by another.
 
-The pool knows no Ray: `backends/ray/ray_cluster.py` starts actors there, and tests start them in this process. A group is
+The pool knows no Ray: `ray_cluster.py` starts actors there, and tests start them in this process. A group is
 waited for by one coroutine, which takes one answer, so none is lost and none comes twice. Actors that die are replaced,
 and those that find no room in the cluster join when it has grown.
 """
