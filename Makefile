@@ -39,15 +39,15 @@ test-foreign: $(READY_DEV)  ## environments of other projects, three steps each:
 	$(BIN)/python scripts/foreign.py
 
 test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/gateway tests/unit/harness tests/faces/test_agent_programs_command.py tests/faces/test_example_agents.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py
 	$(BIN)/python scripts/train_agents.py
 
 test-templates: $(READY_DEV)  ## real chat templates of all model families: downloads them, writes the table of docs/models.md (network, 130 MB)
 	$(BIN)/python scripts/model_families.py --download
-	$(BIN)/python -m pytest tests/unit/chat/test_model_families.py
+	$(BIN)/python -m pytest tests/unit/models/chat/test_model_families.py
 
 test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/faces/test_tinker_compatibility.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/interfaces/test_tinker_compatibility.py
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py tests/contract/test_learners.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "gguf"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "models" / "gguf"))
 
 from llama_cpp import LlamaCpp, transformers_logprobs
 
 from palestra import demo
-from palestra.export.gguf import to_gguf
-from palestra.export.source import open_source
+from palestra.models.export.gguf import to_gguf
+from palestra.models.export.source import open_source
 from palestra.models.loading import load_model
 
 QUESTIONS = [

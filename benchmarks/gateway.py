@@ -212,8 +212,8 @@ async def client() -> None:
 
 async def play(attempt: dict[str, Any], began: float) -> None:
     from palestra import demo
+    from palestra.agents.tools.run import run_calls
     from palestra.core.messages import from_dict
-    from palestra.tools.run import run_calls
 
     tools = {tool.name: tool for tool in demo.agent.tools}
     url = urlsplit(attempt["url"])

@@ -15,13 +15,13 @@ from typing import Any
 
 from palestra import demo
 from palestra.core.types import Message, Problem, SamplingParams
-from palestra.gateway.attempt import Attempt
-from palestra.gateway.gateway import Gateway
-from palestra.gateway.request import ChatRequest
 from palestra.models.loading import load_model, load_tokenizer
 from palestra.policy.local import LocalPolicy
-from palestra.serve.completer import Completer
-from palestra.serve.sampling_fields import SamplingFields
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.gateway.request import ChatRequest
+from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.sampling_fields import SamplingFields
 
 TOOLS = tuple(tool.schema for tool in demo.agent.tools)
 SYSTEM = Message("system", demo.agent.instructions)

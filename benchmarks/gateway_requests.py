@@ -28,10 +28,10 @@ from typing import Any
 from gateway import ClientProcesses
 
 from palestra.core.types import Problem, SamplingParams, Turn
-from palestra.gateway.gateway import Gateway
-from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.models.loading import load_tokenizer
-from palestra.serve.completer import Completer
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.openai.completer import Completer
 from palestra.train.setup import interpreter_for_many_rollouts
 
 TURNS = (

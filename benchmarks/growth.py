@@ -72,7 +72,7 @@ def train(gpu_file: Path, options: list[str]) -> int:
     """`palestra train` in this process; after each step, what torch's allocator holds and has taken from the GPU."""
     import torch
 
-    from palestra.faces.cli.main import run
+    from palestra.cli.main import run
     from palestra.train.loop import Training
 
     step, cuda = Training.step, torch.cuda.is_available()

@@ -46,7 +46,7 @@ from palestra.envs.running import RunningEnv
 from palestra.learner.base import Batch, nothing
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
-from palestra.tracking.jsonl import JsonlTracker
+from palestra.runs.tracking.jsonl import JsonlTracker
 from palestra.train.loop import Training
 from palestra.train.setup import interpreter_for_many_rollouts
 from palestra.train.tasks import EnvironmentTask, Parts

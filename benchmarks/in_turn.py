@@ -26,7 +26,7 @@ def main() -> None:
     owner, name = path.rsplit(".", 1)
     numbers = [int(value) for value in values.split(",")]
 
-    from palestra.faces.cli.main import run
+    from palestra.cli.main import run
     from palestra.train.loop import Training
 
     found: dict[int, list[tuple[float, float, float, float]]] = {number: [] for number in numbers}

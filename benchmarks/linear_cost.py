@@ -62,7 +62,7 @@ def main() -> int:
 def measure_all(cases: list[tuple[str, int, int]], shape: ModelShape, rank: int, limit_s: int) -> list[dict[str, Any]]:
     import torch
 
-    from palestra.chat.template import ChatFormat
+    from palestra.models.chat.template import ChatFormat
     from palestra.models.loading import LoadedModel, load_tokenizer
 
     cuda = torch.cuda.is_available()

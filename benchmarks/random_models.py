@@ -59,7 +59,7 @@ def end_turns_after(model: Any, end_ids: Sequence[int], tokens: float, temperatu
 
 def save_model(shape: ModelShape, folder: Path, device: str, dtype: Any, tokens: float, temperature: float) -> None:
     """A model folder as a user would have it, with the tokenizer of palestra/tiny."""
-    from palestra.chat.template import ChatFormat
+    from palestra.models.chat.template import ChatFormat
     from palestra.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer("palestra/tiny")

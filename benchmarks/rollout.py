@@ -221,7 +221,7 @@ class Episode:
 
     @property
     def tools(self) -> Sequence[Any]:
-        from palestra.tools.tool import as_tool
+        from palestra.agents.tools.tool import as_tool
 
         return [as_tool(lookup)] if self.world.scenario["tools"] else []
 
@@ -242,9 +242,9 @@ class Episode:
 
 def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """Our collector, engine and learner; one record for each step."""
-    from palestra.chat.template import ChatFormat
     from palestra.core.config import RunConfig
     from palestra.learner.local import LocalLearner
+    from palestra.models.chat.template import ChatFormat
     from palestra.policy.local import LocalPolicy
     from palestra.train.samples import group_advantages, to_samples
     from palestra.train.schedule import coefficients_at

@@ -184,7 +184,7 @@ def train(folder: Path, options: list[str]) -> None:
     """`palestra train` in this process, by its own command line, and what it took."""
     import torch
 
-    from palestra.faces.cli.main import run as palestra
+    from palestra.cli.main import run as palestra
     from palestra.train.loop import Training
 
     warnings: list[str] = []

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from palestra.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
+from palestra.servers.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 

@@ -33,19 +33,19 @@ from tinker_client import rows
 
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
+from palestra.cli.tinker import SWITCH_S
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
-from palestra.faces.cli.tinker import SWITCH_S
 from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel, load_model
-from palestra.serve.web import Server, open_port, url_of
-from palestra.tinker import server as tinker_server
-from palestra.tinker import service as tinker_service
-from palestra.tinker.base_model import AdapterSpec, BaseModel
-from palestra.tinker.sampler import Sampler
-from palestra.tinker.trainee import Trainee
+from palestra.servers.tinker import server as tinker_server
+from palestra.servers.tinker import service as tinker_service
+from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
+from palestra.servers.tinker.sampler import Sampler
+from palestra.servers.tinker.trainee import Trainee
+from palestra.servers.web import Server, open_port, url_of
 
 PROMPT = 16
 RANK = 32

@@ -47,7 +47,7 @@ def main() -> None:
     if arguments.profile:
         profile.enable()
     try:
-        from palestra.faces.cli.main import run
+        from palestra.cli.main import run
 
         if arguments.busy:
             watch_gpu(arguments.busy)

@@ -23,7 +23,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-SERVER = [sys.executable, "-c", "from palestra.faces.cli.main import main; main()", "trajectory"]
+SERVER = [sys.executable, "-c", "from palestra.cli.main import main; main()", "trajectory"]
 GROUP_SIZE, BATCH_SIZE = 2, 16
 
 

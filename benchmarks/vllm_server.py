@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from palestra.backends.vllm.adapters import rank_limit
 from palestra.core.run_folder import RunFolder
-from palestra.export.hf import save_hf
+from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model
-from palestra.policy.vllm_adapters import rank_limit
 from palestra.train.evaluation import read_evaluation
 
 ON_GPU = torch.cuda.is_available()
@@ -39,7 +39,7 @@ RUN = [
     *("--checkpoint.every", "0", "--model.dtype", DTYPE),
 ]
 RATE = ["--train.learning_rate", "0.003"]  # of an adapter to the embedded model, so that a few steps show something
-WHOLE = ["--worker-extension-cls", "palestra.policy.vllm_worker.PalestraWorker"]
+WHOLE = ["--worker-extension-cls", "palestra.backends.vllm.worker.PalestraWorker"]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",

@@ -75,7 +75,7 @@ def _api() -> str:
 
 
 def _commands() -> str:
-    from palestra.faces.cli.main import cli
+    from palestra.cli.main import cli
 
     lines = ["# Command line", "", "Each page is what `--help` says."]
     for path, text in _help_pages(cli, "palestra"):
@@ -116,7 +116,7 @@ def _setting_row(name: str, field: Any) -> str:
 
 
 def _tools() -> str:
-    from palestra.faces.rl_tools.tools import TOOLS
+    from palestra.agent_tools.tools import TOOLS
 
     lines = ["# Tools for agents", "", "Over MCP, HTTP and Python alike; agent_tools.md tells how they work together."]
     for tool in TOOLS.values():

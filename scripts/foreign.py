@@ -155,7 +155,7 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
 
 def _run(kind: str, name: str, python: str, words: str, environ: dict[str, str], cwd: Path) -> Outcome:
     """`trained 3 steps`, or the reason for which the command ended."""
-    command = [python, "-c", "from palestra.faces.cli.main import main; main()", *shlex.split(words)]
+    command = [python, "-c", "from palestra.cli.main import main; main()", *shlex.split(words)]
     fixed = {"COLUMNS": "2000", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:

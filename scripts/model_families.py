@@ -31,16 +31,16 @@ import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from palestra.chat.callformats import HARMONY
-from palestra.chat.families import prepare
-from palestra.chat.grammars import GrammarText, grammar_compiler
-from palestra.chat.reasoning import closing_tag
-from palestra.chat.roundtrip import check_tool_calls
-from palestra.chat.template import ChatFormat
 from palestra.core.types import Message, Problem, SamplingParams, ToolCall, Turn
-from palestra.gateway.attempt import Attempt
-from palestra.gateway.gateway import Gateway
-from palestra.serve.completer import Completer
+from palestra.models.chat.callformats import HARMONY
+from palestra.models.chat.families import prepare
+from palestra.models.chat.grammars import GrammarText, grammar_compiler
+from palestra.models.chat.reasoning import closing_tag
+from palestra.models.chat.roundtrip import check_tool_calls
+from palestra.models.chat.template import ChatFormat
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.completer import Completer
 
 ROOT = Path(__file__).parent.parent
 DOWNLOADED = ROOT / "build" / "templates"

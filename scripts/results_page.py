@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.evals.report import Rate
-from palestra.report.charts import curves_svg
+from palestra.evals.run_report.charts import curves_svg
 
 ROOT = Path(__file__).parent.parent
 MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of results -->")

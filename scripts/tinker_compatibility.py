@@ -32,10 +32,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The URL of a server in a thread."""
-    from palestra.serve.web import Server, open_port, url_of
-    from palestra.tinker.base_model import BaseModel
-    from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Service, ServiceLimits
+    from palestra.servers.tinker.base_model import BaseModel
+    from palestra.servers.tinker.server import tinker_app
+    from palestra.servers.tinker.service import Service, ServiceLimits
+    from palestra.servers.web import Server, open_port, url_of
 
     service = Service([BaseModel.load(MODEL, device="cpu")], folder, ServiceLimits(models=64))
     sock = open_port("127.0.0.1", 0, None)
@@ -234,7 +234,7 @@ def methods_of(client: type) -> list[str]:
 
 def outcome(call: Callable[[], Any]) -> str:
     """`works`, or the sentence with which it is refused."""
-    from palestra.tinker_client.errors import refusal
+    from palestra.backends.tinker.errors import refusal
 
     done: Future[Any] = Future()
 

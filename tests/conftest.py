@@ -34,11 +34,11 @@ LONG = (
     "parity/test_gguf_llama_cpp",
     "parity/test_step_one",
     "learn/",
-    "faces/test_rl_",
-    "faces/test_env_serve",
-    "faces/test_tinker_cookbook",
+    "interfaces/test_rl_",
+    "interfaces/test_env_serve",
+    "interfaces/test_tinker_cookbook",
 )
-IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.serve.loading"]
+IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.servers.openai.loading"]
 if find_spec("triton"):
     IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.head_kernels"]
 SHARED = pytest.StashKey[Forkserver]()

@@ -1,4 +1,4 @@
-"""Who may import whom: the rules of docs/design.md, kept by walking every import of the package."""
+"""The import rules of docs/design.md, checked against every import in the package."""
 
 from __future__ import annotations
 
@@ -13,78 +13,70 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "palestra"
 
-# room -> the rooms it may import. Read upwards: each line uses only lines above it, so there are no circles.
+# package or module -> what it may import. Each line names only lines above it, so there are no cycles.
 MAY_IMPORT = {
     "core": "",
-    "chat": "core",
-    "tools": "core",
     "algo": "core",
     "plan": "core",
+    "models": "core",
     "engine": "core",
-    "gguf": "core",
-    "models": "core chat gguf",
-    "tracking": "core",
-    "export": "core models gguf",
-    "agents": "core tools",
-    "evals": "core chat",
-    "report": "core evals",
-    "envs": "core chat tools agents evals",
-    "runs": "core tracking envs",
+    "evals": "core",
+    "agents": "core",
+    "policy": "core models engine",
+    "envs": "core models evals agents",
+    "runs": "core envs",
+    "rollout": "core models evals agents policy envs",
     "learner": "core algo plan engine",
-    "policy": "core chat engine",
-    "rollout": "core chat tools evals envs policy",
-    "tinker_client": "core algo learner policy",
-    "cluster": "core policy rollout",
-    "serve": "core chat engine models policy",
-    "tinker": "core algo engine models tracking runs learner policy serve",
-    "train": "core chat algo plan learner models tracking export evals envs report runs policy rollout tinker_client "
-    "cluster",
-    "wire": "core chat models envs policy rollout serve train",
-    "gateway": "core chat models envs evals policy rollout serve train",
-    "dashboard": "core models evals report runs serve",
-    "harness": "core agents evals envs models policy rollout serve gateway train",
-    "bench": "core algo plan engine models learner policy",
-    "result": "core chat tools agents evals export models policy rollout train",
-    "api": "core agents evals envs models policy rollout harness train result",
-    "env_api": "core chat agents envs evals models policy rollout train wire result api",
+    "backends": "core algo policy rollout learner",
+    "servers": "core algo models engine policy runs rollout learner",
+    "train": "core algo plan models evals policy envs runs rollout learner backends",
+    "dashboard": "core models evals runs servers",
+    "sources": "core models agents policy envs rollout servers train",
+    "result": "core models evals agents policy rollout train",
+    "api": "core models evals agents policy envs rollout train sources result",
+    "env_api": "core models evals agents policy envs rollout train sources result api",
     "suite": "evals api",
-    "__init__": "tools agents evals envs api suite",
+    "__init__": "evals agents envs api suite",
     "demo": "__init__",
-    "faces": "core plan tools chat gguf models export agents evals envs report policy rollout runs serve tinker train "
-    "wire gateway harness bench dashboard result api env_api suite __init__",
-    "__main__": "faces",
+    "agent_tools": "core evals agents envs runs servers dashboard sources",
+    "cli": "core algo plan models engine evals agents policy envs runs rollout learner servers train dashboard sources "
+    "result api env_api agent_tools",
+    "__main__": "cli",
 }
 
-# library -> the rooms that may import it at module level. Elsewhere it is imported where it is used, or not at all.
+# library -> the folders whose files may import it at module level. Elsewhere it is imported inside of functions.
 HEAVY = {
-    "torch": "algo bench cluster engine export gguf learner models policy tinker tinker_client train",
-    "transformers": "engine gguf learner models policy train",
-    "peft": "learner",
-    "safetensors": "export gguf learner models train",
-    "numpy": "core chat dashboard rollout algo engine export gguf learner models policy tinker tinker_client train",
-    "triton": "engine learner",
-    "tinker": "tinker_client",
-    "ray": "cluster",
+    "torch": "algo backends/ray backends/tinker cli/benchmark engine engine/cpu engine/cuda learner models "
+    "models/export models/gguf policy servers/tinker train",
+    "transformers": "learner",
+    "peft": "",
+    "safetensors": "learner models/export train",
+    "numpy": "algo backends/tinker backends/vllm core dashboard engine engine/cpu engine/cuda learner models/chat "
+    "models/gguf servers/tinker train",
+    "triton": "engine/cuda learner",
+    "tinker": "backends/tinker",
+    "ray": "backends/ray",
+    "vllm": "",
     "trl": "",
     "datasets": "",
     "pyarrow": "",
-    "starlette": "dashboard serve tinker wire gateway harness",
-    "uvicorn": "serve wire",
+    "starlette": "dashboard servers servers/gateway servers/openai servers/tinker sources/programs sources/wire",
+    "uvicorn": "servers",
     "httpx": "",
 }
 
-# What only single files may import at module level: they are loaded when their tracker or server is asked for.
+# library -> the one file that may import it at module level. The file is imported when its tracker or server is used.
 ONE_FILE = {
-    "wandb": "tracking/wandb.py",
-    "mlflow": "tracking/mlflow.py",
-    "trackio": "tracking/trackio.py",
-    "tensorboard": "tracking/tensorboard.py",
-    "mcp": "faces/mcp_server.py",
-    "fastapi": "faces/http_api.py",
+    "wandb": "runs/tracking/wandb.py",
+    "mlflow": "runs/tracking/mlflow.py",
+    "trackio": "runs/tracking/trackio.py",
+    "tensorboard": "runs/tracking/tensorboard.py",
+    "mcp": "agent_tools/mcp_server.py",
+    "fastapi": "agent_tools/http_api.py",
 }
 
-IMPORT_MODULES, HELP_MODULES = 30, 200  # that a start may load; 6 and 88 with Python 3.11
-FACES_ONLY = ("click", "rich")
+IMPORT_MODULES, HELP_MODULES = 30, 200  # limits on loaded modules; 6 and 88 with Python 3.11
+TERMINAL = ("click", "rich")
 
 
 class Import(NamedTuple):
@@ -94,8 +86,12 @@ class Import(NamedTuple):
     at_load: bool  # runs when the file is imported, not when a function is called or types are checked
 
     @property
-    def room(self) -> str:
-        return _room(self.file)
+    def package(self) -> str:
+        return _package(self.file)
+
+    @property
+    def folder(self) -> str:
+        return self.file.rpartition("/")[0]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} imports {self.module}"
@@ -131,48 +127,52 @@ def _run_at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _run_at_load(handler.body)
 
 
-def _room(file: str) -> str:
+def _package(file: str) -> str:
     return file.split("/")[0].removesuffix(".py")
 
 
 def _target(module: str) -> str:
-    """The room that a palestra module lies in; public names of `palestra` itself count as `__init__`."""
+    """The package of a palestra module; public names of `palestra` itself count as `__init__`."""
     name = module.split(".")[1]
     return name if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() else "__init__"
 
 
-ALL = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
-OURS = [found for found in ALL if found.module.startswith("palestra.")]
+ALL = [each for path in sorted(PACKAGE.rglob("*.py")) for each in imports_of(path)]
+OURS = [each for each in ALL if each.module.startswith("palestra.")]
 
 
-def test_every_room_has_a_rule() -> None:
-    rooms = {_room(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
-    assert rooms <= set(MAY_IMPORT), f"no rule for {sorted(rooms - set(MAY_IMPORT))}; add it to MAY_IMPORT"
+def test_every_package_has_a_rule() -> None:
+    packages = {_package(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
+    assert packages == set(MAY_IMPORT), f"MAY_IMPORT differs from src: {sorted(packages ^ set(MAY_IMPORT))}"
 
 
-def test_the_rules_point_one_way() -> None:
+def test_rules_name_only_earlier_packages() -> None:
     seen: set[str] = set()
-    for room, below in MAY_IMPORT.items():
-        assert set(below.split()) <= seen, f"{room} may import {below}, of which some stand below it in the table"
-        seen.add(room)
+    for package, below in MAY_IMPORT.items():
+        assert set(below.split()) <= seen, f"{package} may import {below}, of which some come later in the table"
+        seen.add(package)
 
 
-def test_rooms_import_only_the_rooms_below_them() -> None:
-    wrong = [
-        found
-        for found in OURS
-        if _target(found.module) != found.room and _target(found.module) not in MAY_IMPORT.get(found.room, "").split()
-    ]
+def test_packages_import_only_what_their_rule_names() -> None:
+    wrong = [each for each in OURS if _target(each.module) not in [each.package, *MAY_IMPORT[each.package].split()]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Also not by imports inside of functions, or for types alone."""
+def test_every_permission_is_used() -> None:
+    used = {(each.package, _target(each.module)) for each in OURS}
+    granted = {(package, below) for package, names in MAY_IMPORT.items() for below in names.split()}
+    assert not granted - used, f"remove from MAY_IMPORT: {sorted(granted - used)}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Counts imports inside of functions and for types as well."""
     modules = {_module(path) for path in PACKAGE.rglob("*.py")}
     below: dict[str, set[str]] = {module: set() for module in modules}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("palestra"):
+            if isinstance(node, ast.Import):
+                below[_module(path)] |= {alias.name for alias in node.names} & modules
+            elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 below[_module(path)] |= {name if name in modules else str(node.module) for name in names} & modules
     while leaves := [module for module, others in below.items() if not others - {module}]:
@@ -180,7 +180,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             del below[module]
         for others in below.values():
             others.difference_update(leaves)
-    assert not below, f"these import each other in a circle: {sorted(below)}"
+    assert not below, f"these import each other in a cycle: {sorted(below)}"
 
 
 def _module(path: Path) -> str:
@@ -189,31 +189,30 @@ def _module(path: Path) -> str:
 
 
 @pytest.mark.parametrize("library", HEAVY)
-def test_heavy_libraries_stay_in_their_rooms(library: str) -> None:
-    wrong = [f for f in _loading(library) if f.room not in HEAVY[library].split() and f.file not in ONE_FILE.values()]
+def test_heavy_libraries_are_imported_only_in_their_folders(library: str) -> None:
+    wrong = [f for f in _loading(library) if f.folder not in HEAVY[library].split() and f.file not in ONE_FILE.values()]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("library", ONE_FILE)
-def test_such_libraries_stay_in_their_file(library: str) -> None:
-    wrong = [found for found in _loading(library) if found.file != ONE_FILE[library]]
+def test_library_is_imported_only_in_its_file(library: str) -> None:
+    wrong = [each for each in _loading(library) if each.file != ONE_FILE[library]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("library", FACES_ONLY)
-def test_only_faces_talk_to_the_terminal(library: str) -> None:
-    wrong = [found for found in ALL if found.module.split(".")[0] == library and found.room != "faces"]
-    # bars for scripts and notebooks, which have no face
-    wrong = [found for found in wrong if found.file != "train/progress.py"]
+@pytest.mark.parametrize("library", TERMINAL)
+def test_only_the_command_line_writes_to_the_terminal(library: str) -> None:
+    wrong = [each for each in ALL if each.module.split(".")[0] == library and each.package != "cli"]
+    wrong = [each for each in wrong if each.file != "train/progress.py"]  # progress bars for scripts and notebooks
     assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_algo_knows_no_config() -> None:
-    wrong = [f for f in OURS if f.room == "algo" and "config" in f.module]
+    wrong = [each for each in OURS if each.package == "algo" and "config" in each.module]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-# All that the loop may know of whoever samples and learns: protocols, and functions that take them.
+# The loop knows the protocols of policy and learner, and functions that take them.
 LOOP_KNOWS = {
     "palestra.learner.base",
     "palestra.learner.memory",
@@ -222,7 +221,7 @@ LOOP_KNOWS = {
 
 
 def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
-    seams = ("learner", "policy", "rollout", "engine", "wire", "serve")
+    seams = ("learner", "policy", "rollout", "engine", "backends", "servers", "sources")
     known = {f.module for f in OURS if f.file == "train/loop.py" and _target(f.module) in seams}
     assert known == LOOP_KNOWS
 
@@ -231,7 +230,7 @@ def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
     ("code", "most_modules"),
     [
         ("import palestra", IMPORT_MODULES),
-        ("from palestra.faces.cli.main import run; assert run(['--help']) == 0", HELP_MODULES),
+        ("from palestra.cli.main import run; assert run(['--help']) == 0", HELP_MODULES),
     ],
     ids=["import palestra", "palestra --help"],
 )
@@ -246,10 +245,10 @@ def test_starts_with_few_modules_and_without_torch(code: str, most_modules: int)
 
 
 def test_agent_files_are_read_without_torch() -> None:
-    """A mistake in a user's file is told at once, before anything heavy is loaded."""
-    code = "import sys, palestra.faces.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
+    """An error in a user's file is reported at once, before anything heavy is loaded."""
+    code = "import sys, palestra.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def _loading(library: str) -> list[Import]:
-    return [found for found in ALL if found.module.split(".")[0] == library and found.at_load]
+    return [each for each in ALL if each.module.split(".")[0] == library and each.at_load]

@@ -17,14 +17,14 @@ from torch.distributed.checkpoint import save
 
 from fuzzing.check import Tally, mutate
 from fuzzing.servers import ODD_VALUES
+from palestra.cli.runs_compare import compare_runs, compare_table
+from palestra.cli.runs_tables import print_run, runs_table
+from palestra.cli.trust import code_of_run
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
-from palestra.faces.cli.runs_compare import compare_runs, compare_table
-from palestra.faces.cli.runs_tables import print_run, runs_table
-from palestra.faces.cli.trust import code_of_run
 from palestra.learner.sharded_state import read_metadata
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import results

@@ -115,8 +115,8 @@ Prepared = tuple[Any, str, list[Template], list[str]]
 @contextmanager
 def inference() -> Iterator[Prepared]:
     """With a context of 48 tokens, so that no accepted request takes long for a good reason."""
-    from palestra.serve.inference import inference_app
-    from palestra.serve.loading import load_completer
+    from palestra.servers.openai.inference import inference_app
+    from palestra.servers.openai.loading import load_completer
 
     completer = load_completer("palestra/tiny")
     completer.context_tokens = 48
@@ -125,7 +125,7 @@ def inference() -> Iterator[Prepared]:
 
 @contextmanager
 def trajectories(folder: Path) -> Iterator[Prepared]:
-    from palestra.wire.server import trajectory_app
+    from palestra.sources.wire.server import trajectory_app
 
     yield trajectory_app(folder, max_body_mib=1), "trajectories", TRAJECTORIES, []
 
@@ -133,8 +133,8 @@ def trajectories(folder: Path) -> Iterator[Prepared]:
 @contextmanager
 def rl_clients(home: Path) -> Iterator[Any]:
     """Sessions of the tools in which an environment can be selected, and nothing else starts a process."""
-    from palestra.faces.rl_tools import RlTools
-    from palestra.faces.rl_tools.clients import Clients
+    from palestra.agent_tools import RlTools
+    from palestra.agent_tools.clients import Clients
     from palestra.runs import manager as runs_manager
     from palestra.runs.locks import RequestLimits, Site
 
@@ -152,7 +152,7 @@ def rl_clients(home: Path) -> Iterator[Any]:
 
 @contextmanager
 def tools(home: Path) -> Iterator[Prepared]:
-    from palestra.faces.http_api import http_app
+    from palestra.agent_tools.http_api import http_app
 
     with rl_clients(home) as clients:
         yield http_app(clients, None), "tools", TOOLS, [SESSION]
@@ -160,7 +160,7 @@ def tools(home: Path) -> Iterator[Prepared]:
 
 @contextmanager
 def mcp(home: Path) -> Iterator[Prepared]:
-    from palestra.faces.mcp_server import http_app, make_server
+    from palestra.agent_tools.mcp_server import http_app, make_server
 
     headers = ["Accept: application/json, text/event-stream", "MCP-Protocol-Version: 2025-06-18"]
     with rl_clients(home) as clients:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuzzing.check import HANG_S, Tally
-from palestra.serve.web import Server, open_port
+from palestra.servers.web import Server, open_port
 
 ODD_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 0.0, -0.0, 1e-300, 1e308, 1e39,

@@ -25,9 +25,9 @@ Good = tuple[str, bytes, bool]  # path, body, whether it is protobuf
 
 def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
     from palestra.models.loading import load_model
-    from palestra.tinker.base_model import BaseModel
-    from palestra.tinker.server import tinker_app
-    from palestra.tinker.service import Service, ServiceLimits
+    from palestra.servers.tinker.base_model import BaseModel
+    from palestra.servers.tinker.server import tinker_app
+    from palestra.servers.tinker.service import Service, ServiceLimits
 
     tally = Tally("tinker requests")
     loaded = load_model("palestra/tiny", device="cpu")
@@ -70,7 +70,7 @@ def train(
 
 
 def good_requests(model: str) -> list[Good]:
-    from palestra.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
+    from palestra.servers.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
 
     random_ = np.random.default_rng(0)
     found: list[Good] = []

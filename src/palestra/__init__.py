@@ -8,14 +8,14 @@ TYPE_CHECKING = False  # as type checkers know it, without the cost of importing
 if TYPE_CHECKING:
     from palestra.agents.agent import Agent
     from palestra.agents.programs import command_agent
+    from palestra.agents.tools.context import Context
+    from palestra.agents.tools.mcp_client import McpServer
+    from palestra.agents.tools.tool import Tool, function_tool
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
     from palestra.envs.env import Env, EnvConfig
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
     from palestra.suite import EvalSuite
-    from palestra.tools.context import Context
-    from palestra.tools.mcp_client import McpServer
-    from palestra.tools.tool import Tool, function_tool
 
 __all__ = [
     "Agent",
@@ -40,19 +40,19 @@ __all__ = [
 
 _HOMES = {
     "Agent": "palestra.agents.agent",
-    "Context": "palestra.tools.context",
+    "Context": "palestra.agents.tools.context",
     "Env": "palestra.envs.env",
     "EnvConfig": "palestra.envs.env",
     "EvalSuite": "palestra.suite",
     "GRPOTrainer": "palestra.api",
     "GRPOTrainingConfig": "palestra.api",
     "GRPOTrainingResult": "palestra.api",
-    "McpServer": "palestra.tools.mcp_client",
-    "Tool": "palestra.tools.tool",
+    "McpServer": "palestra.agents.tools.mcp_client",
+    "Tool": "palestra.agents.tools.tool",
     "command_agent": "palestra.agents.programs",
     "evaluate": "palestra.api",
     "fail_reason": "palestra.evals.measures",
-    "function_tool": "palestra.tools.tool",
+    "function_tool": "palestra.agents.tools.tool",
     "judge": "palestra.evals.judge",
     "measure": "palestra.evals.measures",
     "pass_reason": "palestra.evals.measures",

@@ -1,5 +1,5 @@
 """`python -m palestra` is the `palestra` command."""
 
-from palestra.faces.cli.main import main
+from palestra.cli.main import main
 
 main()

@@ -262,7 +262,7 @@ class GRPOTrainer:
                 "environment_factory"
             )
         with needs_extra("training a program", "serve"):
-            from palestra.harness.task import ProgramTask
+            from palestra.sources.programs.task import ProgramTask
         return ProgramTask(environment, self.agent, self._load(config), self._reward_functions)
 
     def _watching(self) -> AbstractContextManager[Watcher]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.api import GRPOTrainer
-from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
@@ -22,6 +21,7 @@ from palestra.envs.base import Split
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.build import build_policy
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.policy.remote import RemotePolicy
@@ -29,16 +29,16 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.opening import tools_of
 from palestra.rollout.process import process
+from palestra.sources.wire.client import WireClient
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
 
 if TYPE_CHECKING:
+    from palestra.sources.wire.feed import Feed
+    from palestra.sources.wire.task import Address
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
-    from palestra.wire.feed import Feed
-    from palestra.wire.task import Address
 
 
 def train_env(
@@ -74,8 +74,8 @@ def train_wire(
     tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
     `wait_limit_s` (0: any time), the run stops with the reason.
     """
+    from palestra.sources.wire.task import WireTask
     from palestra.train.setup import load_for_run
-    from palestra.wire.task import WireTask
 
     loaded = load_for_run(run.config)
     task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
@@ -173,8 +173,8 @@ def serve_env(
     `model_name` says whose tokenizer to use; None: that of the model that the server serves.
     """
     from palestra.models.loading import load_tokenizer
+    from palestra.sources.wire.feed import Feed
     from palestra.train.tasks import agent_collector
-    from palestra.wire.feed import Feed
 
     config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")
 

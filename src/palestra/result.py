@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
+from palestra.agents.tools.tool import Tool, as_tool
 from palestra.core.errors import PalestraError
 from palestra.core.files import slug
 from palestra.core.messages import as_messages
@@ -20,10 +21,9 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport
-from palestra.tools.tool import Tool, as_tool
 
 if TYPE_CHECKING:
-    from palestra.export.ollama import OllamaModel
+    from palestra.models.export.ollama import OllamaModel
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
 
@@ -102,7 +102,7 @@ class GRPOTrainingResult:
 
         An adapter run saves the adapter; with `merged` the folder holds the whole model, and the adapter in `adapter/`.
         """
-        from palestra.export.hf import save_hf
+        from palestra.models.export.hf import save_hf
 
         if self.outcome.model is None and not merged:  # the files are all there is of it here
             return Path(shutil.copytree(self.model_path, path, dirs_exist_ok=True))
@@ -124,9 +124,9 @@ class GRPOTrainingResult:
         `tools` are functions, or schemas of the agent's own tools, as `result.tools` has them; default all of these.
         `context` is the state that tools with a Context parameter work on.
         """
-        from palestra.chat.reasoning import strip_reasoning
-        from palestra.chat.template import ChatFormat
         from palestra.core.event_loop import outside_event_loop
+        from palestra.models.chat.reasoning import strip_reasoning
+        from palestra.models.chat.template import ChatFormat
         from palestra.rollout.agent_loop import AttemptLimits
         from palestra.rollout.converse import converse
 
@@ -195,8 +195,8 @@ class GRPOTrainingResult:
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
         """
-        from palestra.export.ollama import to_ollama
-        from palestra.export.source import open_source
+        from palestra.models.export.ollama import to_ollama
+        from palestra.models.export.source import open_source
 
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:

@@ -41,7 +41,7 @@ def page(browser):
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory) -> Path:
     """The folder of a training of the demo, from a terminal."""
-    from palestra.faces.cli.main import run
+    from palestra.cli.main import run
 
     folder = tmp_path_factory.mktemp("demo") / "demo"
     assert run(["train", "--folder", str(folder)]) == 0

@@ -8,9 +8,9 @@ import shutil
 import make_runs
 import pytest
 
+from palestra.agent_tools.launcher import FormLauncher
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
-from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 

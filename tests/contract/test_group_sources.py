@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from served import served
 
-from palestra.cluster.actor import PackedWeights
-from palestra.cluster.pool import PoolPolicy, RolloutPool
+from palestra.backends.ray.actor import PackedWeights
+from palestra.backends.ray.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
@@ -29,15 +29,15 @@ from palestra.core.types import Group
 from palestra.envs.load import load_env
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
+from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.server import trajectory_app
+from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
-from palestra.wire.server import trajectory_app
-from palestra.wire.task import Address, WireSource, WireTask
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cluster"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends" / "ray"))
 from fake_cluster import FakeCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"

@@ -101,13 +101,13 @@ class OnTinkerServer(Case):
                 opened.close(good=True)
 
     def model(self, **sections: Any) -> Any:
-        from palestra.tinker.base_model import AdapterSpec
+        from palestra.servers.tinker.base_model import AdapterSpec
 
         return self.served.module(AdapterSpec(self.config().lora.r))
 
     def learner(self, **sections: Any) -> Learner:
-        from palestra.tinker_client.connect import open_model
-        from palestra.tinker_client.learner import TinkerLearner
+        from palestra.backends.tinker.connect import open_model
+        from palestra.backends.tinker.learner import TinkerLearner
 
         settings = {"backend": "tinker", "tinker": {"base_url": self.url}, "model": {"name": "random"}}
         config = self.config(**settings, **sections)

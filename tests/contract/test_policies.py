@@ -17,23 +17,23 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "policy"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends" / "vllm"))
 
 from fake_vllm import FakeVllm
 from served import served
 
 from palestra import function_tool
-from palestra.chat.template import ChatFormat
+from palestra.agents.tools.arguments import read_arguments
+from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Branches, Policy
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.policy.remote import RemotePolicy
-from palestra.policy.vllm_server import VllmServerPolicy
-from palestra.tools.arguments import read_arguments
 
 CONTEXT = 512
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 77, 30]
@@ -81,8 +81,8 @@ def naive(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
 @contextmanager
 def remote(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     """Against our own inference server, in a thread."""
-    from palestra.serve.completer import Completer
-    from palestra.serve.inference import inference_app
+    from palestra.servers.openai.completer import Completer
+    from palestra.servers.openai.inference import inference_app
 
     completer = Completer(
         LocalPolicy(model, tokenizer, kv_memory_gib=0.05, self_check=False), tokenizer, "random", CONTEXT
@@ -105,8 +105,8 @@ def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     pytest.importorskip("tinker")
     from tinker_server import base_model, tinker_server
 
-    from palestra.tinker_client.connect import open_model
-    from palestra.tinker_client.policy import TinkerPolicy
+    from palestra.backends.tinker.connect import open_model
+    from palestra.backends.tinker.policy import TinkerPolicy
 
     with tinker_server([base_model(model, tokenizer, "random")], folder) as running:
         settings = {"backend": "tinker", "tinker": {"base_url": running.url}, "model": {"name": "random"}}

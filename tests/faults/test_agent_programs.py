@@ -13,9 +13,9 @@ from palestra.agents.agent import Agent
 from palestra.agents.programs import ProgramLimits, command_agent
 from palestra.core.types import SamplingParams
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import ProgramCollector
-from palestra.serve.loading import load_completer
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.loading import load_completer
+from palestra.sources.programs.collector import ProgramCollector
 from palestra.train.samples import to_samples
 
 # Standard library alone, so that it starts in milliseconds. What goes wrong is named by the case.

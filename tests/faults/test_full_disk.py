@@ -16,8 +16,8 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_no_other(forkserver: Forks
     script = f"""
 import resource
 from pathlib import Path
-from palestra.gguf.write import write_gguf
-from palestra.export.source import open_source
+from palestra.models.gguf.write import write_gguf
+from palestra.models.export.source import open_source
 from palestra.core.errors import PalestraError
 source = open_source("palestra/tiny")
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
@@ -40,7 +40,7 @@ def test_a_disk_that_fills_up_leaves_the_old_folder_and_no_other(forkserver: For
     script = f"""
 import resource
 from palestra.core.errors import PalestraError
-from palestra.export.hf import save_hf
+from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model
 from pathlib import Path
 loaded = load_model("palestra/tiny")

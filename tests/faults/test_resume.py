@@ -17,9 +17,9 @@ from forkserver import Forkserver
 from safetensors.torch import load_file
 
 from palestra import demo, train_grpo
+from palestra.cli.main import run as palestra
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.faces.cli.main import run as palestra
 from palestra.runs.index import Index, palestra_home
 from palestra.runs.processes import identify
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.faces.cli.main import run
+from palestra.cli.main import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 

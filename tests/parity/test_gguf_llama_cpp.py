@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "gguf"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models" / "gguf"))
 
 from llama_cpp import LlamaCpp
 from small_models import FAMILIES, WINDOW, prompts_of, trained
 from small_tokenizers import unicode_strings
 
-from palestra.gguf.write import write_gguf
+from palestra.models.gguf.write import write_gguf
 
 WORST_NATS = 0.02
 

@@ -19,7 +19,6 @@ from served import served
 from transformers import AutoModelForCausalLM
 
 from palestra import Agent, Env, EvalSuite, measure, train_grpo
-from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.messages import from_dict
 from palestra.core.run_folder import RunFolder
@@ -27,15 +26,16 @@ from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.env_api import serve_env, train_env, train_wire
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
+from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import seed_of
+from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.server import trajectory_app
+from palestra.sources.wire.task import Address
 from palestra.train import StepTrainer
 from palestra.train.group_source import draw
-from palestra.wire.client import WireClient
-from palestra.wire.server import trajectory_app
-from palestra.wire.task import Address
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
 SEED, PROBLEMS, SIBLINGS, TOKENS = 11, 2, 4, 12
@@ -223,8 +223,8 @@ def tinker_url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     pytest.importorskip("tinker")
     from tinker_server import serving
 
-    from palestra.tinker.base_model import BaseModel
-    from palestra.tinker.service import Service
+    from palestra.servers.tinker.base_model import BaseModel
+    from palestra.servers.tinker.service import Service
 
     service = Service([BaseModel.load(model, device="cpu")], tmp_path_factory.mktemp("tinker"))
     with pytest.MonkeyPatch.context() as patch, serving(service) as running:

@@ -14,13 +14,13 @@ from palestra.agents.programs import ProgramLimits, command_agent, function_agen
 from palestra.core.config import RunConfig
 from palestra.core.group_codec import rollout_to_dict
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.gateway.gateway import Gateway
-from palestra.harness.collector import ProgramCollector
-from palestra.serve.completer import MAX_INLINE_CHARS
-from palestra.serve.loading import load_completer
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.completer import MAX_INLINE_CHARS
+from palestra.servers.openai.loading import load_completer
+from palestra.sources.programs.collector import ProgramCollector
 from palestra.train.limits import attempt_limits
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "gateway"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers" / "gateway"))
 
 from real_gateway import with_attempt
 from scripted_model import END, TOOL, completer

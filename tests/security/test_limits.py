@@ -13,6 +13,10 @@ import pytest
 from annotated_types import Le, Lt
 from pydantic.fields import FieldInfo
 
+from palestra.agent_tools import RlTools, draft, mcp_server
+from palestra.agent_tools.clients import Clients
+from palestra.agent_tools.models import Candidate
+from palestra.agent_tools.relay import Relay
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Request
@@ -22,11 +26,6 @@ from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
-from palestra.faces import mcp_server
-from palestra.faces.rl_tools import RlTools, draft
-from palestra.faces.rl_tools.clients import Clients
-from palestra.faces.rl_tools.models import Candidate
-from palestra.faces.rl_tools.relay import Relay
 from palestra.runs.index import TooManyRuns
 from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
@@ -58,7 +57,7 @@ def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_pa
 
 def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
     found = in_file(LIBRARY / "calculator.py")[0]
-    monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
     tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=RequestLimits(active_runs=1)))
     tools._draft = draft.Draft.of(found, EnvDescription([], {}), tools.site)
     assert "run_id" in tools.rl_start_training()
@@ -221,8 +220,8 @@ def test_the_relay_asks_for_no_more_completions_than_the_test_may_have(relay):
 
 
 def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monkeypatch):
-    from palestra.faces.cli import run_atropos
-    from palestra.faces.cli.settings import EnvSettings
+    from palestra.cli import run_atropos
+    from palestra.cli.settings import EnvSettings
 
     class Replaced(Exception):
         pass
@@ -256,7 +255,7 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
     """An agent's tools with an environment selected; no run is launched."""
-    monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
 
     def make(site: Site) -> RlTools:
         tools = RlTools(NothingStarts(tmp_path / "home"), site)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from palestra.chat.render import RENDER_S
-from palestra.faces import mcp_server
-from palestra.faces.rl_tools import RlTools
-from palestra.faces.rl_tools.clients import MAX_SESSIONS
+from palestra.agent_tools import RlTools, mcp_server
+from palestra.agent_tools.clients import MAX_SESSIONS
+from palestra.models.chat.render import RENDER_S
 from palestra.runs.manager import RunManager
-from palestra.serve import body, completer, connections, inference
-from palestra.serve.sampling_fields import MAX_PROMPTS
-from palestra.wire import posts, stalls
-from palestra.wire.types import MAX_VALUE
+from palestra.servers import body, connections
+from palestra.servers.openai import completer, inference
+from palestra.servers.openai.sampling_fields import MAX_PROMPTS
+from palestra.sources.wire import posts, stalls
+from palestra.sources.wire.types import MAX_VALUE
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,12 +14,12 @@ import click
 import pytest
 import torch
 
+from palestra.cli.main import run
+from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.token_view import token_texts
-from palestra.faces.cli.main import run
-from palestra.faces.cli.trust import code_for_tools, is_own
 from palestra.learner.sharded_state import read_metadata
 from palestra.runs.manager import RunManager
 

@@ -92,7 +92,7 @@ def test_an_isolated_child_reads_no_environment_and_keeps_its_user(uid):
 
 def test_a_file_written_for_atropos_is_started_as_an_isolated_child(tmp_path):
     """What one of those can see is shown above and below."""
-    from palestra.wire.atropos import process_command, serve_command
+    from palestra.sources.wire.atropos import process_command, serve_command
 
     python = Path("/venv/bin/python")
     for command in (
@@ -124,8 +124,8 @@ def test_a_process_with_keys_cannot_be_looked_into_by_others_of_its_user(keys, i
 
 
 def test_the_commands_hide_their_environment(monkeypatch):
+    from palestra.cli import main
     from palestra.core import secrets
-    from palestra.faces.cli import main
 
     hidden = []
     monkeypatch.setattr(secrets, "hide_environment", lambda: hidden.append(True))
@@ -160,7 +160,7 @@ def test_a_secret_is_replaced_also_where_it_is_escaped(written):
 
 
 def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
-    from palestra.faces.rl_tools.answers import answer
+    from palestra.agent_tools.answers import answer
 
     monkeypatch.setenv("MY_SECRET", NASTY)
     told = answer(lambda: {"error": f"401 for {NASTY}", NASTY: [NASTY]})
@@ -169,10 +169,10 @@ def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["report", "metrics", "rollouts", "log"])
 def test_what_an_agent_reads_of_a_run_holds_no_secret(kind, tmp_path, monkeypatch):
+    from palestra.agent_tools import RlTools
+    from palestra.agent_tools.resources import KINDS, read_resource
     from palestra.core.config import RunConfig
     from palestra.core.run_folder import RunFolder
-    from palestra.faces.rl_tools import RlTools
-    from palestra.faces.rl_tools.resources import KINDS, read_resource
     from palestra.runs.index import Index
     from palestra.runs.manager import RunManager
 

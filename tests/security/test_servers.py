@@ -17,11 +17,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
-from palestra.serve import body, web
-from palestra.serve.body import read_body
-from palestra.serve.connections import Connections, LimitLines
-from palestra.serve.http_errors import error_body
-from palestra.serve.web import make_app, open_port, request_log
+from palestra.servers import body, web
+from palestra.servers.body import read_body
+from palestra.servers.connections import Connections, LimitLines
+from palestra.servers.http_errors import error_body
+from palestra.servers.web import make_app, open_port, request_log
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -64,13 +64,12 @@ def all_servers(folder):
     """The application of every server, with a path that changes or tells something."""
     from types import SimpleNamespace
 
-    from palestra.faces import http_api, mcp_server
-    from palestra.faces.rl_tools import RlTools
-    from palestra.faces.rl_tools.clients import Clients
+    from palestra.agent_tools import RlTools, http_api, mcp_server
+    from palestra.agent_tools.clients import Clients
     from palestra.runs.locks import Site
     from palestra.runs.manager import RunManager
-    from palestra.serve.inference import inference_app
-    from palestra.wire.server import trajectory_app
+    from palestra.servers.openai.inference import inference_app
+    from palestra.sources.wire.server import trajectory_app
 
     clients = Clients(lambda: RlTools(RunManager(folder / "home"), Site()))
     model = SimpleNamespace(name="m", context_tokens=8)
@@ -131,7 +130,7 @@ def is_closed_within(client: socket.socket, seconds: float) -> bool:
 
 
 def test_half_sent_headers_are_timed_out_however_slowly_they_come(serve, monkeypatch):
-    monkeypatch.setattr("palestra.serve.connections._SECOND_LOOK_S", 0.05)
+    monkeypatch.setattr("palestra.servers.connections._SECOND_LOOK_S", 0.05)
     url = serve(app(), limits=Connections(64, 64, headers_s=0.3))
     silent, slow = connect(url), connect(url, b"GET / HTTP/1.1\r\n")
     until = time.monotonic() + 0.4
@@ -206,7 +205,7 @@ def test_a_client_that_dies_in_mid_post_leaves_no_traceback(serve, caplog):
 
 def test_what_clients_can_cause_without_end_is_logged_so_many_times_a_minute(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("palestra.serve.connections.monotonic", lambda: now[0])
+    monkeypatch.setattr("palestra.servers.connections.monotonic", lambda: now[0])
     limit, passed = LimitLines(3), []
 
     def log(text: str) -> None:
@@ -249,8 +248,8 @@ def test_an_error_does_not_repeat_all_that_was_sent():
 def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
     from pydantic import ValidationError
 
-    from palestra.serve.generate_forms import SglangBody
-    from palestra.wire.types import ScoredGroup
+    from palestra.servers.openai.generate_forms import SglangBody
+    from palestra.sources.wire.types import ScoredGroup
 
     wrong = ["x"] * 10_000
     bodies = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from palestra.serve.web import Server, open_port, url_of
+from palestra.servers.web import Server, open_port, url_of
 
 
 @contextmanager

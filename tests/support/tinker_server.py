@@ -12,9 +12,9 @@ import pytest
 from served import served
 
 from palestra.models.loading import LoadedModel, load_model
-from palestra.tinker.base_model import BaseModel
-from palestra.tinker.server import tinker_app
-from palestra.tinker.service import Service, ServiceLimits
+from palestra.servers.tinker.base_model import BaseModel
+from palestra.servers.tinker.server import tinker_app
+from palestra.servers.tinker.service import Service, ServiceLimits
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.tracking.base import Trackers
-from palestra.tracking.open import open_trackers
+from palestra.runs.tracking.base import Trackers
+from palestra.runs.tracking.open import open_trackers
 
 Track = Callable[[Path, list[str], range, "int | None"], Trackers]
 

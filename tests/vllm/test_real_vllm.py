@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.export.hf import save_hf
 from palestra.learner.lora import add_lora
+from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.token_logprobs import token_logprobs
-from palestra.policy.vllm_server import VllmServerPolicy
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
@@ -66,7 +66,7 @@ def folder(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with served(folder, "--worker-extension-cls", "palestra.policy.vllm_worker.PalestraWorker") as url:
+    with served(folder, "--worker-extension-cls", "palestra.backends.vllm.worker.PalestraWorker") as url:
         yield url
 
 

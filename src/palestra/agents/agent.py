@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from palestra.agents.tools.mcp_client import as_mcp_server
+from palestra.agents.tools.tool import as_tool, tools_by_name
 from palestra.core.errors import PalestraError
-from palestra.tools.mcp_client import as_mcp_server
-from palestra.tools.tool import as_tool, tools_by_name
 
 
 @dataclass

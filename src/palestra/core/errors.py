@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class PalestraError(Exception):
-    """Bad input or a failed requirement; its text names the remedy. The faces print it and exit 2."""
+    """Bad input or a failed requirement; its text names the remedy. The command line prints it and exits with 2."""
 
 
 class NotFiniteError(PalestraError):

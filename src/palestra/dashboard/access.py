@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.serve.guard import host_of, is_loopback
-from palestra.serve.http_errors import error_body
+from palestra.servers.guard import host_of, is_loopback
+from palestra.servers.http_errors import error_body
 
 COOKIE = "palestra_token"
 # Scripts and styles come from this server alone, so that what a model wrote cannot run even where it is not escaped.

@@ -20,7 +20,7 @@ from palestra.dashboard.jobs import Job, Jobs, command
 from palestra.dashboard.launcher import Launcher, Subject
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.summaries import actions, summary
-from palestra.serve.body import read_model
+from palestra.servers.body import read_model
 
 
 class _Body(BaseModel):

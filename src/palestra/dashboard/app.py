@@ -27,7 +27,7 @@ from palestra.dashboard.rollout_index import UnknownRollout
 from palestra.dashboard.rollout_routes import RolloutRoutes
 from palestra.dashboard.run_routes import RunRoutes
 from palestra.runs.index import UnknownRun
-from palestra.serve.http_errors import error_body
+from palestra.servers.http_errors import error_body
 
 STATIC = Path(__file__).with_name("static")
 

@@ -27,8 +27,8 @@ from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.dashboard.catalog import Catalog
 from palestra.runs.request import PALESTRA
-from palestra.serve.body import MIB, read_model
-from palestra.serve.http_errors import refuse
+from palestra.servers.body import MIB, read_model
+from palestra.servers.http_errors import refuse
 
 _MAX_CHATS = 3  # each holds a model
 _IDLE_S = 600.0

@@ -1,4 +1,4 @@
-"""What the dashboard asks of the faces: which trainings can be started, with which settings."""
+"""The interface by which the dashboard starts trainings; `agent_tools.launcher` implements it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from palestra.dashboard.cheating import suspicion
 from palestra.dashboard.export_page import group_page, rollout_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
-from palestra.serve.body import parse
-from palestra.serve.http_errors import refuse
+from palestra.servers.body import parse
+from palestra.servers.http_errors import refuse
 
 _WITHIN_S = 0.4  # of a request, for bringing the index up to date; a thread goes on with the rest
 _PAGE = 50

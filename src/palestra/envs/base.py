@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from palestra.core.types import Message, Problem, Score, ToolResult
 
 if TYPE_CHECKING:
-    from palestra.tools.tool import Tool
+    from palestra.agents.tools.tool import Tool
 
 Split = Literal["train", "held_out"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palestra.chat.reasoning import strip_reasoning
+from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
 from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import as_messages
@@ -19,7 +19,7 @@ from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
 from palestra.envs.problems import BrokenProblem, ProblemList, problem_list
 from palestra.evals.measures import Measure, as_score
-from palestra.tools.tool import Tool, as_tool, tools_by_name
+from palestra.models.chat.reasoning import strip_reasoning
 
 STEP_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.agents.agent import Agent
+from palestra.agents.tools.mcp_client import McpConnection, McpTools, close_connections
+from palestra.agents.tools.shared_state import shared_state
+from palestra.agents.tools.tool import Tool, tools_by_name
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
 from palestra.core.program_result import ProgramResult
@@ -17,9 +20,6 @@ from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite
-from palestra.tools.mcp_client import McpConnection, McpTools, close_connections
-from palestra.tools.shared_state import shared_state
-from palestra.tools.tool import Tool, tools_by_name
 
 MEASURE_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")

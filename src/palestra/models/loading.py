@@ -19,8 +19,8 @@ import torch
 from palestra.core.errors import PalestraError
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
-from palestra.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models import adapters
+from palestra.models.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 from palestra.models.hub import unreachable
 from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 

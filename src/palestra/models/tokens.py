@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from palestra.chat.families import prepare
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
+from palestra.models.chat.families import prepare
+from palestra.models.chat.template import ChatFormat
 
 _PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|endoftext|>", "<unk>")
 

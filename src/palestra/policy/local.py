@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Grammar, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.engine import Engine, Step
 from palestra.engine.session import Job, Session
+from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.load_weights import load_weights
 from palestra.policy.tool_barrier import ToolBarrier
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.sampler import SamplingRow, check_params, sample
 from palestra.engine.stops import StopStrings
+from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.load_weights import load_weights
 
 

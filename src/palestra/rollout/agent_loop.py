@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from palestra.chat.toolcalls import UnexpectedCalls
+from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
-from palestra.tools.run import run_calls
-from palestra.tools.tool import Tool
+from palestra.models.chat.toolcalls import UnexpectedCalls
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.chat.template import ChatFormat
-from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.calls import OutOfThreads
 from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
+from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.toolcalls import UnexpectedCalls
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
 from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes, close_now

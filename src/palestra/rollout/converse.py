@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.chat.template import ChatFormat
+from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, Score, StopReason, ToolResult, Turn
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import Attempt, AttemptLimits, play, run_attempt
 from palestra.rollout.speakers import TokenSpeaker
-from palestra.tools.tool import Tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
-from palestra.chat.template import ChatFormat
 from palestra.core.calls import OutOfThreads
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, failed_group, scored_together

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from palestra.agents.tools.tool import Tool
 from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
-from palestra.tools.tool import Tool
 
 OPEN_LIMIT_S = 300.0  # an environment may start a container
 CLOSE_LIMIT_S = 60.0

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from palestra.chat.template import PROMPT_END_TOKENS
-from palestra.chat.toolcalls import UnexpectedCalls
 from palestra.core.errors import RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
+from palestra.models.chat.template import PROMPT_END_TOKENS
+from palestra.models.chat.toolcalls import UnexpectedCalls
 from palestra.policy.base import HoldsTokens, Policy
 
 NOT_FINITE = "the model gave log-probabilities that are not finite; its weights may be broken"

@@ -1,4 +1,8 @@
-"""The training loop and its learners. `StepTrainer` is imported when it is asked for: it needs torch."""
+"""Training: the loop, where its groups come from, checkpoints, and `Run`, which assembles all of it.
+
+`loop` knows the interfaces of policy, learner and group source; `setup` and `backend` choose the implementations.
+`StepTrainer` trains step by step from Python; it is imported on first use because it needs torch.
+"""
 
 from __future__ import annotations
 

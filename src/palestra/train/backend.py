@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.cluster.pool import PoolPolicy, RolloutPool
+from palestra.backends.ray.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
-from palestra.export.hf import save_downloaded, save_hf, write_beside
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
+from palestra.models.export.hf import save_downloaded, save_hf, write_beside
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import KnowsContext, Policy, Releases
 from palestra.train.setup import policy_for, samples_from_server, suited_to, with_adapter
@@ -98,7 +98,7 @@ def ray_config(config: RunConfig, model: Any) -> RunConfig:
 
 
 def ray_pool(config: RunConfig) -> RolloutPool:
-    from palestra.cluster.ray_cluster import RayCluster
+    from palestra.backends.ray.ray_cluster import RayCluster
 
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
@@ -113,9 +113,9 @@ def learner_of(model: Any, config: RunConfig, pad_token_id: int, ranks: Ranks) -
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
     """Learner and policy are two clients of one model on the server."""
-    from palestra.tinker_client.connect import context_tokens, open_model, suited
-    from palestra.tinker_client.learner import TinkerLearner
-    from palestra.tinker_client.policy import TinkerPolicy
+    from palestra.backends.tinker.connect import context_tokens, open_model, suited
+    from palestra.backends.tinker.learner import TinkerLearner
+    from palestra.backends.tinker.policy import TinkerPolicy
 
     config = suited(config)
     model = open_model(config)

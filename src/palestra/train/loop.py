@@ -28,7 +28,7 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
-from palestra.tracking.base import Tracker
+from palestra.runs.tracking.base import Tracker
 from palestra.train.checkpoint import (
     TrainState,
     join_checkpoint,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palestra.chat.template import ChatFormat
 from palestra.core.calls import call_with_limit
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -15,6 +14,7 @@ from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunKind
 from palestra.core.types import Message, Problem, Score, ToolResult, Turn
 from palestra.envs.base import Episode, Split
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import Speaker
 from palestra.rollout.collect import Collector

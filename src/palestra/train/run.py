@@ -25,15 +25,15 @@ from palestra.evals.capability import Capability
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.findings import NO_MATTER_OF_LEARNING, broken_tool, evaluation_findings, outcome_findings
 from palestra.evals.report import EvalReport
+from palestra.evals.run_report.write import write_report
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
-from palestra.report.write import write_report
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
-from palestra.tracking.base import Trackers
-from palestra.tracking.open import check_trackers, open_trackers
+from palestra.runs.tracking.base import Trackers
+from palestra.runs.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation

@@ -18,8 +18,8 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.export.hf import save_base
 from palestra.learner.lora import add_lora, quantization_config
+from palestra.models.export.hf import save_base
 from palestra.models.loading import LoadedModel, device_named, dtype_named, load_config, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
@@ -71,7 +71,7 @@ def require_tinker() -> None:
 def require_ray(config: RunConfig) -> None:
     if find_spec("ray") is None:
         raise PalestraError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
-    from palestra.cluster.ray_cluster import require_answer
+    from palestra.backends.ray.ray_cluster import require_answer
 
     require_answer(config.ray)  # before anything is loaded or written
 
@@ -130,7 +130,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
     options, temperature = config.vllm, config.rollout.temperature
     if options.mode == "server":
-        from palestra.policy.vllm_server import VllmServerPolicy
+        from palestra.backends.vllm.server import VllmServerPolicy
 
         return VllmServerPolicy(
             options.url,
@@ -142,7 +142,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             token=os.environ.get("VLLM_API_KEY"),
             timeout_s=options.timeout_s,
         )
-    from palestra.policy.vllm_colocate import VllmColocatePolicy
+    from palestra.backends.vllm.colocate import VllmColocatePolicy
 
     config.refuse(["rollout.weights_folder"], "vLLM in this process is given weights from memory")
     with tempfile.TemporaryDirectory() as folder:  # any model that was loaded here, GGUF files and adapters too

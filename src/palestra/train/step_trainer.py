@@ -23,13 +23,13 @@ from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.yaml_config import read_yaml_config
-from palestra.export.hf import save_hf
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
+from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import build_policy
 from palestra.rollout.collect import Collector, require_one_good
-from palestra.tracking.base import Trackers
+from palestra.runs.tracking.base import Trackers
 from palestra.train.checkpoint import TrainState
 from palestra.train.group_source import ProblemSource, StepRollouts
 from palestra.train.loop import Training

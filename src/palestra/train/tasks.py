@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from palestra.chat.grammars import grammar_compiler
-from palestra.chat.roundtrip import check_tool_calls, tool_call_problem
-from palestra.chat.template import ChatFormat
-from palestra.cluster.actor import GroupSampler
-from palestra.cluster.pool import PoolCollector, PoolPolicy
+from palestra.backends.ray.actor import GroupSampler
+from palestra.backends.ray.pool import PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
 from palestra.learner.base import Learner
+from palestra.models.chat.grammars import grammar_compiler
+from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
+from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers

@@ -6,10 +6,10 @@ import pytest
 from palestra import EvalSuite
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
+from palestra.agents.tools.run import run_calls
 from palestra.core.errors import PalestraError
 from palestra.core.types import ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.tools.run import run_calls
 
 
 def price(item: str) -> float:

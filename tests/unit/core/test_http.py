@@ -193,5 +193,5 @@ def test_no_more_requests_than_the_limit_are_under_way_in_each_event_loop():
 
 
 def test_httpx_is_not_loaded_before_the_first_request():
-    code = "import sys, palestra.core.http, palestra.faces.cli.main; sys.exit('httpx' in sys.modules)"
+    code = "import sys, palestra.core.http, palestra.cli.main; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

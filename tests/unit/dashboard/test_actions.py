@@ -12,6 +12,8 @@ import pytest
 from dashboard_client import ADDRESS
 from starlette.testclient import TestClient
 
+from palestra.agent_tools import launcher as launchers
+from palestra.agent_tools.launcher import FormLauncher
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard import chats, jobs
@@ -19,8 +21,6 @@ from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
-from palestra.faces import launcher as launchers
-from palestra.faces.launcher import FormLauncher
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 

@@ -6,11 +6,11 @@ import pytest
 from dashboard_client import ADDRESS
 from starlette.testclient import TestClient
 
+from palestra.agent_tools.clients import Clients
+from palestra.agent_tools.http_api import http_app
+from palestra.agent_tools.tools import RlTools
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
-from palestra.faces.http_api import http_app
-from palestra.faces.rl_tools.clients import Clients
-from palestra.faces.rl_tools.tools import RlTools
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 

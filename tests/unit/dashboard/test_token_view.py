@@ -12,7 +12,7 @@ from palestra.core.run_folder import RunFolder
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> RunFolder:
     """One step of the demo, on 2 problems."""
-    from palestra.faces.cli.main import run
+    from palestra.cli.main import run
 
     folder = tmp_path_factory.mktemp("trained")
     settings = {"train.max_steps": 1, "train.problems_per_step": 3, "rollout.group_size": 4, "eval.cases": 1}

@@ -9,8 +9,8 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.engine.cuda.fuse import fuse
-from palestra.export.hf import save_hf
 from palestra.learner.local import LocalLearner
+from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model
 
 

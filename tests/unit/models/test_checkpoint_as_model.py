@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from palestra.chat.template import ChatFormat
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message
-from palestra.export.hf import write_beside
-from palestra.export.source import open_source
 from palestra.learner.local import LocalLearner
+from palestra.models.chat.template import ChatFormat
+from palestra.models.export.hf import write_beside
+from palestra.models.export.source import open_source
 from palestra.models.loading import load_model
 from palestra.train.checkpoint import TrainState, save_checkpoint
 from palestra.train.setup import with_adapter

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from palestra import function_tool
-from palestra.chat.template import ChatFormat
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, Turn
+from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, run_attempt
 from palestra.rollout.speakers import TokenSpeaker
 

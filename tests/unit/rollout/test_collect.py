@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from palestra import function_tool
-from palestra.chat.template import ChatFormat
 from palestra.core import calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
+from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, require_one_good, token_speakers
 from palestra.rollout.evaluate import evaluate

@@ -10,12 +10,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra import function_tool
-from palestra.chat.template import ChatFormat
+from palestra.agents.tools.arguments import read_arguments
 from palestra.core.types import SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.tools.arguments import read_arguments
 
 OPEN = "<tool_call>"
 

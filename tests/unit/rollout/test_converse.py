@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from palestra import function_tool
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
+from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.converse import ChatSession
 

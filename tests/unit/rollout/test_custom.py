@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from palestra import Agent, EvalSuite, train_grpo
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem
+from palestra.models.chat.template import ChatFormat
 from palestra.rollout.custom import FunctionCollector
 from palestra.rollout.rewards import RewardFunctions
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from palestra.chat.template import ChatFormat
 from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.models.chat.template import ChatFormat
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers, seed_of, token_speakers

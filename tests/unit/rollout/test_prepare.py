@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem, SamplingParams
+from palestra.models.chat.template import ChatFormat
 from palestra.rollout import opening
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from palestra.cli.find_run import require_run_id
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.faces.cli.find_run import require_run_id
 from palestra.runs import reader
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed

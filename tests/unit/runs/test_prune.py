@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from palestra.cli.main import run as palestra
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.faces.cli.main import run as palestra
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
 from palestra.runs.prune import run_garbage

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from palestra.cli.train import starts_ranks
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import OneProcess, RankVariables
 from palestra.core.types import Sample
 from palestra.envs.load import load_env
-from palestra.faces.cli.train import starts_ranks
 from palestra.learner.fsdp import share_of_rows
 from palestra.train.ranks import rank_device
 from palestra.train.tasks import EnvironmentTask, FinishTask, require_ranks_support

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from palestra.backends.tinker.connect import suited
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import _CONDITIONS, _KINDS, RunFacts
-from palestra.harness.task import ProgramTask
-from palestra.tinker_client.connect import suited
+from palestra.sources.programs.task import ProgramTask
+from palestra.sources.wire.task import WireTask
 from palestra.train.setup import vllm_policy
 from palestra.train.step_trainer import _resolve
 from palestra.train.tasks import EnvironmentTask, require_ranks_support
-from palestra.wire.task import WireTask
 
 VALUES: dict[str, Any] = {
     "rollout.constrain_tool_calls": True,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from palestra.agents.tools.tool import as_tool
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Split
 from palestra.envs.env import Env
-from palestra.tools.tool import as_tool
 
 Factory = Callable[[], Any]
 _NO_TOOLS = ("reset", "get_reward", "close")

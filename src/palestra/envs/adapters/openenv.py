@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError
 from palestra.core.http import HttpError, Request
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig, seeded_problems
-from palestra.tools.tool import Tool
 
 _OVER = "The episode is over."
 _TIMEOUT_S = 60.0

@@ -1,0 +1,231 @@
+"""A training that is being prepared: the selected environment and its edited settings. An edit gives a new one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from palestra.agent_tools.answers import Refusal, short
+from palestra.agent_tools.fields import (
+    TRACKING_NAME,
+    ConfigField,
+    env_fields,
+    require_valid,
+    run_fields,
+    server_fields,
+)
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import slug
+from palestra.envs.config_fields import EnvDescription, describe_env
+from palestra.envs.discover import DiscoveredEnv
+from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
+from palestra.runs.locks import THE_MODEL, Lock, Site, as_setting, locked_settings, locks_of, short_names
+from palestra.runs.manager import RunRequest
+from palestra.runs.request import LOCAL_ONLY
+from palestra.sources.wire import WIRE_DEFAULTS
+from palestra.sources.wire.atropos import venv_folder
+
+_MAX_VALUE_CHARS = 10_000
+_SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
+_DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each is a process
+_DESCRIBE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The environment, what may be set, what is locked, and what has been set so far."""
+
+    found: DiscoveredEnv
+    run_settings: Mapping[str, Any]  # what the environment says suits it
+    fields: Mapping[str, ConfigField]
+    site: Site
+    locks: tuple[Lock, ...]
+    edited: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> Draft:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        own = env_fields(description.fields, found.dialect)
+        same = {f.also for f in own.values()}
+        fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
+        if found.dialect == "atropos":
+            fields |= server_fields(site, _SERVER_SETTINGS)
+        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect, site))
+        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
+        if "use_wandb" in own and found.dialect == "atropos":
+            edited["use_wandb"] = False  # the trainer tracks, by track.report_to
+        for f in fields.values():
+            largest = site.maximums.get(f.key or "")
+            if largest is not None and (f.default is None or f.default > largest):
+                edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
+        return cls(found, description.run_settings, fields, site, locks, edited)
+
+    def edit(self, name: str, value: Any) -> Draft:
+        """The same with one setting changed; Refusal says why not."""
+        name, value = self.own_name(name), self._own_value(name, value)
+        lock = self.lock_of(name)
+        if lock is not None:
+            raise Refusal(
+                f"{short(name)} is locked by this site ({lock.full_name}); choose another setting to change",
+                field=short(name),
+                locked_value=self.locked_value(lock),
+            )
+        own = self.fields.get(name)
+        if own is None:
+            available = [f.name for f in self.open_fields()]
+            raise Refusal(
+                f"there is no field {short(name)!r}.{did_you_mean(name[:200], available)}", available_fields=available
+            )
+        if len(json.dumps(value)) > _MAX_VALUE_CHARS:
+            raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
+        read = own.read(value)
+        largest = self.site.maximums.get(own.key or "")
+        if largest is not None and (read is None or read > largest):
+            raise Refusal(f"{name} is at most {largest:g} at this site, got {short(read)}", field=name, maximum=largest)
+        if own.key == "model.name" and "model.name" not in self.site.unlock and not is_hub_name(str(read)):
+            raise Refusal(
+                f"{name} takes the name of a hub model here, such as Qwen/Qwen3-0.6B, got {short(read)}; "
+                "the site file allows paths with unlock: [model.name]",
+                field=name,
+            )
+        draft = replace(self, edited={**self.edited, name: read})
+        if own.key is not None:
+            require_valid(draft.settings(), self.run_settings, own)
+        return draft
+
+    def own_name(self, name: str) -> str:
+        """The field that a short name of other trainers stands for, if no field and no lock has that name."""
+        key = short_names().get(name, name)
+        return key if key in self.fields and name not in self.fields and self.lock_of(name) is None else name
+
+    def _own_value(self, name: str, value: Any) -> Any:
+        key = self.own_name(name)
+        if key == name:
+            return value
+        if name != "batch_size":
+            return as_setting(key, value)
+        attempts, group_size = self.fields[key].read(value), self.value("rollout.group_size")
+        if group_size is None:
+            raise Refusal("batch_size counts attempts: set rollout.group_size first", field=name)
+        if attempts % group_size:
+            raise Refusal(
+                f"batch_size counts attempts: expected a multiple of rollout.group_size = {group_size}; "
+                f"{key} counts problems",
+                field=name,
+            )
+        return attempts // group_size
+
+    def lock_of(self, name: str) -> Lock | None:
+        """The lock that holds a name: of the environment's own field, by its full name, or of a setting of the run."""
+        own = self.fields.get(name)
+        for lock in self.locks:
+            by_setting = own is not None and own.key == lock.setting is not None and lock.value != THE_MODEL
+            by_name = lock.name == name and (own is None or (own.setting is None and lock.section == "env"))
+            if by_setting or by_name or lock.full_name == name:
+                return lock
+        return None
+
+    def locked_value(self, lock: Lock) -> Any:
+        if not lock.imposed:
+            return self.fields[lock.name].default
+        return self.value("model.name") if lock.value == THE_MODEL else lock.value
+
+    def shown_locks(self) -> list[Lock]:
+        """The locks whose settings have an effect with the current values."""
+        backend, server = self.value("backend"), self.value("vllm.mode") == "server"
+        effective = {
+            "ray.address": backend == "ray",
+            "tinker.base_url": backend == "tinker",
+            "vllm.url": server,
+            "rollout.weights_folder": server or self.value("rollout.policy_url") is not None,
+            "track.entity": "wandb" in self.value("track.report_to"),
+        }
+        return [lock for lock in self.locks if effective.get(lock.setting or "", True)]
+
+    def open_fields(self) -> list[ConfigField]:
+        """The environment's own first, then the run's, without the locked ones."""
+        ordered = sorted(self.fields.values(), key=lambda f: f.setting is not None or f.is_server)
+        return [f for f in ordered if self.lock_of(f.name) is None]
+
+    def value(self, name: str) -> Any:
+        key, held = self.fields[name].key, locked_settings(list(self.locks))
+        if key in held:
+            return held[key]
+        return self.edited.get(name, self.fields[name].default)
+
+    def settings(self) -> dict[str, Any]:
+        """The edited and the locked settings of the run, by their own keys."""
+        changed = {self.fields[n].setting: v for n, v in self.edited.items() if n in self.fields}
+        same = {f.also: self.value(f.name) for f in self.fields.values()}
+        settings = {key: value for key, value in (changed | same).items() if key is not None}
+        named = {"track.run_name": self.edited[TRACKING_NAME]}
+        return {**settings, **named, **locked_settings(list(self.locks))}
+
+    def env_settings(self) -> dict[str, Any]:
+        """The edited and the locked fields of the environment itself."""
+        own = {name: f for name, f in self.fields.items() if f.setting is None and not f.is_server}
+        locked = {lock.name: lock.value for lock in self.locks if lock.section == "env" and not lock.is_open}
+        shared = {name: self.value(name) for name, f in own.items() if f.also}
+        values = {**self.edited, **shared, **locked}
+        return {name: value for name, value in values.items() if name in own}
+
+    def config(self) -> dict[str, Any]:
+        """The environment's fields with their values, and what was changed of the run."""
+        return {f.name: self.value(f.name) for f in self.open_fields() if f.setting is None or f.name in self.edited}
+
+    @property
+    def environment(self) -> str:
+        """How the environment is named to others: by file and class, unless it is built in."""
+        if self.found.origin == "built-in":
+            return self.found.name
+        return f"{self.found.file_path}:{self.found.class_name}"
+
+    def request(self) -> RunRequest:
+        """The request to the run manager; PalestraError if it would send a key to an address that an agent chose."""
+        chosen = {key: self.edited[key] for key in KEYS_OF_ADDRESSES if key in self.edited}
+        refuse_keys_for_unknown_hosts(chosen, self.site.run)
+        locked = {lock.name: lock.value for lock in self.locks if lock.section == "server"}
+        lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
+        return RunRequest(
+            environment=self.environment,
+            environment_name=self.found.name,
+            settings=self.settings(),
+            env_settings=self.env_settings(),
+            server_settings={name: value for name, value in (locked | lifted).items() if name in _SERVER_SETTINGS},
+            name=slug(self.found.name),
+            backend=self.site.profile,
+        )
+
+
+def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str, site: Site) -> bool:
+    """Whether anything reads the setting. An environment of ours has no server between itself and the model."""
+    if site.profile == "tinker" and lock.setting in LOCAL_ONLY:
+        return False
+    if dialect == "palestra" and lock.value == THE_MODEL:
+        return False
+    if lock.section == "server" and lock.setting is None:
+        return dialect == "atropos" and lock.name in (*_SERVER_SETTINGS, "base_url")
+    return lock.setting is not None or lock.name in own
+
+
+def describe(found: DiscoveredEnv, settings: Mapping[str, Any] | None = None) -> EnvDescription:
+    """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
+    python = venv_folder() / "bin" / "python" if found.dialect == "atropos" else None
+    if python is not None and not python.is_file():
+        raise PalestraError(
+            f"{found.name} is written for atroposlib, which is not installed yet; install it once with: "
+            f"palestra env run-atropos {found.file_path} --train.max_steps 1"
+        )
+    if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
+        raise PalestraError("this server is reading the settings of too many environments; ask again in a minute")
+    try:
+        described = describe_env(found, settings, python=python)
+    finally:
+        _DESCRIBED_AT_ONCE.release()
+    if found.dialect == "palestra":
+        return described
+    return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})

@@ -1,0 +1,223 @@
+"""Starts trainings from a form: the fields with their values, what is locked, and what is wrong with an answer."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from palestra.agent_tools import views
+from palestra.agent_tools.answers import Refusal, to_json
+from palestra.agent_tools.draft import Draft, describe
+from palestra.agent_tools.fields import TRACKING_NAME, ConfigField
+from palestra.agent_tools.inference import InferenceTest
+from palestra.agent_tools.models import choose_models
+from palestra.core import children
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.files import read_regular, slug
+from palestra.core.yaml_config import flatten
+from palestra.dashboard.launcher import Subject
+from palestra.envs.config_fields import EnvDescription
+from palestra.envs.discover import DiscoveredEnv, discover
+from palestra.envs.source import MAX_BYTES
+from palestra.runs.locks import Site
+from palestra.runs.manager import Run, RunManager, RunRequest
+
+DEMO = "demo"
+_CONFIG_S = 60.0
+_MAX_AGENTS = 100
+_MAX_DESCRIBED = 50
+# shown at once; the others stand behind "all settings"
+_COMMON = (
+    "model.name", "train.max_steps", "train.learning_rate", "train.problems_per_step", "rollout.group_size",
+    "rollout.max_new_tokens", "rollout.temperature", "lora.r", "eval.every", "eval.cases", "checkpoint.every",
+    "run.seed",
+)  # fmt: skip
+_KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}
+
+
+class FormLauncher:
+    """How the dashboard starts runs, tests and exports. Code of users is read in processes of its own."""
+
+    def __init__(self, manager: RunManager, site: Site) -> None:
+        self._manager = manager
+        self._site = site
+        self._testing = threading.Lock()
+        self._described: dict[tuple[str, Path, int], EnvDescription] = {}
+
+    def environments(self) -> dict[str, Any]:
+        found = discover()
+        errors = {str(path): reason for path, reason in found.errors.items()}
+        return {"environments": [_listed(env) for env in found.environments], "errors": errors, "agents": agent_files()}
+
+    def environment(self, name: str) -> dict[str, Any]:
+        found = discover().named(name)
+        return {**_listed(found), "docs": _docs(found), "tools": None}
+
+    def form(self, subject: Subject) -> dict[str, Any]:
+        draft = self._draft(subject)
+        fields = [_field(f, draft) for f in draft.open_fields() if f.name != TRACKING_NAME]
+        locked = [
+            {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
+            for row in views.config(draft)["locked_fields"]
+        ]
+        return dict(to_json({"subject": draft.found.name, "fields": fields, "locked": locked}))
+
+    def check(self, subject: Subject, values: Mapping[str, Any]) -> dict[str, str]:
+        draft, errors = self._draft(subject), {}
+        for name, value in values.items():
+            try:
+                draft = draft.edit(name, value)
+            except Refusal as refusal:
+                errors[name] = str(refusal)
+        if subject.environment is not None and not errors:
+            try:
+                describe(draft.found, draft.env_settings())  # they must fit together, too
+            except PalestraError as error:
+                errors[""] = str(error)
+        return errors
+
+    def start(self, subject: Subject, values: Mapping[str, Any], name: str | None) -> Run:
+        draft = self._edited(subject, values)
+        request = draft.request() if subject.environment is not None else _agent_request(subject, draft)
+        if name:
+            request = replace(request, name=slug(name))
+        return self._manager.start(request, max_active=self._site.limits.active_runs)
+
+    def test(
+        self,
+        subject: Subject,
+        values: Mapping[str, Any],
+        models: Sequence[str] | None,
+        num_steps: int,
+        group_size: int,
+        progress: Callable[[float, float, str], None],
+        cancelled: threading.Event,
+    ) -> Mapping[str, Any]:
+        if subject.environment is None:
+            raise PalestraError("only an environment can be tested this way; score an agent with `palestra eval`")
+        draft = self._edited(subject, values)
+        chosen = choose_models(models, self._site, str(draft.value("model.name")))
+        with self._testing:
+            test = InferenceTest(draft, num_steps, group_size, self._manager.home, progress, cancelled)
+            return dict(to_json(test.run(chosen)))
+
+    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> Draft:
+        draft = self._draft(subject)
+        for name, value in values.items():
+            draft = draft.edit(name, value)
+        return draft
+
+    def _draft(self, subject: Subject) -> Draft:
+        if subject.environment is not None:
+            found = discover().named(subject.environment)
+        else:
+            found = _agent(str(subject.agent_file))
+        changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
+        return Draft.of(found, self._description(found, changed), self._site)
+
+    def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
+        """What a process said of the file, until the file changes: each change of a form asks again."""
+        key = (found.name, found.file_path, changed)
+        if key not in self._described:
+            made = describe(found) if found.class_name else _describe_agent(found)
+            self._described = dict([*self._described.items(), (key, made)][-_MAX_DESCRIBED:])
+        return self._described[key]
+
+
+def agent_files() -> list[str]:
+    """The demo, and the files of the working directory that look like agent files, by their text alone."""
+    found = []
+    for folder in (Path(), Path("agents"), Path("examples")):
+        found += [str(path) for path in sorted(folder.glob("*.py")) if _is_agent_file(path)]
+    return [DEMO, *found[:_MAX_AGENTS]]
+
+
+def _is_agent_file(path: Path) -> bool:
+    try:
+        tree = ast.parse(read_regular(path, MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return {"agent", "suite"} <= {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _agent(agent_file: str) -> DiscoveredEnv:
+    """An agent file as something that can be drafted; it has no class."""
+    path = Path(agent_file)
+    if agent_file != DEMO and not (path.is_file() and path.suffix == ".py"):
+        raise PalestraError(f"there is no agent file {agent_file[:200]}; give a Python file, or {DEMO}")
+    return DiscoveredEnv(DEMO if agent_file == DEMO else path.stem, "", path, "", "configured")
+
+
+def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
+    """It has no fields of its own, and the settings that it names."""
+    agent_file = str(found.file_path)
+    words = [] if agent_file == DEMO else [str(found.file_path.resolve())]
+    child = children.start(children.isolated("-m", "palestra", "config", *words, "--json"))
+    try:
+        out, complaints = child.communicate(timeout=_CONFIG_S)
+    except subprocess.TimeoutExpired:
+        raise PalestraError(f"reading {agent_file} took longer than {_CONFIG_S:g} s") from None
+    finally:
+        children.end(child)
+    if child.returncode:
+        raise PalestraError(complaints.strip().rpartition("Error: ")[2] or f"{agent_file} cannot be read")
+    defaults = flatten(RunConfig().model_dump(mode="json"))
+    own = {key: value for key, value in flatten(json.loads(out)).items() if value != defaults.get(key)}
+    return EnvDescription([], own)
+
+
+def _agent_request(subject: Subject, draft: Draft) -> RunRequest:
+    file = None if subject.agent_file == DEMO else str(Path(str(subject.agent_file)).resolve())
+    return RunRequest(
+        agent_file=file, settings=draft.settings(), name=slug(draft.found.name), backend=draft.request().backend
+    )
+
+
+def _listed(env: DiscoveredEnv) -> dict[str, Any]:
+    return {
+        "name": env.name,
+        "description": env.description,
+        "file": str(env.file_path),
+        "origin": env.origin,
+        "dialect": env.dialect,
+    }
+
+
+def _docs(env: DiscoveredEnv) -> str:
+    """The docstrings of the file and of the class, read and not run."""
+    try:
+        tree = ast.parse(read_regular(env.file_path, MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return env.description
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == env.class_name]
+    texts = [ast.get_docstring(tree), *(ast.get_docstring(node) for node in classes)]
+    return "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description
+
+
+def _field(field: ConfigField, draft: Draft) -> dict[str, Any]:
+    schema = field.schema
+    choices = schema.get("enum")
+    options = schema.get("anyOf") or [schema]
+    types = [option.get("type") for option in options if option.get("type") != "null"]
+    kind = "choice" if choices else _KINDS.get(types[0], "json") if len(types) == 1 else "json"
+    is_own = field.setting is None
+    return {
+        "name": field.name,
+        "section": "env" if is_own else (field.setting or "").rpartition(".")[0] or "run",
+        "type": field.type,
+        "kind": kind,
+        "default": field.default,
+        "value": draft.value(field.name),
+        "description": field.description,
+        "choices": choices,
+        "maximum": draft.site.maximums.get(field.key or ""),
+        "common": is_own or field.name in _COMMON,
+    }

@@ -1,0 +1,209 @@
+"""The answers of the tools: runs, environments and settings as data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.agent_tools.draft import Draft
+from palestra.agent_tools.fields import TRACKING_NAME
+from palestra.core.run_folder import RunFolder
+from palestra.envs.discover import Discovery
+from palestra.evals.findings import recorded_findings
+from palestra.runs.index import PARTS
+from palestra.runs.manager import Run
+
+_METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "loss")
+Data = Mapping[str, Any]
+
+
+def environments(found: Discovery) -> Data:
+    rows = [
+        {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": e.description}
+        for e in found.environments
+    ]
+    answer: dict[str, Any] = {
+        "environments": rows,
+        "count": len(rows),
+        "tips": [
+            "rl_select_environment(name) selects one and loads its settings",
+            "read the file at file_path to see what an environment asks and how it scores",
+            "files in ./environments and in the folders of PALESTRA_ENV_PATH are found too",
+        ],
+    }
+    if found.errors:
+        answer["errors"] = {str(path): reason for path, reason in found.errors.items()}
+    return answer
+
+
+def selected(draft: Draft) -> Data:
+    return {
+        "message": f"{draft.found.name} is selected. rl_get_current_config shows its settings, "
+        "rl_start_training starts a training",
+        "environment": draft.found.name,
+        "file_path": draft.found.file_path,
+        TRACKING_NAME: draft.edited[TRACKING_NAME],
+    }
+
+
+def config(draft: Draft) -> Data:
+    configurable = [
+        {
+            "name": f.name,
+            "type": f.type,
+            "default": f.default,
+            "description": f.description,
+            "current_value": draft.value(f.name),
+        }
+        for f in draft.open_fields()
+    ]
+    locked = [
+        {
+            "name": lock.full_name,
+            "type": lock.type,
+            "default": draft.locked_value(lock),
+            "description": lock.description,
+            "locked_value": draft.locked_value(lock),
+        }
+        for lock in draft.shown_locks()
+    ]
+    return {
+        "environment": draft.found.name,
+        "configurable_fields": configurable,
+        "locked_fields": locked,
+        "tip": "rl_edit_config(field, value) changes one field; locked ones are set by the site and cannot be changed",
+    }
+
+
+def edited(draft: Draft, field: str) -> Data:
+    name = draft.own_name(field)
+    message = f"{name} is changed" + (f" ({field} is another name of it)" if name != field else "")
+    return {"message": message, "field": name, "value": draft.value(name), "config": draft.config()}
+
+
+def started(run: Run, draft: Draft) -> Data:
+    return {
+        "run_id": run.run_id,
+        "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
+        "environment": draft.found.name,
+        "config": draft.config(),
+        "config_path": RunFolder(run.folder).settings_file,
+        "logs": _logs(run),
+        "wandb_project": draft.value("track.project"),
+        "wandb_run_name": draft.value(TRACKING_NAME),
+        "wandb_url": None,
+        "tip": f"rl_check_status({run.run_id!r}) tells how it is doing; it goes on when you disconnect",
+        **({"note": run.reason} if run.reason else {}),
+    }
+
+
+def status(run: Run) -> Data:
+    return {
+        **_where(run),
+        **_tracking(run),
+        "processes": {part: _process(run, part) for part in PARTS},
+        "metrics": {name: run.progress.get(name) for name in _METRICS},
+        "capability": _capability(run),
+        "findings": _findings(run),
+        "logs": _logs(run),
+        **({"error": run.reason} if run.state == "failed" else {"note": run.reason} if run.reason else {}),
+    }
+
+
+def too_soon(run: Run, wait_s: float) -> Data:
+    return {
+        **_where(run),
+        "rate_limited": True,
+        "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
+        "A change of state is told at once",
+        "minutes_to_wait": round(wait_s / 60, 1),
+        "next_check_in_seconds": math.ceil(wait_s),
+    }
+
+
+def stopped(run: Run) -> Data:
+    return {
+        **_where(run),
+        "message": f"the run is {run.state}" + (f": {run.reason}" if run.reason else ""),
+        "folder": run.folder,
+        "processes": dict(run.processes),
+    }
+
+
+def results(run: Run, found: Data) -> Data:
+    path = found.get("model_path")
+    return {
+        **_where(run),
+        **_tracking(run),
+        "final_metrics": found.get("final_metrics"),
+        "history": found.get("history"),
+        "capability": _capability(run),
+        "findings": _findings(run),
+        "report": _rates(found.get("report")),
+        "report_path": found.get("report_path"),
+        "weights_path": path,
+        "checkpoint_path": found.get("checkpoint"),
+        "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
+        f"palestra serve {path}"
+        if path
+        else "a run that has completed has weights; one that was stopped goes on from its checkpoint: "
+        f"palestra runs resume {run.run_id}",
+        **({"error": run.reason} if run.state == "failed" else {}),
+    }
+
+
+def runs(found: Sequence[Run], offset: int, total: int) -> Data:
+    rows = [
+        {**_where(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
+        for run in found
+    ]
+    following = offset + len(rows)
+    return {"runs": rows, "count": total, **({"next_offset": following} if following < total else {})}
+
+
+def _where(run: Run) -> dict[str, Any]:
+    until = run.ended or time.time()
+    minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
+    return {
+        "run_id": run.run_id,
+        "status": run.state,
+        "environment": run.environment,
+        "minutes_running": minutes,
+        "running_time_minutes": minutes,  # the same, as other tools call it
+    }
+
+
+def _findings(run: Run) -> list[str]:
+    """Why little is learned, each with what to change and an example; empty if nothing was found."""
+    return [str(finding) for finding in recorded_findings(RunFolder(run.folder), ended=not run.is_active)]
+
+
+def _capability(run: Run) -> str | None:
+    """What the model could do before training; None until the first step."""
+    folder = RunFolder(run.folder)
+    return (folder.record.get("capability") or {}).get("text") if folder.has_begun else None
+
+
+def _tracking(run: Run) -> dict[str, Any]:
+    return {f"wandb_{name}": value for name, value in RunFolder(run.folder).tracking().items()}
+
+
+def _process(run: Run, part: str) -> str:
+    """A run is one process, unless its environment has one of its own."""
+    return run.processes.get(part, "in the trainer's process" if "trainer" in run.processes else "not started")
+
+
+def _logs(run: Run) -> dict[str, Any]:
+    return {part: run.logs.get(part, run.logs.get("trainer")) for part in PARTS}
+
+
+def _rates(report: Any) -> Any:
+    """Pass rates before and after, and of which split: held_out, or train where none was. The rest is in the file."""
+    if not isinstance(report, Mapping):
+        return None
+    scored = {when: report[when] for when in ("before", "after") if isinstance(report.get(when), Mapping)}
+    rates = {when: evaluation.get("pass_rate") for when, evaluation in scored.items()}
+    splits = [evaluation.get("split", "held_out") for evaluation in scored.values()]
+    return rates | ({"split": splits[-1]} if splits else {})

@@ -1,0 +1,252 @@
+"""The tools of MCP servers for our own agent loop, by the official MCP client.
+
+Sessions of the client belong to one event loop, and a server outlives the loops of single steps and threads; so all of
+them live in a loop of their own, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from palestra.agents.tools.tool import Tool, tools_by_name
+from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.secrets import clean_environment
+
+T = TypeVar("T")
+_CONNECTION_CLOSED = -32000  # the client's own code for a server that is gone
+_LAST_WORDS = 2000  # bytes of stderr that may explain why a server did not start
+
+
+class McpToolError(Exception):
+    """What a server answered to a call that failed, or why there was no answer."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """An MCP server: the command that starts it, or the URL of one that runs (then it is shared by all attempts).
+
+    Each attempt gets a process of its own, unless `shared` says that one is enough: where calls leave nothing behind.
+    It sees no key of ours but those of `env`.
+    """
+
+    command: str | Sequence[str]
+    shared: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        words = shlex.split(self.command) if isinstance(self.command, str) else [str(word) for word in self.command]
+        if not words:
+            raise PalestraError("an MCP server has an empty command; give the command that starts it, or its URL")
+        object.__setattr__(self, "command", tuple(words))
+        object.__setattr__(self, "shared", self.shared or self.is_url)
+
+    @property
+    def is_url(self) -> bool:
+        return len(self.command) == 1 and self.command[0].startswith(("http://", "https://"))
+
+    def __str__(self) -> str:
+        return shlex.join(self.command)
+
+
+def as_mcp_server(obj: Any) -> McpServer:
+    """A server, or the command or URL of one."""
+    if isinstance(obj, McpServer):
+        return obj
+    if isinstance(obj, str) or (isinstance(obj, Sequence) and all(isinstance(word, str) for word in obj)):
+        return McpServer(obj)
+    raise PalestraError(f"{obj!r} is no MCP server; give its command as text, its URL, or McpServer(command, …)")
+
+
+class McpTools:
+    """The tools of some servers: `shared` ones are started once, the others by `open`, one process an attempt."""
+
+    def __init__(self, servers: Sequence[McpServer]) -> None:
+        self._servers = tuple(servers)
+        self._shared: dict[int, McpConnection] = {}  # by the server's place among them
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return McpTools, (self._servers,)  # another process starts servers of its own
+
+    def open(self) -> list[McpConnection]:
+        """Connections for one attempt; the caller closes those that are not shared. Blocks until they have answered."""
+        opened: list[McpConnection] = []
+        try:
+            for at, server in enumerate(self._servers):
+                opened.append(self._share(at) if server.shared else McpConnection(server))
+        except PalestraError:
+            close_connections(opened)
+            raise
+        return opened
+
+    def _share(self, at: int) -> McpConnection:
+        with self._lock:
+            if at not in self._shared:
+                self._shared[at] = McpConnection(self._servers[at])
+            return self._shared[at]
+
+    def close(self) -> None:
+        """End the shared servers."""
+        with self._lock:
+            for connection in self._shared.values():
+                connection.close()
+            self._shared.clear()
+
+
+def close_connections(connections: Sequence[McpConnection]) -> None:
+    """End the servers of one attempt."""
+    for connection in connections:
+        if not connection.server.shared:
+            connection.close()
+
+
+class McpConnection:
+    """A server that runs, and its tools. After its death the next call starts it anew."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self._live = _wait(_start(server), server.start_timeout_s + 10)
+        self.tools: tuple[Tool, ...] = tuple(tools_by_name(self._tool(found) for found in self._live.tools).values())
+        self._restart = asyncio.Lock()
+
+    def close(self) -> None:
+        """Without waiting: the client gives a server two seconds to end by itself."""
+        _loop().call_soon_threadsafe(self._live.stop.set)
+
+    def _tool(self, found: Any) -> Tool:
+        async def call(**arguments: Any) -> str:
+            return await asyncio.wrap_future(_submit(self._call(found.name, arguments)))
+
+        return Tool(found.name, found.description or "", dict(found.input_schema), call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        from mcp import MCPError
+
+        live = await self._alive()
+        try:
+            result = await live.client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code != _CONNECTION_CLOSED:
+                raise McpToolError(str(error)) from None
+            live.stop.set()
+            raise McpToolError(f"the MCP server {self.server} died during the call; it is started anew") from None
+        text = _text_of(result)
+        if result.is_error:
+            raise McpToolError(text)
+        return text
+
+    async def _alive(self) -> _Live:
+        async with self._restart:
+            if self._live.task.done() or self._live.stop.is_set():
+                self._live = await _start(self.server)
+            return self._live
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A client that is connected until `stop` is set."""
+
+    client: Any
+    tools: Sequence[Any]
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+
+async def _start(server: McpServer) -> _Live:
+    """Connect and list the tools; the client lives in a task of its own, which opens it and closes it again."""
+    _require_mcp()
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+        task = asyncio.create_task(_live(server, ready, stop, complaints))
+        try:
+            async with asyncio.timeout(server.start_timeout_s):
+                client, tools = await ready
+        except BaseException as error:
+            stop.set()
+            task.cancel()
+            await asyncio.wait([task], timeout=10)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise PalestraError(f"the MCP server {server} did not start: {_why(error, server, complaints)}") from None
+    return _Live(client, tools, stop, task)
+
+
+async def _live(server: McpServer, ready: asyncio.Future[Any], stop: asyncio.Event, complaints: Any) -> None:
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    command = [str(word) for word in server.command]
+    environment = {**clean_environment(), **server.env}
+    parameters = StdioServerParameters(command=command[0], args=command[1:], env=environment)
+    try:
+        transport: Any = command[0] if server.is_url else stdio_client(parameters, errlog=complaints)
+        async with Client(transport) as client:
+            tools, cursor = [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                tools += page.tools
+                cursor = page.next_cursor
+                if not cursor:
+                    break
+            ready.set_result((client, tools))
+            await stop.wait()
+    except BaseException as error:
+        if not ready.done():
+            ready.set_exception(PalestraError(_first_leaf(error)))
+        elif isinstance(error, asyncio.CancelledError):
+            raise
+        # after that a broken connection shows in the calls
+
+
+def _first_leaf(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _why(error: BaseException, server: McpServer, complaints: Any) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it gave no answer within {server.start_timeout_s:g} s"
+    complaints.seek(0)
+    words = complaints.read()[-_LAST_WORDS:].strip().splitlines()
+    return f"{error}" + (f"; its last line was: {words[-1]}" if words else "")
+
+
+def _text_of(result: Any) -> str:
+    """What the model reads: the texts of an answer; other blocks are named."""
+    parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    return "\n".join(parts)
+
+
+def _require_mcp() -> None:
+    with needs_extra("an MCP server", "mcp"):
+        import mcp  # noqa: F401
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop in which all clients live."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="palestra-mcp", daemon=True).start()
+    return loop
+
+
+def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+def _wait(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    future = _submit(work)
+    with contextlib.suppress(TimeoutError):
+        return future.result(timeout_s)
+    future.cancel()
+    raise PalestraError(f"an MCP server gave no answer within {timeout_s:g} s")

@@ -1,0 +1,163 @@
+"""A typed Python function with a docstring -> the JSON schema of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakKeyDictionary
+
+from palestra.agents.tools.context import is_context
+from palestra.agents.tools.docstring import parse_docstring
+from palestra.core.errors import PalestraError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+EXAMPLE = '''
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return a + b'''
+
+
+@dataclass(frozen=True)
+class FunctionSchema:
+    """What a model sees of a function, and the readers that turn JSON values into its arguments."""
+
+    description: str
+    parameters: dict[str, Any]
+    readers: dict[str, TypeAdapter[Any]]
+    context: str | None = None  # the parameter that the model does not see: it gets the state of an attempt
+
+
+def function_schema(fn: Callable[..., Any]) -> FunctionSchema:
+    """Describe `fn` by its type hints and docstring; what is missing raises PalestraError.
+
+    Every attempt has its own copy of an environment and so its own bound methods: their schema is made once.
+    """
+    function = getattr(fn, "__func__", None)
+    if function is None:
+        return _function_schema(fn)
+    if function not in _OF_METHODS:
+        _OF_METHODS[function] = _function_schema(fn)
+    return _OF_METHODS[function]
+
+
+_OF_METHODS: WeakKeyDictionary[Any, FunctionSchema] = WeakKeyDictionary()
+
+
+def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    docstring = inspect.getdoc(fn)
+    if not docstring or not docstring.strip():
+        raise PalestraError(
+            f"tool {name!r} has no docstring, so a model cannot know what it does. "
+            f"Write one with a line for each parameter, for example:\n{EXAMPLE}"
+        )
+    if inspect.isasyncgenfunction(fn):
+        raise PalestraError(f"tool {name!r} is an async generator, of which a model would see no item; return a list")
+    description, texts = parse_docstring(docstring)
+    hints = _type_hints(fn, name)
+    properties: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    readers: dict[str, TypeAdapter[Any]] = {}
+    required: list[str] = []
+    context: str | None = None
+    for parameter in inspect.signature(fn).parameters.values():
+        key = parameter.name
+        annotation = _annotation(parameter, hints, name)
+        if is_context(annotation):
+            if context is not None:
+                raise PalestraError(f"tool {name!r} has two contexts, {context} and {key}; an attempt has one")
+            context = key
+            continue
+        readers[key], schema = _reader(annotation, name, key)
+        definitions |= schema.pop("$defs", {})
+        text = _annotated_text(annotation) or texts.get(key)
+        if text and "description" not in schema:
+            schema["description"] = text
+        if parameter.default is inspect.Parameter.empty:
+            required.append(key)
+        else:
+            _note_default(schema, parameter.default)
+        properties[key] = schema
+    parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    if definitions:
+        parameters["$defs"] = definitions
+    parameters["additionalProperties"] = False
+    return FunctionSchema(description, parameters, readers, context)
+
+
+def _type_hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
+    target = fn if inspect.isroutine(fn) else type(fn).__call__
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise PalestraError(
+            f"the type hints of tool {name!r} cannot be read: {error}. "
+            "Define the types that it uses at the top of its module."
+        ) from None
+
+
+def _annotation(parameter: inspect.Parameter, hints: dict[str, Any], name: str) -> Any:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise PalestraError(
+            f"tool {name!r} has the parameter {str(parameter)!r}, which a model cannot fill by name. "
+            f"Name each parameter, for example:\n{EXAMPLE}"
+        )
+    if parameter.name not in hints:
+        raise PalestraError(
+            f"parameter {parameter.name!r} of tool {name!r} has no type hint. Give it one, for example:\n{EXAMPLE}"
+        )
+    return hints[parameter.name]
+
+
+def _annotated_text(annotation: Any) -> str | None:
+    """The text of Annotated[int, "the text"]."""
+    if typing.get_origin(annotation) is not Annotated:
+        return None
+    return next((extra for extra in annotation.__metadata__ if isinstance(extra, str)), None)
+
+
+def _reader(annotation: Any, name: str, key: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        return adapter, _without_titles(adapter.json_schema())
+    except (PydanticUserError, NameError) as error:
+        reason = str(error).splitlines()[0]
+        raise PalestraError(
+            f"parameter {key!r} of tool {name!r} has the type {annotation!r}, which has no JSON form ({reason}). "
+            "Use str, int, float, bool, list, dict, Literal, an Enum, a dataclass or a pydantic model."
+        ) from None
+
+
+def _note_default(schema: dict[str, Any], default: Any) -> None:
+    from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+    try:
+        schema["default"] = to_jsonable_python(default)
+    except PydanticSerializationError:
+        return  # a default that JSON cannot express is left out
+
+
+def _without_titles(schema: Any, names: bool = False) -> Any:
+    """The schema without pydantic's titles, which only repeat the names. `names`: the keys here are names."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_titles(value, names=key in ("properties", "$defs") and not names)
+        for key, value in schema.items()
+        if names or key != "title"
+    }

@@ -1,0 +1,1 @@
+"""An elastic pool of rollout actors on a Ray cluster (`backend: ray`)."""

@@ -1,0 +1,322 @@
+"""An elastic pool of rollout actors: each group goes to the actor with the least to do, and what a lost actor had is
+sampled again by another.
+
+The pool knows no Ray: `ray_cluster.py` starts actors there, and tests start them in this process. A group is
+waited for by one coroutine, which takes one answer, so none is lost and none comes twice. Actors that die are replaced,
+and those that find no room in the cluster join when it has grown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from palestra.backends.ray.actor import GroupJob, PackedWeights, Recipe, pack
+from palestra.core.errors import PalestraError, text_of
+from palestra.core.types import Group, Problem
+from palestra.core.weights import Weights
+from palestra.policy.base import Policy, Releases
+from palestra.policy.token_sessions import TokenSessions
+from palestra.rollout.collect import OnRollout
+
+log = logging.getLogger("palestra")
+MAX_LOSSES = 5  # actors that one group may take with it before it, and not the cluster, is to blame
+CHECK_S = 1.0
+RELAUNCH_S = 1.0
+GATHER_S = 10.0
+
+
+class ActorLost(Exception):
+    """An actor has died, or its node has; why is its text."""
+
+
+class Actor(Protocol):
+    """A rollout actor, as the pool sees it. What it does may raise ActorLost; other errors end the run."""
+
+    async def place(self) -> None:
+        """Until there is room for it, and its process runs."""
+        ...
+
+    async def build(self) -> None:
+        """Until its model is loaded."""
+        ...
+
+    async def update(self, shared: Any) -> None: ...
+
+    async def sample(self, job: GroupJob) -> Group: ...
+
+    def end(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """Where actors are started."""
+
+    def launch(self, recipe: Recipe) -> Actor: ...
+
+    def share(self, weights: PackedWeights) -> Any:
+        """Put the weights where all actors can get them."""
+        ...
+
+    def update_all(self, actors: Sequence[Actor], shared: Any, timeout_s: float) -> list[Actor]:
+        """Give the weights to all at once, and wait; returns those that did not take them. No event loop turns."""
+        ...
+
+    async def answers(self) -> bool:
+        """Whether it does now: while it does not, nothing else may be asked of it."""
+        ...
+
+    async def failure(self) -> str | None:
+        """Why the cluster is lost as a whole; None while it answers."""
+        ...
+
+    def resources(self) -> str:
+        """What the cluster has, for people."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An actor that samples, and how many groups it has."""
+
+    actor: Actor
+    groups: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RolloutPool:
+    """Up to `size` actors. It starts with the first group, in the event loop that samples."""
+
+    def __init__(self, cluster: Cluster, size: int, *, needs: str = "", timeout_s: float = 120.0) -> None:
+        self.size = size
+        self.version = 0
+        self.lost_groups = 0
+        self._cluster = cluster
+        self._needs = needs
+        self._timeout_s = timeout_s
+        self._shared: Any = None
+        self._launched: list[Actor] = []
+        self._members: list[Member] = []  # of them, those that sample
+        self._building = 0  # placed, and not yet among them
+        self._first_joined: float | None = None
+        self._changed = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def actors(self) -> int:
+        """Those that sample now."""
+        return len(self._members)
+
+    def update(self, weights: PackedWeights) -> None:
+        """Broadcast the weights; groups in progress go on with them. An actor that does not take them is replaced."""
+        self._shared, self.version = self._cluster.share(weights), weights.version
+        lost = self._cluster.update_all([m.actor for m in self._members], self._shared, self._timeout_s)
+        for member in [m for m in self._members if m.actor in lost]:
+            self._lose(member, "it did not take new weights")
+
+    async def sample(self, job: GroupJob, at_once: int, recipe: Recipe) -> Group:
+        """One group, by the actor with the least to do; an actor has at most `at_once` groups."""
+        self._start(recipe)
+        for _ in range(MAX_LOSSES):
+            member = await self._least_busy(at_once)
+            member.groups += 1
+            try:
+                return await member.actor.sample(job)
+            except ActorLost as error:
+                reason = str(error)
+                self.lost_groups += 1
+                self._lose(member, reason)
+            finally:
+                member.groups -= 1
+                self._changed.set()
+        raise PalestraError(
+            f"{MAX_LOSSES} rollout actors died one after the other with the group of problem {job.problem.id}: "
+            f"{reason}. If they run out of memory, give each more (ray.cpus_per_actor, ray.gpus_per_actor), or lower "
+            "rollout.group_size or rollout.max_new_tokens"
+        )
+
+    async def or_failure(self, groups: asyncio.Future[list[Group]], recipe: Recipe) -> list[Group]:
+        """The groups, unless the cluster is lost before they are there."""
+        failed = self._start(recipe)
+        either: set[asyncio.Future[Any]] = {groups, failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done() and not groups.done():
+            failed.result()
+        return await groups
+
+    async def _least_busy(self, at_once: int) -> Member:
+        began = time.monotonic()
+        while True:
+            free = [m for m in self._members if m.groups < at_once]
+            if free and self._has_gathered():
+                return min(free, key=lambda member: member.groups)
+            if self._members or self._building:
+                began = time.monotonic()
+            elif time.monotonic() - began > self._timeout_s:
+                raise PalestraError(
+                    f"no rollout actor could start for {self._timeout_s:g} s (ray.timeout_s): each needs "
+                    f"{self._needs}, and the cluster has {self._cluster.resources()}. Add nodes, or ask for less: "
+                    "ray.cpus_per_actor, ray.gpus_per_actor"
+                )
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), CHECK_S)
+            except TimeoutError:
+                continue
+
+    def _has_gathered(self) -> bool:
+        """The first actor that is ready does not take all groups: the others have a moment to join."""
+        assert self._first_joined is not None
+        return self.actors >= self.size or time.monotonic() - self._first_joined > GATHER_S
+
+    def _start(self, recipe: Recipe) -> asyncio.Future[None]:
+        if self._failed is None:
+            self._failed = asyncio.get_running_loop().create_future()
+            self._keepers = [asyncio.create_task(self._keep(recipe)) for _ in range(self.size)]
+            self._keepers.append(asyncio.create_task(self._watch()))
+        return self._failed
+
+    async def _keep(self, recipe: Recipe) -> None:
+        """Keep one place in the pool filled."""
+        while True:
+            while not await self._cluster.answers():
+                await asyncio.sleep(CHECK_S)
+            actor = self._cluster.launch(recipe)
+            self._launched.append(actor)
+            try:
+                member = await self._joined(actor)
+                await member.gone.wait()
+                await asyncio.sleep(RELAUNCH_S)  # its head may be dying with it, and whoever asks that one then hangs
+            except ActorLost as error:
+                log.warning("a rollout actor was lost before it could sample: %s", error)
+                await asyncio.sleep(RELAUNCH_S)
+            except Exception as error:  # the next one would fail in the same way
+                reason = text_of(error)
+                self._fail(PalestraError(f"a rollout actor cannot be built: {reason}"))
+                return
+            finally:
+                self._launched.remove(actor)
+                actor.end()
+
+    async def _joined(self, actor: Actor) -> Member:
+        await actor.place()
+        self._building += 1
+        try:
+            await actor.build()
+            version = None
+            while version != self.version:  # newer weights may come while it takes these
+                version, shared = self.version, self._shared
+                await actor.update(shared)
+        finally:
+            self._building -= 1
+        member = Member(actor)
+        self._members.append(member)
+        self._first_joined = self._first_joined or time.monotonic()
+        self._changed.set()
+        log.info("%d of %d rollout actors", self.actors, self.size)
+        return member
+
+    async def _watch(self) -> None:
+        is_announced = False
+        while (failure := await self._cluster.failure()) is None:
+            await asyncio.sleep(CHECK_S)
+            is_short = self.actors and self.actors + self._building < self.size and self._has_gathered()
+            if is_short and not is_announced and await self._cluster.answers():  # a dead head would not, for minutes
+                is_announced = True
+                log.warning(
+                    "%d of %d rollout actors have found room; the others join when they do. The cluster has %s",
+                    self.actors,
+                    self.size,
+                    self._cluster.resources(),
+                )
+        self._fail(PalestraError(f"{failure}. Start a cluster again, and resume the run"))
+
+    def _fail(self, error: Exception) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # read, where nobody samples any more
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """Out of the pool; its place is filled again."""
+        if member in self._members:
+            self._members.remove(member)
+            member.gone.set()
+            log.warning("a rollout actor was lost: %s; its groups are sampled again", reason)
+
+    def close(self) -> None:
+        for task in self._keepers:
+            task.cancel()
+        for actor in self._launched:
+            actor.end()
+        self._cluster.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCollector:
+    """Groups by a pool of actors, for training or for an evaluation; `groups_per_actor` is what each may have open."""
+
+    pool: RolloutPool
+    recipe: Recipe
+    training: bool
+    groups_per_actor: Callable[[int], int]
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        at_once = self.groups_per_actor(group_size)
+
+        async def sampled(problem: Problem, key: str) -> Group:
+            group = await self.pool.sample(GroupJob(problem, group_size, key, self.training), at_once, self.recipe)
+            for rollout in group.rollouts:
+                on_rollout(rollout)
+            return group
+
+        groups = asyncio.gather(*(sampled(problem, key) for problem, key in zip(problems, seed_keys, strict=True)))
+        groups.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also where nobody waits
+        try:
+            return await self.pool.or_failure(groups, self.recipe)
+        finally:
+            groups.cancel()
+
+    def groups_at_once(self, group_size: int) -> int:
+        return self.groups_per_actor(group_size) * self.pool.size
+
+
+class PoolPolicy(TokenSessions):
+    """The policy of a run that samples with a pool: it hands out weights. Actors sample whole groups with their own.
+
+    With `server`, a running vLLM for instance, that one is given the weights, and the actors its version alone.
+    """
+
+    def __init__(self, pool: RolloutPool, server: Policy[Any] | None = None) -> None:
+        self.pool = pool
+        self._server = server
+
+    @property
+    def version(self) -> int:
+        return self.pool.version
+
+    def update(self, weights: Weights) -> None:
+        if self._server is None:
+            self.pool.update(pack(weights))
+        else:
+            self._server.update(weights)
+            self.pool.update(PackedWeights(weights.version, None, getattr(self._server, "served_model", None)))
+
+    def release(self) -> None:
+        self.pool.close()
+        if isinstance(self._server, Releases):
+            self._server.release()
+
+    async def sample(self, session: Any, params: Any) -> Any:
+        raise PalestraError("this run samples whole groups with a pool of rollout actors, not turn by turn")

@@ -1,0 +1,333 @@
+"""One model on a Tinker server, and what it takes to make it again where the server has lost it.
+
+What changed the model (gradients, optimizer steps) is kept since its last saved state. When its session is lost, by a
+restart of the server for instance, another is opened: the state is loaded and what came after it is sent again. Whoever
+waits for an answer only notices that it took longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tinker
+
+from palestra.backends.tinker.errors import is_lost, is_unknown, refusal
+from palestra.core.errors import PalestraError
+from palestra.core.http import HttpError, Request
+
+log = logging.getLogger("palestra")
+
+STEPS_BETWEEN_STATES = 20  # sent again at most, where no checkpoint is written that often
+RECOVERY_TTL_S = 7 * 24 * 3600
+_RECOVERIES = 3  # in a row, without an answer in between
+_POLL_S = 15.0
+_GIVE_UP_S = 600.0  # without any answer from the server
+_MAX_FILE_BYTES = 2**40
+
+
+@dataclass(slots=True, eq=False)
+class ModelChange:
+    """A request that changes the model: how it is sent, and the future of its answer."""
+
+    send: Callable[[Any], Any]  # a training client -> a future
+    is_step: bool = False
+    future: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Sampler:
+    """Weights to sample from, the base model's or those of one version. `client` is another one after a recovery."""
+
+    version: int
+    make: Callable[[Any, Any], Any]  # a session and its training client -> a sampling client
+    client: Any = None
+
+
+class TinkerModel:
+    """A training client that outlives its session.
+
+    >>> model = TinkerModel(connect, lambda service: service.create_lora_training_client("Qwen/Qwen3-8B", rank=32))  # doctest: +SKIP
+    >>> gradient = model.change(lambda client: client.forward_backward(data, "cross_entropy"))
+    >>> model.change(lambda client: client.optim_step(AdamParams(learning_rate=1e-4)), is_step=True)
+    >>> model.answer(gradient).loss_fn_outputs
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        create: Callable[[Any], Any],
+        rest: Callable[[str | None], Any] = lambda url: tinker.RestClient(base_url=url),
+    ) -> None:
+        """`connect` opens a session, `create` makes the model as it was at the beginning in one."""
+        self.state: str | None = None  # the tinker:// path of the last saved state; None: the beginning
+        self._connect, self._create, self._rest = connect, create, rest
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._failures = 0
+        self._has_gap = False
+        self._changes: list[ModelChange | Sampler] = []  # since `state`, in order
+        self._reference: Sampler | None = None
+        self._steps = 0
+        self._recovery_state: str | None = None
+        self._answered = time.monotonic()
+        self._service: Any = None
+        self._client: Any = None
+        try:
+            self._open()
+        except tinker.TinkerError as error:
+            raise refusal(error) from error
+
+    @property
+    def service(self) -> Any:
+        return self._service
+
+    def change(self, send: Callable[[Any], Any], *, is_step: bool = False) -> ModelChange:
+        """Send a request that changes the model; `answer` waits for it."""
+        with self._lock:
+            change = ModelChange(send, is_step)
+            client = self._usable()
+            self._changes.append(change)
+            change.future = send(client)
+        return change
+
+    def answer(self, change: ModelChange) -> Any:
+        found = self.call(lambda client: change.future)
+        if change.is_step:
+            self._steps += 1
+            if self._steps >= STEPS_BETWEEN_STATES:
+                self._save_for_recovery()
+        return found
+
+    def undo(self, changes: Sequence[ModelChange]) -> None:
+        """Make the model again without these changes: Tinker itself cannot forget a gradient."""
+        with self._lock:
+            self._changes = [change for change in self._changes if change not in changes]
+            self._reopen()
+
+    def sampler(self, version: int) -> Sampler:
+        """The weights of now, to sample from."""
+        sampler = Sampler(version, lambda service, client: client.save_weights_and_get_sampling_client())
+        self._make(sampler)
+        with self._lock:  # the last one alone is made again
+            self._changes = [change for change in self._changes if isinstance(change, ModelChange)] + [sampler]
+        return sampler
+
+    def reference(self, base_model: str) -> Sampler:
+        """The base model, to score tokens with."""
+        if self._reference is None:
+            sampler = Sampler(0, lambda service, client: service.create_sampling_client(base_model=base_model))
+            self._make(sampler)
+            self._reference = sampler
+        return self._reference
+
+    def _make(self, sampler: Sampler) -> None:
+        sampler.client = self.call(lambda client: _in_thread(partial(sampler.make, self._service, client)))
+
+    def save(self, name: str, ttl_s: int | None = None) -> str:
+        """Save weights and optimizer at the server; gives the tinker:// path."""
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"  # a name is never written twice: half a save must not be loaded
+        path: str = self.call(lambda client: client.save_state(unique, ttl_s)).path
+        with self._lock:
+            self.state, self._steps = path, 0
+            last = max((i for i, change in enumerate(self._changes) if _is_step(change)), default=-1)
+            self._changes = [c for i, c in enumerate(self._changes) if i > last or isinstance(c, Sampler)]
+        return path
+
+    def load(self, path: str) -> None:
+        """Go on from a saved state, with its optimizer."""
+        with self._lock:
+            before = self.state, self._changes
+            self.state, self._changes, self._steps = path, [], 0
+            try:
+                self._reopen()
+            except Exception:
+                self.state, self._changes = before
+                raise
+
+    def delete(self, path: str) -> None:
+        """Delete a saved state, if the server still has it."""
+        if path == self.state:
+            return
+        try:
+            self._rest(self._url).delete_checkpoint_from_tinker_path(path).result(_POLL_S)
+        except Exception as error:  # it only takes up space
+            log.warning("the state %s could not be deleted: %s", path, refusal(error))
+
+    def download(self, folder: Path) -> Path:
+        """Write the weights into a folder, in the files of Hugging Face: the adapter, or the whole model."""
+        name = f"export-{uuid.uuid4().hex[:8]}"
+        path = self.call(lambda client: client.save_weights_external(name)).path
+        urls = self.call(lambda client: self._rest(self._url).get_external_weights_urls(path)).urls
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, url in urls.items():
+            target = (folder / file).resolve()
+            if not target.is_relative_to(folder.resolve()):
+                raise PalestraError(f"the Tinker server names a file {file!r} outside of the model's folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            reply = Request(url, headers=self._headers(url), timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
+            if reply.status != 200:
+                raise HttpError(url.partition("?")[0], "a file of the trained model", reply.status)
+            target.write_bytes(reply.body)
+        return folder
+
+    def close(self, *, good: bool) -> None:
+        """End the session; the saved states stay."""
+        try:
+            self._service.close("success" if good else "errored").result(_POLL_S)
+        except Exception as error:  # or the SDK goes on sending heartbeats for the session
+            log.warning("the Tinker server does not answer that its session is over: %s", refusal(error))
+            self._service.holder.close()
+
+    def call(self, make: Callable[[Any], Any]) -> Any:
+        """The result of a future that `make` gives, by another session if this one is lost."""
+        while True:
+            generation = self._generation
+            try:
+                found = self._wait(make(self._usable()))
+            except Exception as error:
+                self._recover(error, generation, is_numbered=True)
+            else:
+                self._failures = 0
+                return found
+
+    async def call_async(self, make: Callable[[], Any]) -> Any:
+        """As `call`, for one of many callers on an event loop."""
+        while True:
+            generation = self._generation
+            try:
+                found = await self._wait_async(asyncio.wrap_future(make()))
+            except Exception as error:
+                await asyncio.to_thread(self._recover, error, generation)
+            else:
+                self._failures = 0
+                return found
+
+    def _usable(self) -> Any:
+        """The training client, made anew after a refused request: a server may wait for its number for ever."""
+        if self._has_gap:
+            with self._lock:
+                self._reopen()
+        return self._client
+
+    def _wait(self, future: Any) -> Any:
+        future = future if isinstance(future, Future) else future.future()  # the SDK has its own kind around it
+        while True:
+            try:
+                return future.result(_POLL_S)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+                self._check_server()
+
+    async def _wait_async(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=_POLL_S)
+                if not future.done():
+                    await asyncio.to_thread(self._check_server)
+        finally:
+            if not future.done():
+                future.cancel()
+        return future.result()
+
+    @property
+    def _url(self) -> str | None:
+        return getattr(getattr(self._service, "holder", None), "_base_url", None)
+
+    def _headers(self, url: str) -> dict[str, str]:
+        """The key, for files on the server itself; signed URLs of other hosts need none, and must not see it."""
+        key = os.environ.get("TINKER_API_KEY")
+        return {"X-API-Key": key} if key and self._url and url.startswith(f"{self._url}/") else {}
+
+    def _check_server(self) -> None:
+        """Give up where nothing has answered for long: the SDK would wait for ever."""
+        url = self._url
+        with self._lock:
+            away_s = time.monotonic() - self._answered
+            if url is None or away_s < _POLL_S:
+                return
+            try:
+                Request(f"{url}/api/v1/healthz", timeout_s=_POLL_S).send()
+            except HttpError as error:
+                if away_s > _GIVE_UP_S:
+                    raise self._lost(error) from error
+            else:
+                self._answered = time.monotonic()
+
+    def _recover(self, error: Exception, generation: int, *, is_numbered: bool = False) -> None:
+        """Open another session where this one is lost; any other error is raised."""
+        with self._lock:
+            if generation != self._generation:  # someone else has done it
+                return
+            in_vain = self._failures > 0 and is_unknown(error)  # it knows the new session; so this is something else
+            if not is_lost(error) or in_vain:
+                self._has_gap = is_numbered
+                raise refusal(error) from error
+            if self._failures >= _RECOVERIES:
+                raise self._lost(error) from error
+            self._failures += 1
+            what = self.state or "the beginning"
+            log.warning("the Tinker session is lost (%s); opening another from %s", refusal(error), what)
+            self._reopen()
+
+    def _reopen(self) -> None:
+        old, self._generation, self._has_gap = self._service, self._generation + 1, False
+        try:
+            self._open()
+            for change in [*self._changes, *([self._reference] if self._reference else [])]:
+                if isinstance(change, ModelChange):
+                    change.future = change.send(self._client)
+                else:
+                    change.client = self._wait(_in_thread(partial(change.make, self._service, self._client)))
+        except tinker.TinkerError as error:
+            raise self._lost(error) from error
+        finally:
+            if old is not self._service:
+                old.close("interrupted")
+
+    def _open(self) -> None:
+        service, state = self._connect(), self.state
+        if state is None:
+            making = _in_thread(lambda: self._create(service))
+        else:
+            making = _in_thread(lambda: service.create_training_client_from_state_with_optimizer(state))
+        self._client, self._service = self._wait(making), service
+        self._answered = time.monotonic()
+
+    def _lost(self, error: Exception) -> PalestraError:
+        last = f"the last state that it saved is {self.state}" if self.state else "it has saved no state yet"
+        return PalestraError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
+
+    def _save_for_recovery(self) -> None:
+        older, self._recovery_state = self._recovery_state, self.save("recovery", RECOVERY_TTL_S)
+        if older is not None:
+            self.delete(older)
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """The future of a call that blocks: the SDK waits inside of it, for ever if it must."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _is_step(change: ModelChange | Sampler) -> bool:
+    return isinstance(change, ModelChange) and change.is_step

@@ -1,0 +1,182 @@
+"""vLLM in this process as a Policy: its engine steps between the turns of the event loop, as our own does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.backends.vllm.adapters import AdapterFolders, rank_limit
+from palestra.backends.vllm.forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.phases import phases
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.policy.token_sessions import BoundedSessions
+
+log = logging.getLogger("palestra")
+WORKER = "palestra.backends.vllm.worker.PalestraWorker"
+
+
+class VllmColocatePolicy(BoundedSessions):
+    """Concurrent `sample` calls share the steps of one engine. It has weights of its own, updated from memory; with
+    `lora_rank` its weights stay, and it is given adapters of that rank."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        *,
+        temperature: float,
+        lora_rank: int = 0,
+        max_staleness: int = 0,
+        **options: Any,
+    ) -> None:
+        """`model` is a folder or a hub id; `options` are those of vLLM's `LLM`."""
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, too
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise PalestraError(
+                f"vllm.mode = colocate needs vLLM in this environment ({error}); pip install 'palestra[vllm]', or use "
+                "vllm.mode = server"
+            ) from None
+        if lora_rank:
+            slots = 2 if max_staleness else 1  # turns under way keep their adapter, and others have the next one
+            options |= {"enable_lora": True, "max_lora_rank": rank_limit(lora_rank), "max_loras": slots}
+        try:
+            self._llm = LLM(
+                model,
+                skip_tokenizer_init=False,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=WORKER,
+                **options,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise PalestraError(
+                f"vLLM did not start with {model!r}: {error}. Lower vllm.max_model_len, or raise or lower "
+                "vllm.gpu_memory_utilization if it is about memory"
+            ) from error
+        self.version = 0
+        self._engine: Any = self._llm.llm_engine
+        self._context = int(self._llm.model_config.max_model_len)
+        self._temperature = temperature
+        self._probe_ids = [int(i) for i in tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+        self._folders = AdapterFolders(Path(tempfile.gettempdir()), max_staleness) if lora_rank else None
+        self._adapter: Any = None  # vLLM's LoRARequest of the last version
+        self._numbers = itertools.count()
+        self._waiters: dict[str, asyncio.Future[Any]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        version, request = self.version, f"palestra-{next(self._numbers)}"
+        loop = asyncio.get_running_loop()
+        self._add(request, ids, params)
+        waiter = self._waiters[request] = loop.create_future()
+        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._drive())
+        try:
+            return read_output(await waiter, version)
+        finally:
+            if self._waiters.pop(request, None) is not None and not waiter.done():
+                self._engine.abort_request([request])
+
+    def _add(self, request: str, ids: Sequence[int], params: SamplingParams) -> None:
+        try:
+            prompt = {"prompt_token_ids": list(ids)}
+            self._engine.add_request(request, prompt, vllm_params(params), lora_request=self._adapter)
+        except ValueError as error:
+            raise RolloutError(f"vLLM refuses the request: {error}") from None
+
+    async def _drive(self) -> None:
+        """Step while somebody waits; a failed step fails every turn under way."""
+        await asyncio.sleep(0)
+        while self._waiters:
+            try:
+                with phases("decode"):
+                    outputs = self._engine.step()
+            except Exception as error:
+                for waiter in self._waiters.values():
+                    if not waiter.done():
+                        waiter.set_exception(error)
+                return
+            for output in outputs:
+                asked = self._waiters.get(output.request_id)
+                if output.finished and asked is not None and not asked.done():
+                    asked.set_result(output)
+            await asyncio.sleep(0)
+
+    def update(self, weights: Weights) -> None:
+        if self._folders is None:
+            self._load_whole(weights)
+        else:
+            self._load_adapter(weights, self._folders)
+        self.version = weights.version
+        self._check(weights)
+
+    def _load_whole(self, weights: Weights) -> None:
+        """Copy the tensors into vLLM's own; turns under way are computed again with them, from their first token."""
+        self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def _load_adapter(self, weights: Weights, folders: AdapterFolders) -> None:
+        """Beside the earlier ones; turns under way go on with theirs."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = folders.write(weights)
+        self._adapter = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+        try:
+            self._engine.add_lora(self._adapter)
+        except Exception as error:
+            raise PalestraError(
+                f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
+                "our own engine (vllm.mode = off)"
+            ) from error
+        for outdated in folders.take_outdated():
+            outdated.delete()
+
+    def sleep(self) -> None:
+        self._sleep_mode("sleep")
+
+    def wake(self) -> None:
+        self._sleep_mode("wake_up")
+
+    def _sleep_mode(self, name: str) -> None:
+        try:
+            getattr(self._llm, name)()
+        except Exception as error:
+            raise PalestraError(
+                f"vLLM cannot {name.replace('_', ' ')} here: {error}. model.sleep_mode needs a GPU; set it to false"
+            ) from error
+
+    def _check(self, weights: Weights) -> None:
+        """By the logprobs of a few tokens, that vLLM samples with these weights."""
+        if self._waiters:  # `generate` would take their outputs; the next update checks, and training measures
+            return
+        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
+        prompt = {"prompt_token_ids": self._probe_ids}
+        [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
+        turn = read_output(output, self.version)
+        remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
+        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
+        log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+
+
+def vllm_params(params: SamplingParams) -> Any:
+    from vllm import SamplingParams as VllmParams
+
+    fields = sampling_fields(params)
+    return VllmParams(**fields if fields["stop"] else fields | {"detokenize": False})
+
+
+def read_output(output: Any, version: int) -> Turn:
+    """What vLLM's RequestOutput says of its one completion."""
+    [completion] = output.outputs
+    ids = [int(i) for i in completion.token_ids]
+    logprobs = [row[token].logprob for row, token in zip(completion.logprobs or (), ids, strict=False)]
+    return turn_of(ids, logprobs, version, completion.finish_reason)

@@ -1,0 +1,124 @@
+"""The rl_* tools for agents: `palestra mcp`, `palestra http`, `palestra tools`, and `palestra locks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+import click
+
+from palestra.agent_tools import RlTools, tool_schemas
+from palestra.agent_tools.clients import Clients
+from palestra.agent_tools.launcher import FormLauncher
+from palestra.cli.common import debug_option, json_option, print_sections
+from palestra.cli.serve import address_options, run_server, server_port
+from palestra.cli.settings import show
+from palestra.core.errors import needs_extra
+from palestra.runs.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
+from palestra.runs.manager import RunManager
+
+
+@click.command("mcp")
+@click.option("--http", "over_http", is_flag=True, help="Serve many clients over streamable HTTP instead of stdio.")
+@address_options(8002)
+@debug_option
+def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
+    """Let an agent train models: the ten rl_* tools over the Model Context Protocol.
+
+    \b
+    palestra mcp                      one client, on stdin and stdout; clients start it themselves
+    palestra mcp --http               many clients at http://127.0.0.1:8002/mcp
+    claude mcp add palestra -- palestra mcp
+
+    `palestra locks` shows the settings that an agent may not change.
+    """
+    with needs_extra("this", "mcp"):
+        from palestra.agent_tools.mcp_server import http_app, make_server, run_stdio
+
+    manager, site = RunManager(), load_site()
+    server = make_server(Clients(lambda: RlTools(manager, site)))
+    if over_http:
+        run_server(http_app(server, token), server_port(host, port, token), "the tools are served at", "/mcp")
+    else:
+        if sys.stdin.isatty():
+            click.echo("a client starts this and talks with it on stdin; Ctrl-C ends it, --http serves many", err=True)
+        run_stdio(server)
+
+
+@click.command("http")
+@address_options(8003)
+@debug_option
+def http(host: str, port: int, token: str | None) -> None:
+    """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json; the dashboard is at /dashboard/.
+
+    \b
+    palestra http
+    curl -X POST http://127.0.0.1:8003/tools/rl_list_environments
+    """
+    with needs_extra("this", "http"):
+        from palestra.agent_tools.http_api import http_app
+    from palestra.dashboard.app import dashboard_app
+    from palestra.dashboard.catalog import Catalog
+
+    manager, site = RunManager(), load_site()
+    clients = Clients(lambda: RlTools(manager, site))
+    dashboard = dashboard_app(Catalog(manager), token, launcher=FormLauncher(manager, site))
+    run_server(http_app(clients, token, dashboard), server_port(host, port, token), "the tools are served at")
+
+
+@click.group("tools")
+def tools() -> None:
+    """The rl_* tools, with which an agent trains models."""
+
+
+@tools.command("schema")
+@click.option("--json/--list", "as_json", default=True, help="The schemas (default), or a line for each tool.")
+def schema(as_json: bool) -> None:
+    """Print the schemas of the tools, in OpenAI's function-calling format."""
+    schemas = tool_schemas()
+    if as_json:
+        click.echo(json.dumps(schemas, indent=1))
+        return
+    for function in (row["function"] for row in schemas):
+        click.echo(f"{function['name']}({', '.join(function['parameters']['properties'])})")
+        click.echo(f"    {function['description'].splitlines()[0]}")
+
+
+@click.command("locks")
+@click.option("--site", type=click.Path(path_type=Path), help="A site file; else PALESTRA_SITE or ./palestra.yaml.")
+@json_option
+def locks(site: Path | None, as_json: bool) -> None:
+    """Show the settings that agents may not change here, and the limits of their requests.
+
+    \b
+    A site file changes them:
+      profile: local                 # or tinker
+      trainer: {learning_rate: 1e-5} # lock: env, server, trainer, or run for any setting of a run
+      run: {model.name: Qwen/Qwen3-0.6B}
+      unlock: [server.timeout]
+      maximum: {train.max_steps: 500}
+      limits: {status_check_minutes: 5}
+    """
+    settings = load_site(site)
+    file = site or Path(os.environ.get(SITE_VARIABLE) or SITE_FILE)
+    if as_json:
+        rows = [{**asdict(lock), "name": lock.full_name} for lock in locks_of(settings)]
+        rest = settings.model_dump(include={"profile", "limits", "inference"}) | {"maximum": settings.maximums}
+        click.echo(json.dumps({"site": str(file) if file.is_file() else None, "locks": rows, **rest}))
+        return
+    click.echo(f"profile {settings.profile}; {f'site file {file}' if file.is_file() else 'no site file'}")
+    sections = [
+        (f"{section}, locked", [(f"{lock.name} = {show(lock.value)}", lock.description) for lock in members])
+        for section, members in groupby(locks_of(settings), lambda lock: lock.section)
+    ]
+    maximums = settings.maximums.items()
+    sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
+    limits = type(settings.limits).model_fields.items()
+    sections.append(
+        ("limits", [(f"{n} = {show(getattr(settings.limits, n))}", i.description or "") for n, i in limits])
+    )
+    print_sections(sections)

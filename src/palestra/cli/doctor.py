@@ -1,0 +1,159 @@
+"""What this machine can do: each finding with its remedy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from palestra.agent_tools.requirements import MINIMUM_PYTHON, check_rl_python_version
+from palestra.core.machine import installed_version, memory_gib, port_error
+from palestra.runs.manager import palestra_home
+
+State = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing works without it
+
+KEYS = {
+    "HF_TOKEN": "private models of the Hugging Face hub",
+    "OPENAI_API_KEY": "models and judges at OpenAI, or at OPENAI_BASE_URL",
+    "OPENROUTER_API_KEY": "rl_test_inference on models of OpenRouter",
+    "TINKER_API_KEY": "training at Tinker",
+    "WANDB_API_KEY": "metrics at Weights & Biases",
+}
+PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mcp --http", 8003: "palestra http",
+         8004: "palestra dashboard", 8005: "palestra gateway", 8010: "palestra tinker",
+         9001: "palestra train --env-url"}  # fmt: skip
+_ENOUGH_MEMORY_GIB = 2.0
+_ENOUGH_DISK_GIB = 2.0
+_EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w-]+)[\"']")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: what was found, and what to do where it is not well."""
+
+    topic: str
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """Look at everything. Takes seconds: torch is asked for its GPUs."""
+    return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
+
+
+def examine_model(name: str) -> list[Check]:
+    """Check that a model's chat template works, and that the tool calls it writes are read back."""
+    from palestra.core.errors import PalestraError
+    from palestra.models.chat.roundtrip import check_tool_calls
+    from palestra.models.chat.template import ChatFormat
+    from palestra.models.loading import load_tokenizer
+
+    try:
+        chat = ChatFormat(load_tokenizer(name))
+    except PalestraError as error:
+        return [Check("model", "chat template", "broken", name, str(error))]
+    found = [Check("model", "chat template", "ok", f"{name}; a turn ends with {' or '.join(chat.stop_texts)}")]
+    try:
+        check_tool_calls(chat)
+    except PalestraError as error:
+        return [*found, Check("model", "tool calls", "broken", f"format {chat.call_format.name}", str(error))]
+    return [*found, Check("model", "tool calls", "ok", f"format {chat.call_format.name}, read back as written")]
+
+
+def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
+    return Check(topic, name, "ok", found) if ok else Check(topic, name, otherwise, found, remedy)
+
+
+def _python() -> Iterator[Check]:
+    found = f"{platform.python_version()} at {sys.executable}"
+    remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
+    yield _check("Python", "version", check_rl_python_version(), found, remedy, "broken")
+
+
+def _torch() -> Iterator[Check]:
+    """In a process of its own: a broken installation may take its importer down."""
+    code = (
+        "import torch; c = torch.cuda; n = c.device_count(); "
+        "print(torch.__version__); "
+        "print('; '.join(f'{c.get_device_name(i)}, {c.get_device_properties(i).total_memory >> 30} GiB' "
+        "for i in range(n)))"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        yield Check("torch", "import", "broken", "importing it took longer than 120 s", "reinstall torch")
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Check("torch", "import", "broken", last, "pip install --force-reinstall torch")
+        return
+    version, gpus = [*done.stdout.splitlines(), "", ""][:2]
+    yield Check("torch", "version", "ok", version)
+    remedy = "small models train on a CPU; for large ones use a machine with an NVIDIA GPU and torch built for CUDA"
+    yield _check("torch", "GPU", bool(gpus), gpus or "none that torch can use", remedy)
+    transformers = installed_version("transformers")
+    remedy = "pip install 'transformers>=5.17'"
+    yield _check("torch", "transformers", bool(transformers), transformers or "not installed", remedy, "broken")
+
+
+def _room() -> Iterator[Check]:
+    memory = memory_gib()
+    remedy = f"training needs about {_ENOUGH_MEMORY_GIB:g} GiB, even of the embedded model"
+    yield _check("room", "memory", memory >= _ENOUGH_MEMORY_GIB, f"{memory:.1f} GiB, {os.cpu_count()} cores", remedy)
+    for name, path in {"disk here": Path.cwd(), "disk of the runs' index": palestra_home()}.items():
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free / 2**30
+        writable = os.access(existing, os.W_OK)
+        found = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
+        remedy = "make room, or use another folder (PALESTRA_HOME moves the index)"
+        yield _check("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
+
+
+def _extras() -> Iterator[Check]:
+    """What the package itself says can be added to it."""
+    packages: dict[str, list[str]] = {}
+    for line in metadata.requires("palestra") or ():
+        if (match := _EXTRA.match(line)) and match["extra"] != "dev":
+            packages.setdefault(match["extra"], []).append(match["package"])
+    for extra, needed in sorted(packages.items()):
+        missing = [package for package in needed if not installed_version(package)]
+        found = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
+        yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
+
+
+def _keys() -> Iterator[Check]:
+    """By name alone: no value is ever looked at further than whether it is there."""
+    for name, use in KEYS.items():
+        is_set = bool(os.environ.get(name))
+        yield _check("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
+
+
+def _ports() -> Iterator[Check]:
+    if error := port_error(0):
+        yield Check("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
+        return
+    yield Check("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
+    for port, user in PORTS.items():
+        free = not port_error(port)
+        found = f"free for {user}" if free else f"taken; {user} wants it"
+        yield _check("ports", str(port), free, found, "choose another one with --port")
+
+
+def _sandbox() -> Iterator[Check]:
+    from palestra.core.errors import PalestraError
+    from palestra.envs.sandbox.sandbox import choose_isolation
+
+    try:
+        yield _check("sandbox", "isolation", True, choose_isolation(), "")
+    except PalestraError as error:
+        yield _check("sandbox", "isolation", False, "none", str(error))

@@ -1,0 +1,188 @@
+"""`palestra env`: run one environment by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from palestra.cli import run_atropos, settings
+from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
+from palestra.cli.find_run import with_model_of_run
+from palestra.cli.process_page import write_page
+from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.cli.summary import capability_of, print_evaluation
+from palestra.core.config import RunConfig
+from palestra.core.files import slug
+from palestra.core.show import show_path
+from palestra.env_api import evaluate_env, process_env, serve_env
+from palestra.envs.load import find_env, load_env
+from palestra.envs.running import RunningEnv
+from palestra.evals.evidence import RunFacts
+from palestra.policy.openai import OpenAISettings
+from palestra.policy.remote import RemotePolicy
+from palestra.sources.wire.client import WireClient
+from palestra.train.progress import make_display
+
+
+@click.group("env")
+def command() -> None:
+    """One environment: `process` writes scored rollouts, `evaluate` scores a model, `serve` posts to a trainer."""
+
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that all commands of the group share."""
+    for option in (
+        debug_option,
+        json_line_option,
+        click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
+        config_option,
+        click.argument("name_or_file"),
+    ):
+        function = option(function)
+    return function
+
+
+_TRAINER_SERVER = {
+    "base_url": "http://127.0.0.1:9001/v1",
+    "api_key_env": "PALESTRA_TOKEN",
+    "timeout_s": 600,  # a trainer does not answer during a step
+    "max_concurrent": 128,
+}
+_API_UNREACHABLE_S = 60.0
+
+_OPTIONS_METAVAR = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
+
+
+@command.command("process", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+@click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
+@out_option("The JSONL file; the page is written beside it.")
+@_options
+def process(
+    name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
+) -> None:
+    """Attempt some problems; write one scored group per line, and an HTML page of them.
+
+    \b
+    palestra env process calculator
+    palestra env process my_env.py --env.level 2 --model Qwen/Qwen3-0.6B --rollout.group_size 4
+    palestra env process my_env.py --openai.model_name m --openai.base_url http://localhost:8000/v1
+
+    A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
+    """
+    if (source := find_env(name_or_file)).dialect == "atropos":
+        options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+        path = out or Path(f"{slug(source.name)}.jsonl")
+        run_atropos.process(source.file_path, read_settings(config_file, options), groups, path, Console(stderr=True))
+    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    path = out or Path(f"{slug(env.name)}.jsonl")
+    records: list[dict[str, Any]] = []
+    with make_display(console, config.track.log_every) as display:
+        process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
+    page = write_page(path.with_suffix(".html"), env.name, openai.model_name if openai else config.model.name, records)
+    scores = [score for record in records for score in record["scores"]]
+    passed = [flag for record in records for flag in record["passed"]]
+    console.print(
+        f"{len(records)} groups, {len(scores)} attempts: mean score {sum(scores) / len(scores):.2f}, "
+        f"{sum(passed)} passed\n{show_path(path)}\n{show_path(page)}",
+        highlight=False,
+    )
+    if parameters["as_json"]:
+        summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "jsonl": str(path)}
+        click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
+
+
+@command.command("evaluate", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+@_options
+def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
+    """Score a model on the held-out problems of an environment.
+
+    \b
+    palestra env evaluate calculator
+    palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
+    """
+    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    with make_display(console, config.track.log_every) as display:
+        report, more = evaluate_env(env, config, openai=openai, watcher=display)
+    cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
+    facts = RunFacts(config, "agent" if openai is None else "endpoint")
+    title = f"{env.name}, {cases} {'held-out' if held_out else 'training'} problems"
+    print_evaluation(console, title, report, facts)
+    for name, value in more.items():
+        console.print(f"{name} {value:g}", highlight=False)
+    if parameters["as_json"]:
+        click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
+
+
+@command.command("serve", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+@click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
+@_options
+def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
+    """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
+
+    In three terminals, in any order; several environments may serve one trainer:
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 100
+    palestra env serve my_env.py
+
+    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is expected
+    at --openai.base_url (http://127.0.0.1:9001/v1); its tokenizer is loaded by the name it is served under, or
+    by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
+    in a venv of its own.
+    """
+    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    console = Console(stderr=parameters["as_json"])
+    if (source := find_env(name_or_file)).dialect == "atropos":
+        run_atropos.serve(source.file_path, read_settings(config_file, options), api_url, console)
+    env, config, read = open_env(name_or_file, config_file, options)
+    served_as = read.openai.get("model_name") or read.run.get("model.name")
+    server = OpenAISettings.read({**_TRAINER_SERVER, **read.openai, "model_name": served_as or ""})
+    load_libraries(console, config.model.name)
+    wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
+    policy = RemotePolicy(
+        server.base_url,
+        token=os.environ.get(server.api_key_env),
+        timeout_s=server.timeout_s,
+        max_concurrent=server.max_concurrent,
+    )
+    with make_display(console, config.track.log_every) as display:
+        fed = serve_env(env, config, wire, policy, model_name=served_as, watcher=display)
+    mean = fed.score_sum / max(1, fed.posted_rollouts)
+    console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
+    if parameters["as_json"]:
+        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
+
+
+def _prepare(
+    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
+    """The environment and all settings, checked before torch is loaded."""
+    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    env, config, read = open_env(name_or_file, config_file, with_model_of_run(options))
+    console = Console(stderr=parameters["as_json"])
+    openai = OpenAISettings.read(read.openai) if read.openai else None
+    if openai is None:
+        load_libraries(console, config.model.name)
+    return env, config, openai, console
+
+
+def open_env(
+    name_or_file: str, config_file: Path | None, options: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, EnvSettings]:
+    """An environment, and the run's settings: its recommended ones, the YAML file's, then the command line's."""
+    read = read_settings(config_file, options)
+    env = load_env(name_or_file, read.env)
+    return env, RunConfig.build(env.env.run_settings, read.run), read
+
+
+settings.options(process)
+settings.options(evaluate)
+settings.options(serve)
+command.add_command(run_atropos.command)

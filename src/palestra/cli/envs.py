@@ -1,0 +1,50 @@
+"""`palestra envs`: the available environments."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+import click
+
+from palestra.cli.common import json_option, print_sections
+from palestra.envs.discover import DiscoveredEnv, discover
+
+
+@click.command("envs")
+@click.option(
+    "--path",
+    "paths",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Search this folder or file too.",
+)
+@json_option
+@click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
+def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
+    """List the available environments: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
+
+    Their files are read, not run. `palestra train --env NAME` trains on one.
+    """
+    discovery = discover(paths)
+    if as_json:
+        rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
+        errors = {str(path): reason for path, reason in discovery.errors.items()}
+        click.echo(json.dumps({"environments": rows, "count": len(rows), "errors": errors}, default=str))
+        return
+    by_origin = groupby(discovery.environments, lambda env: env.origin)
+    print_sections((origin, _rows(list(members), show_all)) for origin, members in by_origin)
+    for path, reason in discovery.errors.items():
+        click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
+
+
+def _rows(environments: list[DiscoveredEnv], show_all: bool) -> list[tuple[str, str]]:
+    """Name and description of each; environments that differ only in their preset are one row."""
+    rows = [(e.name, e.description or e.class_name) for e in environments if show_all or not e.preset]
+    if not show_all:
+        families = Counter(e.name.partition("/")[0] for e in environments if e.preset)
+        rows += [(f"{name}/…", f"{count} environments; --all lists them.") for name, count in families.items()]
+    return rows

@@ -1,0 +1,263 @@
+"""`palestra plan`: step time, memory and cost of a training, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from palestra.cli import settings
+from palestra.cli.common import config_option, debug_option, json_option
+from palestra.core.config import RunConfig
+from palestra.core.config_sections import LORA_RANK
+from palestra.core.errors import PalestraError
+from palestra.core.machine import memory_gib, processors
+from palestra.plan.calibration import efficiency_of
+from palestra.plan.device import GIB, Device, cpu, find_device
+from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.of_config import with_suited_step, work_of
+from palestra.plan.shape import ModelShape, find_shape, known_shapes
+from palestra.plan.step_time import duration_text
+from palestra.plan.work import StepWork
+
+_DEFAULT_CONTEXT = 2048
+
+
+class Count(click.ParamType):
+    """A number of tokens: 8192 or 8k."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(k?)", str(value).lower())
+        if not match or float(match[1]) <= 0:
+            self.fail(f"{value!r} is no number of tokens, such as 8192 or 8k", param, ctx)
+        return int(float(match[1]) * (1024 if match[2] else 1))
+
+
+COUNT = Count()
+
+
+@click.command("plan", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
+@click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
+@click.option("--gpus", default=1, show_default=True, help="How many, with FSDP2.")
+@click.option("--memory-gib", type=float, metavar="GIB", help="Of a GPU without figures here.")
+@click.option("--bandwidth", type=float, metavar="TB/S", help="Its memory's.")
+@click.option("--tflops", type=float, metavar="TFLOP/S", help="Dense, in bfloat16.")
+@click.option("--context", type=COUNT, help="Tokens of a whole rollout.  [default: 2k, or by the parts]")
+@click.option("--new-tokens", type=COUNT, help="Of these, sampled by the model.  [default: a quarter]")
+@click.option("--turns", default=1, show_default=True, help="Of the model in a rollout.")
+@click.option("--tool-tokens", type=COUNT, help="That tools add to a rollout.  [default: 128 for each turn but one]")
+@click.option("--tool-seconds", default=0.0, help="How long a tool takes.")
+@click.option("--group", type=int, help="Rollouts of a problem (rollout.group_size).")
+@click.option("--problems", type=int, help="Problems of a step (train.problems_per_step).")
+@click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="What is trained.  [default: by lora.r]")
+@click.option("--signal", default=1.0, show_default=True, help="Share of the groups whose rewards differ.")
+@click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
+@click.option("--price", type=float, metavar="PER_HOUR", help="Of one GPU: the cost is shown.")
+@click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
+@config_option
+@json_option
+@debug_option
+def command(
+    model: str | None,
+    gpu: str,
+    gpus: int,
+    context: int | None,
+    new_tokens: int | None,
+    turns: int,
+    tool_tokens: int | None,
+    steps: int | None,
+    price: float | None,
+    list_models: bool,
+    config_file: Path | None,
+    as_json: bool,
+    **parameters: Any,
+) -> None:
+    """Predict a training's step time, memory and cost, and say what holds it up and which settings fit.
+
+    Nothing is loaded: the estimate is made from the model's shape, and from what this engine and learner reach on a
+    GPU. `palestra bench` measures that on yours. Every rollout is taken to use all of its tokens.
+
+    \b
+    Examples:
+      palestra plan --model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64
+      palestra plan --model qwen3-1.7b --gpu rtx-4090 --method lora --price 0.4
+      palestra plan --model ./my-model --config run.yaml --train.tokens_per_micro_batch 8192
+    """
+    if list_models:
+        for name, shape in known_shapes().items():
+            click.echo(f"{name:16} {shape.parameters / 1e9:7.3f} B weights")
+        return
+    config = _config(model, parameters, config_file, new_tokens, context)
+    device = _device(gpu, parameters)
+    shape = find_shape(config.model.name)
+    config = with_suited_step(config, shape, device, gpus=gpus)
+    work = _work(config, shape, device, gpus, context, turns, tool_tokens, parameters)
+    if shape.context and work.context > shape.context:
+        raise PalestraError(
+            f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
+            "--context"
+        )
+    found = estimate(shape, device, work, efficiency_of(device))
+    steps = steps or config.train.max_steps or 100
+    if as_json:
+        click.echo(json.dumps(summary(found, steps, price)))
+        return
+    _print(Console(), config.model.name, found, steps, price)
+
+
+def _config(
+    model: str | None, parameters: dict[str, Any], config_file: Path | None, new_tokens: int | None, context: int | None
+) -> RunConfig:
+    """The YAML file, the settings and the short options, in one."""
+    options = settings.from_options(parameters)
+    short = {
+        "model.name": model,
+        "rollout.group_size": parameters["group"],
+        "train.problems_per_step": parameters["problems"],
+        "rollout.max_new_tokens": new_tokens,
+    }
+    layer = {name: value for name, value in short.items() if value is not None}
+    if parameters["method"] == "full":
+        layer["lora.r"] = 0
+    elif parameters["method"] is not None:
+        layer["lora.r"] = options.get("lora.r") or LORA_RANK
+        layer["lora.load_in_4bit"] = parameters["method"] == "qlora"
+    file = settings.read_run_settings(config_file)
+    if "rollout.max_new_tokens" not in {**file, **options, **layer}:
+        layer["rollout.max_new_tokens"] = max(1, (context or _DEFAULT_CONTEXT) // 4)
+    return RunConfig.build(file, options, layer)
+
+
+def _device(name: str, parameters: dict[str, Any]) -> Device:
+    figures = {
+        "memory_gib": parameters["memory_gib"],
+        "bandwidth": parameters["bandwidth"] and parameters["bandwidth"] * 1e12,
+        "flops": parameters["tflops"] and parameters["tflops"] * 1e12,
+    }
+    known = {key: value for key, value in figures.items() if value}
+    if name.startswith("cpu"):
+        return replace(cpu(processors(), memory_gib()), **known)
+    if len(known) == len(figures):
+        return Device(name, **known)
+    return replace(find_device(name), **known)
+
+
+def _work(
+    config: RunConfig,
+    shape: ModelShape,
+    device: Device,
+    gpus: int,
+    context: int | None,
+    turns: int,
+    tool_tokens: int | None,
+    parameters: dict[str, Any],
+) -> StepWork:
+    new = config.rollout.max_new_tokens
+    tools = 128 * (turns - 1) if tool_tokens is None else tool_tokens
+    whole = context or max(_DEFAULT_CONTEXT, 2 * (new + tools))
+    prompt = whole - new - tools
+    if prompt < 1:
+        raise PalestraError(
+            f"--context {whole} holds no prompt beside {new} sampled tokens and {tools} of tools; raise it, or lower "
+            "--new-tokens or --tool-tokens"
+        )
+    return work_of(
+        config,
+        shape,
+        device,
+        prompt_tokens=prompt,
+        tool_tokens=tools,
+        turns=turns,
+        gpus=gpus,
+        signal=parameters["signal"],
+        tool_s=parameters["tool_seconds"],
+    )
+
+
+def summary(found: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
+    """All numbers of an estimate, for programs."""
+    name, share = found.bottleneck
+    change = None if found.fits else found.changes_that_fit()
+    memory = {part: round(value / GIB, 3) for part, value in asdict(found.memory).items() if part != "kv_sleeps"}
+    return {
+        "device": found.device.name,
+        "gpus": found.work.gpus,
+        "parameters": found.shape.parameters,
+        "step_s": round(found.time.total_s, 4),
+        "sampling_s": round(found.time.sampling_s, 4),
+        "learning_s": round(found.time.learning_s, 4),
+        "parts_s": {part: round(seconds, 4) for part, seconds in found.time.parts.items()},
+        "rows_at_once": found.time.decode.rows,
+        "tokens_per_micro_batch": found.work.tokens_per_micro_batch,
+        "micro_batches": found.work.packed.micro_batches,
+        "sampled_tokens_per_s": round(found.tokens_per_s),
+        "bottleneck": name,
+        "bottleneck_share": round(share, 3),
+        "hint": found.hint,
+        "memory_gib": round(found.memory.total / GIB, 2),
+        "memory_parts_gib": memory,
+        "memory_usable_gib": round(found.room / GIB, 2),
+        "fits": found.fits,
+        "fits_with": change.settings if change else None,
+        "fits_on_gpus": found.gpus_that_fit(),
+        "steps": steps,
+        "hours": round(found.time.total_s * steps / 3600, 3),
+        "cost": None if price is None else round(found.cost(price, steps), 2),
+        "calibration": found.reached.origin,
+    }
+
+
+def _print(console: Console, name: str, found: RunEstimate, steps: int, price: float | None) -> None:
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    work, time, room = found.work, found.time, found.room / GIB
+    trained = "all weights" if work.method == "full" else f"{work.method} of rank {work.lora_rank}"
+    line(
+        f"{name}: {_billions(found.shape)} weights, {trained}, on {work.gpus} × {found.device.name}; "
+        f"{work.problems} × {work.group_size} rollouts of {work.prompt_tokens} + {work.completion} tokens"
+    )
+    table = Table("time of a step", "", "memory of a GPU at its peak", "", box=None, header_style="bold")
+    for column in (1, 3):
+        table.columns[column].justify = "right"
+    times = [(part, duration_text(seconds)) for part, seconds in time.parts.items() if seconds]
+    times.append(("total", duration_text(time.total_s)))
+    parts = asdict(found.memory).items()
+    memory = [
+        (part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in parts if value and part != "kv_sleeps"
+    ]
+    memory.append(("total", f"{found.memory.total / GIB:.1f} of {room:.1f} GiB"))
+    for i in range(max(len(times), len(memory))):
+        table.add_row(*(times[i] if i < len(times) else ("", "")), *(memory[i] if i < len(memory) else ("", "")))
+    console.print(table)
+    bottleneck, share = found.bottleneck
+    line(
+        f"{found.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
+        f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
+        f"{duration_text(time.total_s * steps)}"
+        + ("" if price is None else f" and cost {found.cost(price, steps):,.2f}")
+    )
+    line(f"bottleneck: {bottleneck}, {share:.0%} of a step; what helps: {found.hint}")
+    if found.fits:
+        line("it fits", "green")
+    else:
+        change = found.changes_that_fit()
+        then = f"; with these a step takes {duration_text(found.with_work(change.work).time.total_s)}" if change else ""
+        line(f"it does not fit: {found.remedy()}{then}", "yellow")
+    line(f"by efficiencies {found.reached.origin}; `palestra bench` measures them here", "dim")
+
+
+def _billions(shape: ModelShape) -> str:
+    return f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.0f} M"
+
+
+settings.options(command)

@@ -1,0 +1,148 @@
+"""`palestra serve RUN_OR_MODEL`: a model behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.find_run import model_of
+from palestra.core.errors import needs_extra
+from palestra.train.progress import task
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+_BACKLOG = 2048  # connections that wait until the server accepts them
+
+
+def address_options(port: int) -> Any:
+    """The options --host, --port and --token of a server."""
+
+    def add(function: Any) -> Any:
+        for option in (
+            click.option("--token", envvar="PALESTRA_TOKEN", help="Required of every client. [env: PALESTRA_TOKEN]"),
+            click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free."),
+            click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
+@click.command("serve")
+@click.argument("run_or_model")
+@address_options(8000)
+@dtype_option
+@device_option
+@click.option("--engine", default="auto", type=click.Choice(["auto", "paged", "plain"]))
+@click.option(
+    "--weights-from",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Let a trainer (rollout.policy_url) give the model new weights, by files in this folder.",
+)
+@debug_option
+def command(
+    run_or_model: str,
+    host: str,
+    port: int,
+    token: str | None,
+    dtype: str,
+    device: str,
+    engine: str,
+    weights_from: Path | None,
+) -> None:
+    """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, vLLM and SGLang.
+
+    RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
+
+    \b
+    palestra serve palestra/tiny
+    palestra serve k3f9 --port 9000
+
+    \b
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    """
+    model, _ = model_of(run_or_model)
+    socket = server_port(host, port, token)
+    console = Console(stderr=True)
+    load_libraries(console, model)
+    from palestra.servers.openai.inference import inference_app
+    from palestra.servers.openai.loading import load_completer
+
+    with task(console, f"loading {model}"):
+        completer = load_completer(model, dtype=dtype, device=device, engine=engine)
+    app = inference_app(completer, token=token, weights_folder=weights_from)
+    _show_requests()
+    run_server(app, socket, f"{model} is served at", "/v1")
+
+
+@click.command("trajectory")
+@address_options(8001)
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="For groups."
+)
+@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
+@click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
+@click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
+@debug_option
+def trajectory(
+    host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_waiting_mib: int, max_body_mib: int
+) -> None:
+    """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 10
+
+    Accepted groups are on disk before the answer is sent, and survive a restart.
+    """
+    socket = server_port(host, port, token)
+    from palestra.sources.wire.server import trajectory_app
+
+    app = trajectory_app(
+        folder, token=token, max_waiting=max_waiting, max_waiting_mib=max_waiting_mib, max_body_mib=max_body_mib
+    )
+    run_server(app, socket, "the trajectory API is at")
+
+
+def server_port(host: str, port: int, token: str | None) -> Any:
+    """The bound socket of a server: what is wrong with its address is told before anything is loaded."""
+    require_serve_extra()
+    from palestra.servers.web import open_port
+
+    return open_port(host, port, token)
+
+
+def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    from palestra.servers.web import Server, url_of
+
+    socket.listen(_BACKLOG)  # so that whoever has read the line can connect
+    click.echo(f"{message} {url_of(socket)}{path}")
+    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+
+
+def _show_requests() -> None:
+    """A line on stderr for each request."""
+    from palestra.servers.web import request_log
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    request_log.propagate = False
+
+
+def require_serve_extra() -> None:
+    with needs_extra("this", "serve"):
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401

@@ -1,0 +1,72 @@
+"""`palestra tinker`: models behind the API of the Tinker SDK."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.serve import address_options, run_server, server_port
+from palestra.train.progress import task
+
+SWITCH_S = 0.001  # threads that train and sample yield to the one that answers: at 5 ms, requests come in too slowly
+
+
+@click.command("tinker")
+@click.argument("models", nargs=-1)
+@address_options(8010)
+@dtype_option
+@device_option
+@click.option("--output_dir", type=click.Path(path_type=Path), default="runs", show_default=True, help="For runs.")
+@click.option("--max-sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients at once.")
+@click.option("--max-models", default=8, show_default=True, type=click.IntRange(1), help="Trained at once.")
+@click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="Of adapters and optimizers together.")
+@click.option(
+    "--rows-per-pass",
+    type=click.IntRange(1),
+    help="Rows computed together; 1: gradients do not depend on how rows are split. [default: 4 on a CPU, else all]",
+)
+@debug_option
+def command(
+    models: tuple[str, ...],
+    host: str,
+    port: int,
+    token: str | None,
+    dtype: str,
+    device: str,
+    output_dir: Path,
+    max_sessions: int,
+    max_models: int,
+    memory_gib: float | None,
+    rows_per_pass: int | None,
+) -> None:
+    """Serve MODELS (palestra/tiny if none is given) to the Tinker SDK and the Tinker cookbook.
+
+    \b
+    palestra tinker palestra/tiny
+    TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python my_recipe.py
+
+    Each model that a client trains is a run: `palestra runs` lists it. What a client saves lies in the run's folder,
+    so that its tinker:// paths survive a restart. Other hosts than loopback need --token, an API key that begins
+    with tml-.
+    """
+    socket = server_port(host, port, token)
+    names = models or ("palestra/tiny",)
+    console = Console(stderr=True)
+    load_libraries(console, names[0])
+    from palestra.servers.tinker.base_model import BaseModel
+    from palestra.servers.tinker.server import tinker_app
+    from palestra.servers.tinker.service import Service, ServiceLimits
+
+    with task(console, f"loading {', '.join(names)}"):
+        bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
+    limits = ServiceLimits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
+    for base in bases:
+        if base.path != base.name:
+            click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")
+    sys.setswitchinterval(SWITCH_S)
+    app = tinker_app(Service(bases, output_dir, limits), token=token)
+    run_server(app, socket, f"{', '.join(names)} served to the Tinker SDK at")

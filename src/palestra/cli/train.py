@@ -1,0 +1,300 @@
+"""`palestra train`: train an agent, and compare before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from palestra.agents.agent import Agent
+from palestra.api import train_grpo
+from palestra.cli import settings
+from palestra.cli.agent_file import AgentFile
+from palestra.cli.agent_options import AgentOptions, agent_options
+from palestra.cli.common import absolute_name, config_option, debug_option, json_line_option
+from palestra.cli.display import DryRun, training_display
+from palestra.cli.env import open_env
+from palestra.cli.find_run import require_run, with_model_of_run
+from palestra.cli.serve import require_serve_extra
+from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.cli.summary import outcome_summary, print_training
+from palestra.cli.train_wire import new_run_for, present, run_on_wire, wait_limit_option
+from palestra.cli.trust import code_of_run, require_trust, trust_option
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.launch import launch_ranks
+from palestra.core.ranks import RankVariables, is_first_rank
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.show import show_path
+from palestra.env_api import train_env
+from palestra.envs.load import find_env, load_env
+from palestra.result import GRPOTrainingResult
+from palestra.runs.foreground import refuse_busy
+from palestra.runs.manager import RunManager, RunRequest
+from palestra.runs.request import PALESTRA
+from palestra.train.progress import Display
+
+
+@click.command(
+    "train",
+    cls=EnvCommand,
+    context_settings={"max_content_width": 100},
+    options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…",
+)
+@click.argument("agent_file", required=False)
+@click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
+@click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
+@agent_options
+@click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
+@click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
+@click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes on this machine, one for each GPU."
+)
+@click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
+@click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
+@wait_limit_option
+@config_option
+@click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
+@click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
+@trust_option
+@json_line_option
+@debug_option
+def command(
+    agent_file: str | None,
+    env: str | None,
+    env_url: str | None,
+    folder: Path | None,
+    detach: bool,
+    wire: bool,
+    nproc: int | None,
+    dry_run: bool,
+    serve_port: int,
+    wait_limit_s: float,
+    config_file: Path | None,
+    resume: str | None,
+    from_checkpoint: str | None,
+    trust: bool,
+    as_json: bool,
+    **parameters: Any,
+) -> None:
+    """Train an agent on its suite, with its measures as the reward; then compare before and after.
+
+    AGENT_FILE is a Python file that defines `agent` and `suite`, and may define `held_out`, `measures`,
+    `reward_weights` and `config`. Without one, the demo agent is trained.
+
+    \b
+    Examples:
+      palestra train
+      palestra train my_agent.py --seed 1
+      palestra train my_agent.py --train.learning_rate 2e-5 --train.max_steps 100 --lora.r 8
+      palestra train my_agent.py --config run.yaml --model.name Qwen/Qwen3-0.6B
+      palestra train my_agent.py --model.name k3f9@best        go on from the model of another run
+      palestra train --env calculator --env.operations 1
+      palestra train --agent-cmd "python my_agent.py" --cases cases.jsonl --measure score.py:score
+      palestra train --mcp "python server.py" --cases cases.jsonl --measure score.py:score
+      palestra train my_agent.py --nproc 4
+      palestra train my_agent.py --detach
+      palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 20
+      palestra train --resume runs/my-agent-20260131-101500
+      palestra train --resume runs/my-agent-20260131-101500 --train.max_steps 200
+      palestra train --resume runs/my-agent-20260131-101500 --from-checkpoint best
+
+    With --agent-cmd each attempt is a process of yours: it finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or
+    the same of ANTHROPIC), and its case on stdin. Without --cases it is asked the demo's questions.
+
+    Every setting of a run is an option, --section.key, with sections such as model, train, rollout, lora, eval and
+    checkpoint. `palestra config --keys` lists them all. The command line wins over the YAML
+    file, and that over the agent file's own config.
+    """
+    if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
+        if resume is not None:
+            trust = _is_trusted(require_run(resume), trust)  # here, where a question can be answered once
+        words = [*(["--trust"] if trust else []), *settings.typed_words()]
+        raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *words], nproc))
+    console = Console(stderr=as_json, quiet=not is_first_rank())
+    own = AgentOptions.take(parameters)
+    _refuse_together(own, click.get_current_context().params)
+    new = NewRun(agent_file, env, own, config_file, with_model_of_run(settings.from_options(parameters)))
+    if dry_run:
+        with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
+            new.train(console, Path(scratch), dry_run=True)
+        console.print("ready; nothing was trained (--dry-run)")
+        return
+    if detach:
+        _detach(new, wire or None, nproc or 1, console, as_json)
+        return
+    resumed = None if resume is None else _resume_of(resume, from_checkpoint, new.options, config_file, trust)
+    if env_url is not None:
+        require_serve_extra()
+        if resumed is None:
+            run = new_run_for(env, env_url, folder, read_settings(config_file, new.options))
+        else:
+            run = RunFolder.open(resumed.folder)
+        outcome = run_on_wire(
+            run,
+            env_url,
+            serve_port,
+            console,
+            continued_by=f"palestra train --env-url {env_url}",
+            token=os.environ.get("PALESTRA_TOKEN") or None,
+            wait_limit_s=wait_limit_s,
+            resume=resumed,
+        )
+        present(run, outcome, console, as_json)
+        return
+    result = new.train(console, folder) if resumed is None else resume_run(resumed, console, agent_file)
+    print_training(console, result, result.outcome.report_path)
+    if as_json and is_first_rank():
+        click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
+
+
+def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
+    """Whether this process only starts the ranks; False in a rank itself, and for one."""
+    for option, value in refused.items():
+        if value and nproc > 1:
+            raise PalestraError(f"--nproc {nproc} trains in this terminal; it does not go with {option}")
+    place = RankVariables.of_environment()
+    if place is not None and place.local_size != nproc:
+        raise PalestraError(
+            f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"
+        )
+    return place is None and nproc > 1
+
+
+def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
+    """An error for options that exclude each other."""
+    names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
+    agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
+    if own.are_set and (env or env_url or resume):
+        raise PalestraError(
+            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
+        )
+    if env is not None and agent_file is not None:
+        raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+    if env_url is not None and agent_file is not None:
+        raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
+    if parameters["from_checkpoint"] is not None and resume is None:
+        raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
+    if parameters["dry_run"] and (detach or resume or env_url or folder):
+        raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
+    if detach and (resume or env_url or folder):
+        raise PalestraError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """What a new run trains on, and its settings, as the command line names them."""
+
+    agent_file: str | None
+    env: str | None
+    own: AgentOptions
+    config_file: Path | None
+    options: dict[str, Any]
+
+    def train(self, console: Console, folder: Path | None, *, dry_run: bool = False) -> GRPOTrainingResult:
+        if self.env is None:
+            file, agent, config = self.own.open(self.agent_file, self.config_file, self.options)
+            record = {"agent_options": self.own.record()} if self.own.are_set else None
+            with training_display(console, config, "palestra train", dry_run=dry_run) as display:
+                return _train_agent(file, agent, config, display, folder=folder, record=record)
+        env, config, read = open_env(self.env, self.config_file, self.options)
+        environment = {"environment": {"name": absolute_name(self.env), "settings": read.env}}
+        with training_display(console, config, "palestra train", dry_run=dry_run) as display:
+            return train_env(env, config, watcher=display, record=environment, folder=folder)
+
+    def check(self) -> EnvSettings:
+        """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
+        if self.env is None:
+            self.own.open(self.agent_file, self.config_file, self.options)
+        elif find_env(self.env).dialect == "palestra":
+            open_env(self.env, self.config_file, self.options)
+        return read_settings(self.config_file, self.options)
+
+
+def _train_agent(file: AgentFile, agent: Agent, config: RunConfig, display: Display, **more: Any) -> GRPOTrainingResult:
+    return train_grpo(
+        agent,
+        file.suite,
+        file.measures,
+        config=config,
+        reward_weights=file.reward_weights,
+        held_out=file.held_out,
+        watcher=display,
+        source=file.source or None,
+        **more,
+    )
+
+
+def _is_trusted(run: RunFolder, trust: bool) -> bool:
+    """True if the run may be continued; PalestraError if it may not."""
+    require_trust(run, code_of_run(run.record), trust)
+    return True
+
+
+def _resume_of(
+    name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None, trust: bool
+) -> Resume:
+    max_steps = settings.max_steps_of_resumed(options, config_file)
+    run = require_run(name)
+    _is_trusted(run, trust)
+    if is_first_rank():  # by then the first one may train in it
+        refuse_busy(run.path)
+    return Resume(run.path, checkpoint, max_steps)
+
+
+def resume_run(resume: Resume, console: Console, agent_file: str | None = None) -> GRPOTrainingResult:
+    """Go on with a run whose environment or agent file is in its record."""
+    run = RunFolder.open(resume.folder)
+    if environment := run.environment():
+        env = load_env(*environment)
+        with training_display(console, run.config, "palestra train") as display:
+            return train_env(env, run.config, watcher=display, resume=resume)
+    if run.wire_command:
+        raise PalestraError(f"{run.path} trains on environments over the wire; continue it with: {run.wire_command}")
+    source, own = agent_file or run.record.get("source"), AgentOptions.from_record(run.record.get("agent_options"))
+    if source is None and not own.are_set:
+        raise PalestraError(
+            f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
+            f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
+        )
+    file, agent, _ = own.open(source, None, {})
+    agent = replace(agent, model=run.config.model.name)
+    with training_display(console, run.config, "palestra train") as display:
+        return _train_agent(file, agent, run.config, display, resume=resume)
+
+
+def _detach(new: NewRun, wire: bool | None, nproc: int, console: Console, as_json: bool) -> None:
+    """Start the training in the background, under a supervisor, and print the commands to follow it."""
+    checked = new.check()
+    request = RunRequest(
+        environment=new.env and absolute_name(new.env),
+        agent_file=new.agent_file and absolute_name(new.agent_file),
+        agent_arguments=new.own.arguments(),
+        settings={"output_dir": str(Path("runs").absolute()), **checked.run},
+        env_settings=checked.env,
+        server_settings=checked.openai,
+        wire=wire,
+        nproc=nproc,
+        name=Path(new.env or new.agent_file or new.own.cases or "demo").stem,
+    )
+    run = RunManager().start(request)
+    if as_json:
+        click.echo(json.dumps(run.to_dict()))
+        return
+    console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
+    for action in ("watch", "logs", "stop"):
+        console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
+    console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
+
+
+settings.options(command)

@@ -1,0 +1,1 @@
+"""report.json and report.html of a run, with their charts."""

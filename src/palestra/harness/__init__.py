@@ -1,1 +1,0 @@
-"""Agents that are programs, as something to train: they run against the gateway, and groups of rollouts come out."""

@@ -1,0 +1,295 @@
+"""Call formats whose calls are JSON: parsers and writers. A parser returns the text outside of the calls and the calls.
+
+A call is a dict with "name" and "arguments" (or "parameters"), or `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from palestra.models.chat.calls_python import Unreadable, looks_like_calls, read_calls
+
+Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
+Found = tuple[str, list[Any]]  # the text outside of the calls, and the calls
+Calls = Sequence[tuple[str, Mapping[str, Any]]]  # (name, arguments) of each call to write
+
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+MISTRAL = "[TOOL_CALLS]"
+_NOT_SPACE = re.compile(r"\S|\Z")
+_LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters|arguments)"')
+_FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# A call in a text, with the fence, the tag, the backtick or the doubled braces around it. Qwen2.5-Coder's template
+# shows calls as {{"name": …}} by mistake, and the model copies that.
+_EMBEDDED_START = re.compile(
+    r'(?:```\w*\s*|`|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")'
+)
+_EMBEDDED_END = re.compile(r"[\s},;]*(?:```|`|</tool_call>)?[\s.]*")
+_NAMED_TOOL = re.compile(r'\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"]*)"')
+_CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+_DEEPSEEK_CALL = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<v3>[^\n]*)\n```json\n|(?P<name>[^<]*)<｜tool▁sep｜>)"
+    r"(?P<arguments>.*?)(?:\n```)?\s*(?:<｜tool▁call▁end｜>|\Z)",
+    re.DOTALL,
+)
+_KIMI_CALL = re.compile(
+    r"<\|tool_call_begin\|>\s*(?P<id>[^<]*?)\s*<\|tool_call_argument_begin\|>"
+    r"(?P<arguments>.*?)(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+_KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
+_LLAMA_TAG = re.compile(r"<\|python_tag\|>|<\|python_start\|>(?:<\|python_end\|>)?")
+_decoder = json.JSONDecoder()
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_json(text: str) -> Any:
+    """The JSON value of a text, or `Unreadable`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})")
+
+
+def why_not_json(error: Exception) -> str:
+    """Why a text is not JSON, for the model to read."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
+
+
+def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, needs_close: bool = True) -> Found:
+    """JSON objects, or lists of them, between two tags. Tags inside of a JSON string belong to the argument."""
+    parts, calls, position = list[str](), list[Any](), 0
+    while (start := text.find(opening, position)) >= 0:
+        parts.append(text[position:start])
+        values, position = _next_block(text, start + len(opening), opening, closing, needs_close)
+        calls += values
+    return "".join([*parts, text[position:]]), calls
+
+
+def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
+    """Return the values of the block that begins at `start`, and the index after the block."""
+    values, end = _decode_all(text, start)
+    close, reopened = text.find(closing, end), text.find(opening, end)
+    if close >= 0 and (reopened < 0 or close < reopened):
+        is_read = bool(values) and not text[end:close].strip()
+        return values if is_read else [read_json(text[start:close])], close + len(closing)
+    limit = reopened if reopened >= 0 else len(text)
+    if not needs_close:
+        return values or [read_json(text[start:limit])], end if values else limit
+    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit
+
+
+def _decode_all(text: str, start: int) -> tuple[list[Any], int]:
+    """The JSON values that follow each other from `start` on, lists of calls flattened, and where they end."""
+    values, end = list[Any](), start
+    while True:
+        begin: int = _NOT_SPACE.search(text, end).start()  # type: ignore[union-attr]
+        if values and text[begin : begin + 1] in (",", ";"):
+            begin = _NOT_SPACE.search(text, begin + 1).start()  # type: ignore[union-attr]
+        try:
+            value, end = _decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return values, end
+        values += value if isinstance(value, list) else [value]
+
+
+def write_tagged(calls: Calls, opening: str, closing: str) -> str:
+    """One block for each call."""
+    return "\n".join(f"{opening}\n{dumps({'name': n, 'arguments': dict(a)})}\n{closing}" for n, a in calls)
+
+
+def write_tagged_list(calls: Calls, opening: str, closing: str) -> str:
+    """One block with a list of all calls."""
+    return f"{opening}{dumps([{'name': n, 'arguments': dict(a)} for n, a in calls])}{closing}"
+
+
+def find_bare(text: str, schemas: Schemas) -> Found:
+    """Llama: a message that is nothing but calls, or calls behind a tag."""
+    if tag := _LLAMA_TAG.search(text):
+        calls = _bare(text[tag.end() :], is_code=True)
+        return text[: tag.start()], calls or [Unreadable(f"no call follows {tag[0]}")]
+    calls = _bare(text)
+    return ("", calls) if calls else (text, [])
+
+
+def find_phi(text: str, schemas: Schemas) -> Found:
+    """Phi-4 mini: a list behind `functools`, or a message that is nothing but calls, as its template writes them."""
+    if "functools[" in text:
+        return find_tagged(text, schemas, "functools", "\0", needs_close=False)
+    return find_bare(text, schemas)
+
+
+def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> Found:
+    """Fenced blocks that hold calls; without any, a message that is nothing but calls."""
+    calls: list[Any] = []
+
+    def counts(found: Sequence[Any]) -> bool:
+        return bool(found) and (not known_tools_only or all(name_of(call) in schemas for call in found))
+
+    def take(fence: re.Match[str]) -> str:
+        is_code = fence[1] in _CODE_FENCES
+        found = _bare(fence[2], is_code)
+        if not found and is_code:
+            found = [Unreadable(f"the block {fence[1]} holds no call")]
+        if not counts(found):
+            return fence[0]
+        calls.extend(found)
+        return ""
+
+    rest = _FENCE.sub(take, text)
+    if not calls and counts(bare := _bare(text)):
+        return "", bare
+    return rest, calls
+
+
+def find_embedded(text: str, schemas: Schemas) -> Found:
+    """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
+    parts, calls, position = list[str](), list[Any](), 0
+    while start := _EMBEDDED_START.search(text, position):
+        value, end = _decode_call(text, start.start("call"))
+        end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+        begins_line = not text[text.rfind("\n", 0, start.start()) + 1 : start.start()].strip()
+        ends_message = end == len(text) and text[start.start() - 1].isspace()
+        if name_of(value) in schemas and (begins_line or ends_message):
+            calls.append(value)
+            parts.append(text[position : start.start()])
+            position = end
+        else:
+            parts.append(text[position : start.end()])
+            position = start.end()
+    return "".join([*parts, text[position:]]), calls
+
+
+def _decode_call(text: str, start: int) -> tuple[Any, int]:
+    """The JSON object at `start` and its end; `Unreadable` with the tool's name if it is not valid JSON."""
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        named = _NAMED_TOOL.match(text, start)
+        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else ""), len(
+            text
+        )
+    return (value if _is_call(value) else None), end
+
+
+def write_bare(calls: Calls) -> str:
+    return "; ".join(dumps({"name": n, "parameters": dict(a)}) for n, a in calls)
+
+
+def write_fenced(calls: Calls) -> str:
+    return "\n".join(f"```json\n{dumps({'name': n, 'parameters': dict(a)})}\n```" for n, a in calls)
+
+
+def _bare(text: str, is_code: bool = False) -> list[Any]:
+    """The calls that a text consists of, as JSON or as Python; nothing where it is something else."""
+    body = text.strip()
+    if looks_like_calls(body, is_code):
+        return read_calls(body)
+    if not _LOOKS_LIKE_JSON_CALL.match(body):
+        return []
+    calls, end = _decode_all(body, 0)
+    if body[end:].strip("; \n\t"):
+        calls.append(read_json(body[end:].lstrip(";, \n\t")))
+    return calls if any(isinstance(call, Unreadable) or _is_call(call) for call in calls) else []
+
+
+def _is_call(value: Any) -> bool:
+    """Whether a JSON value is a call: it has a name and arguments. Other JSON may be an answer."""
+    if not isinstance(value, dict):
+        return False
+    inner = value["function"] if isinstance(value.get("function"), dict) else value
+    return bool({"name", "function"} & set(inner)) and bool({"arguments", "parameters"} & set(inner))
+
+
+def name_of(call: Any) -> str:
+    """The name of the tool that a found call names; empty if it names none."""
+    if not isinstance(call, dict):
+        return call.name if isinstance(call, Unreadable) else ""
+    inner = call["function"] if isinstance(call.get("function"), dict) else call
+    name = inner.get("name", inner.get("tool_name", inner.get("function")))
+    return name if isinstance(name, str) else ""
+
+
+def find_mistral(text: str, schemas: Schemas) -> Found:
+    """`[TOOL_CALLS] [{…}, {…}]` of older models, `[TOOL_CALLS]name[ARGS]{…}` of newer ones."""
+    before, *pieces = text.split(MISTRAL)
+    calls: list[Any] = []
+    for piece in pieces:
+        if named := _MISTRAL_NAME.match(piece):
+            calls.append(_named(named[1], piece[named.end() :], named[2]))
+        else:
+            value = read_json(piece)
+            calls += value if isinstance(value, list) else [value]
+    return before, calls
+
+
+def write_mistral(calls: Calls) -> str:
+    return write_tagged_list(calls, f"{MISTRAL} ", "")
+
+
+def write_mistral_args(calls: Calls) -> str:
+    return "".join(f"{MISTRAL}{name}[ARGS]{dumps(dict(arguments))}" for name, arguments in calls)
+
+
+def _named(name: str, arguments: str, call_id: str | None = None) -> Any:
+    """A call whose name stands in front of its arguments."""
+    value = read_json(arguments)
+    if isinstance(value, Unreadable):
+        return Unreadable(value.reason, name)
+    return {"name": name, "arguments": value} | ({"id": call_id} if call_id else {})
+
+
+def find_deepseek(text: str, schemas: Schemas) -> Found:
+    """DeepSeek V3 (a ```json block behind the name) and V3.1 (JSON behind the name)."""
+    before, tag, behind = text.partition("<｜tool▁calls▁begin｜>")
+    if not tag and "<｜tool▁call▁begin｜>" in text:
+        start = text.index("<｜tool▁call▁begin｜>")
+        before, behind = text[:start], text[start:]
+    body, _, after = behind.partition("<｜tool▁calls▁end｜>")
+    calls = [_named((m["v3"] or m["name"] or "").strip(), m["arguments"]) for m in _DEEPSEEK_CALL.finditer(body)]
+    if tag and not calls:
+        calls = [Unreadable("no call follows <｜tool▁calls▁begin｜>")]
+    return before + after, calls
+
+
+def write_deepseek(calls: Calls, is_v3: bool) -> str:
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        body = dumps(dict(arguments))
+        written = f"function<｜tool▁sep｜>{name}\n```json\n{body}\n```" if is_v3 else f"{name}<｜tool▁sep｜>{body}"
+        return f"<｜tool▁call▁begin｜>{written}<｜tool▁call▁end｜>"
+
+    between = "\n" if is_v3 else ""
+    return f"<｜tool▁calls▁begin｜>{between.join(one(*call) for call in calls)}<｜tool▁calls▁end｜>"
+
+
+def find_kimi(text: str, schemas: Schemas) -> Found:
+    before, tag, behind = text.partition("<|tool_calls_section_begin|>")
+    body, _, after = behind.partition("<|tool_calls_section_end|>")
+    calls = []
+    for match in _KIMI_CALL.finditer(body):
+        named = _KIMI_ID.fullmatch(match["id"])
+        calls.append(_named(named["name"] if named else "", match["arguments"], match["id"]))
+    if tag and not calls:
+        calls = [Unreadable("no call follows <|tool_calls_section_begin|>")]
+    return before + after, calls
+
+
+def write_kimi(calls: Calls) -> str:
+    written = [
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(dict(arguments))}<|tool_call_end|>"
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+
+
+find_hermes = partial(find_tagged, opening=TOOL_CALL, closing=TOOL_CALL_END)
+write_hermes = partial(write_tagged, opening=TOOL_CALL, closing=TOOL_CALL_END)

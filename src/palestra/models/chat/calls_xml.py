@@ -1,0 +1,181 @@
+"""Call formats whose arguments are tagged text: parsers and writers. The tool's JSON schema gives each its type."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.models.chat.calls_json import Calls, Found, Schemas, dumps
+from palestra.models.chat.calls_python import Unreadable
+
+_QWEN_CALL = re.compile(r"<function=(?P<name>[^>\n]*)>(?P<body>.*?)(?:</function>|\Z)", re.DOTALL)
+_QWEN_ARGUMENT = re.compile(r"<parameter=(?P<key>[^>\n]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+_INVOKE = re.compile(
+    r'<(?P<tag>[^<>\s]*)invoke name="(?P<name>[^"]*)">(?P<body>.*?)(?:</(?P=tag)invoke>|\Z)', re.DOTALL
+)
+_INVOKE_ARGUMENT = re.compile(
+    r'<(?P<tag>[^<>\s]*)parameter name="(?P<key>[^"]*)"(?: string="(?P<is_text>\w+)")?>'
+    r"(?P<value>.*?)(?:</(?P=tag)parameter>|\Z)",
+    re.DOTALL,
+)
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """An argument's text as a value of the type that its schema asks for; without a schema, JSON if it is any.
+
+    >>> typed("42", {"type": "string"}), typed("42", {"type": "integer"}), typed("True", {"type": "boolean"})
+    ('42', 42, True)
+    """
+    types = types_of(schema)
+    if "string" in types:
+        return None if "null" in types and text.strip().lower() in ("null", "none") else text
+    body = text.strip()
+    if body.lower() in _WORDS:
+        return _WORDS[body.lower()]
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = _python_value(body, text)
+    return text if isinstance(value, str) and not types else value
+
+
+def _python_value(body: str, text: str) -> Any:
+    """Parse Python notation, which templates write with Jinja's `string` filter; `text` if it is none."""
+    if body[:1] not in ("{", "["):
+        return text
+    try:
+        return ast.literal_eval(body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+def types_of(schema: Mapping[str, Any] | None) -> set[str]:
+    """The JSON types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return {"string"} if all(isinstance(value, str) for value in values) else set()
+    found: set[str] = set()
+    for key in ("anyOf", "oneOf"):
+        for each in schema.get(key) or ():
+            found |= types_of(each)
+    kind = schema.get("type")
+    return found | ({kind} if isinstance(kind, str) else set(kind or ()))
+
+
+def schema_of(schemas: Schemas, name: str, argument: str) -> Mapping[str, Any] | None:
+    properties = (schemas.get(name) or {}).get("properties")
+    return properties.get(argument) if isinstance(properties, Mapping) else None
+
+
+def _unwrap(value: str) -> str:
+    """Remove the one line break that templates put on either side of a value."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
+    """The text outside of the tags, and the text between each pair of them."""
+    parts, found = list[str](), list[str]()
+    while True:
+        before, tag, behind = text.partition(opening)
+        parts.append(before)
+        if not tag:
+            return "".join(parts), found
+        body, _, text = behind.partition(closing)
+        found.append(body)
+
+
+def find_qwen(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
+    outside, found = blocks(text, opening, closing)
+    calls: list[Any] = []
+    for block in found:
+        matches = list(_QWEN_CALL.finditer(block))
+        if not matches:
+            calls.append(Unreadable(f"{opening} holds no <function=name>…</function>"))
+        for match in matches:
+            name = match["name"].strip()
+            arguments = {
+                (key := argument["key"].strip()): typed(_unwrap(argument["value"]), schema_of(schemas, name, key))
+                for argument in _QWEN_ARGUMENT.finditer(match["body"])
+            }
+            calls.append({"name": name, "arguments": arguments})
+    return outside, calls
+
+
+def write_qwen(calls: Calls, opening: str, closing: str, line: str = "\n") -> str:
+    """`line` is what stands on either side of a value."""
+
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        written = "".join(
+            f"<parameter={key}>{line}{as_text(value)}{line}</parameter>\n" for key, value in arguments.items()
+        )
+        return f"{opening}\n<function={name}>\n{written}</function>\n{closing}"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def find_glm(text: str, schemas: Schemas) -> Found:
+    outside, found = blocks(text, "<tool_call>", "</tool_call>")
+    calls: list[Any] = []
+    for block in found:
+        name = block.partition("<arg_key>")[0].strip()
+        if not re.fullmatch(r"[\w.:-]+", name):
+            calls.append(Unreadable("<tool_call> is not followed by the name of a tool"))
+            continue
+        arguments = {
+            match["key"]: typed(match["value"], schema_of(schemas, name, match["key"]))
+            for match in _GLM_ARGUMENT.finditer(block)
+        }
+        calls.append({"name": name, "arguments": arguments})
+    return outside, calls
+
+
+def write_glm(calls: Calls) -> str:
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def find_invoke(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
+    """`<invoke name="f"><parameter name="k">v</parameter></invoke>` with any prefix of the tags (MiniMax, DeepSeek)."""
+    outside, found = blocks(text, opening, closing)
+    calls: list[Any] = []
+    for block in found:
+        matches = list(_INVOKE.finditer(block))
+        if not matches:
+            calls.append(Unreadable(f'{opening} holds no <invoke name="…">'))
+        for match in matches:
+            arguments = {}
+            for argument in _INVOKE_ARGUMENT.finditer(match["body"]):
+                schema = schema_of(schemas, match["name"], argument["key"])
+                if argument["is_text"] is not None:
+                    schema = {"type": "string" if argument["is_text"] == "true" else "object"}
+                arguments[argument["key"]] = typed(_unwrap(argument["value"]), schema)
+            calls.append({"name": match["name"], "arguments": arguments})
+    return outside, calls
+
+
+def write_invoke(calls: Calls, opening: str, closing: str, prefix: str = "", marks_text: bool = False) -> str:
+    def argument(key: str, value: Any) -> str:
+        mark = f' string="{"true" if isinstance(value, str) else "false"}"' if marks_text else ""
+        return f'<{prefix}parameter name="{key}"{mark}>{as_text(value)}</{prefix}parameter>\n'
+
+    written = "".join(
+        f'<{prefix}invoke name="{name}">\n{"".join(argument(*each) for each in arguments.items())}</{prefix}invoke>\n'
+        for name, arguments in calls
+    )
+    return f"{opening}\n{written}{closing}"
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)

@@ -1,0 +1,162 @@
+"""Tokenising the texts of conversations, most of which begin alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import Any
+
+from palestra.core.messages import encodable
+from palestra.models.chat.pieces import Piece, TokenRuns
+
+MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
+MAX_PROBES = 32
+MAX_CHARS_WITH_GIL = 4096
+_EDGE_CHARS, _EDGE_TOKENS = 1024, 64  # of a long text: tokenised with offsets, and compared
+_PROBE = "Say 12 words.\n {}\nno\t{} 3+4{}yes {}{}\n\nEnd"  # beginnings and ends that tokenizers treat differently
+_IN_BODY, _IN_SCAFFOLD = b"\1", b"\0"  # of a rendered text, character by character
+
+
+class SegmentTokenizer:
+    """Text to token ids, with what stands between two added tokens (`<|im_start|>`, …) remembered.
+
+    A tokenizer cuts a text at its added tokens before it does anything else. Instructions, tools and examples are the
+    same in every prompt of a training, and so are tokenised once. Where a tokenizer looks beyond such a cut, as some
+    do at the beginning of a text, each text is tokenised whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer  # without the checks around it, which take longer than the work
+        added = list(tokenizer.added_tokens_decoder.values())
+        texts = sorted({str(token.content) for token in added} - {""}, key=len, reverse=True)  # the longest wins
+        self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._known: dict[str, list[int]] = {}
+        if not self._are_cuts(added):
+            self._cut = None
+
+    def _are_cuts(self, added: Sequence[Any]) -> bool:
+        """Whether a text cut at these tokens has the tokens of its parts."""
+        normalizes = self._backend.normalizer is not None
+        if any(t.lstrip or t.rstrip or t.single_word or (t.normalized and normalizes) for t in added):
+            return False
+        probes = [_PROBE.replace("{}", str(token.content)) for token in added[:MAX_PROBES]]
+        return all(self.ids(probe) == self._whole(probe) for probe in probes)
+
+    def ids(self, text: str) -> list[int]:
+        return [token_id for segment in self.segments(text) for token_id in self.known(segment)]
+
+    def segments(self, text: str) -> list[str]:
+        """The text cut where its tokens can be, too."""
+        return [text] if self._cut is None else [segment for segment in self._cut.split(text) if segment]
+
+    def known(self, segment: str) -> list[int]:
+        """The tokens of one segment, remembered, unless every text is one."""
+        if self._cut is None:
+            return self._whole(segment)
+        return self._known[segment] if segment in self._known else self._remember(segment)
+
+    def encode(self, text: str, split_special_tokens: bool = False) -> Any:
+        """The tokens of a whole text, with the characters that each covers."""
+        self._reset(split_special_tokens)
+        if len(text) > MAX_CHARS_WITH_GIL:  # unlike encode, encode_batch lets other threads run
+            return self._backend.encode_batch([encodable(text)], add_special_tokens=False)[0]
+        return self._backend.encode(encodable(text), add_special_tokens=False)
+
+    def _reset(self, split_special_tokens: bool) -> None:
+        """Undo settings of the tokenizer that others may have made."""
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        self._backend.encode_special_tokens = split_special_tokens
+
+    def encode_long(
+        self, text: str, start: int, end: int, split_special_tokens: bool = False
+    ) -> tuple[list[int], int, int] | None:
+        """The tokens of a long text, and the first and the end of those that lie within its characters [start, end).
+
+        Offsets of many tokens hold the GIL for long, so they are looked up at both edges alone. None for a text that
+        is short, or whose edges are tokenised differently on their own.
+        """
+        if end - start <= MAX_CHARS_WITH_GIL:
+            return None
+        ids = self._many_ids(text, split_special_tokens)
+        head = self.encode(text[: start + _EDGE_CHARS], split_special_tokens)
+        tail = self.encode(text[end - _EDGE_CHARS :], split_special_tokens)
+        first = sum(1 for _ in takewhile(lambda at: not start <= at[0] < at[1], head.offsets))
+        behind = sum(1 for _ in takewhile(lambda at: not at[0] < at[1] <= _EDGE_CHARS, reversed(tail.offsets)))
+        left, right = first + _EDGE_TOKENS, behind + _EDGE_TOKENS
+        if head.ids[:left] != ids[:left] or tail.ids[-right:] != ids[-right:]:
+            return None
+        return ids, first, len(ids) - behind
+
+    def _many_ids(self, text: str, split_special_tokens: bool) -> list[int]:
+        """The tokens of a long text, without the GIL: with offsets, even freeing them would hold it for long."""
+        self._reset(split_special_tokens)
+        return list(self._backend.encode_batch_fast([encodable(text)], add_special_tokens=False)[0].ids)
+
+    def _whole(self, text: str) -> list[int]:
+        return self._many_ids(text, False) if len(text) > MAX_CHARS_WITH_GIL else list(self.encode(text).ids)
+
+    def _remember(self, segment: str) -> list[int]:
+        ids = self._whole(segment)
+        if len(segment) <= MAX_SEGMENT_CHARS:
+            if len(self._known) >= MAX_SEGMENTS:
+                self._known.clear()
+            self._known[segment] = ids
+        return ids
+
+
+class PieceTokenizer:
+    """Pieces of a rendered conversation to token ids with their makers."""
+
+    def __init__(self, segments: SegmentTokenizer, special_tokens: Iterable[str]) -> None:
+        self._segments = segments
+        self._special = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
+
+    def has_special(self, text: str) -> bool:
+        return self._special.search(text) is not None
+
+    def encode(self, pieces: Sequence[Piece]) -> TokenRuns:
+        """Token ids with their makers. The text is tokenised as a whole, except for bodies that contain the text of a
+        special token: those are tokenised apart, as plain text, so that no message can forge a special token."""
+        runs = TokenRuns()
+        together: list[Piece] = []
+        for piece in pieces:
+            if piece.is_body and self.has_special(piece.text):
+                self._encode_together(together, runs)
+                self._encode_segment(piece.text, _IN_BODY * len(piece.text), runs, split_special_tokens=True)
+                together = []
+            else:
+                together.append(piece)
+        self._encode_together(together, runs)
+        return runs
+
+    def _encode_together(self, pieces: Sequence[Piece], runs: TokenRuns) -> None:
+        text = "".join(piece.text for piece in pieces)
+        places = b"".join((_IN_BODY if piece.is_body else _IN_SCAFFOLD) * len(piece.text) for piece in pieces)
+        start = 0
+        for segment in self._segments.segments(text):
+            of_segment = places[start : start + len(segment)]
+            if _IN_BODY in of_segment:
+                self._encode_segment(segment, of_segment, runs)
+            else:
+                runs.add("template", self._segments.known(segment))
+            start += len(segment)
+
+    def _encode_segment(self, text: str, places: bytes, runs: TokenRuns, *, split_special_tokens: bool = False) -> None:
+        """Tokens of a text that is a body in some places. One that also covers scaffold is not the environment's."""
+        body, end = places.find(_IN_BODY), places.rfind(_IN_BODY) + 1
+        is_one = _IN_SCAFFOLD not in places[body:end]
+        if is_one and (long := self._segments.encode_long(text, body, end, split_special_tokens)):
+            ids, first, behind = long
+            runs.add("template", ids[:first])
+            runs.add("environment", ids[first:behind])
+            runs.add("template", ids[behind:])
+            return
+        encoded = self._segments.encode(text, split_special_tokens)
+        inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
+        for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
+            runs.add("environment" if is_body else "template", [token_id for _, token_id in run])

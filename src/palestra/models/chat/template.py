@@ -1,0 +1,396 @@
+"""Messages -> tokens through a tokenizer's own chat template, append-only: the past is never rendered again."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, ToolCall, Turn
+from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
+from palestra.models.chat.calls_tokens import find_harmony
+from palestra.models.chat.pieces import (
+    Piece,
+    at_marks,
+    cut_into_pieces,
+    mark,
+    not_append_only,
+    split_at_marks,
+    with_texts,
+)
+from palestra.models.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
+from palestra.models.chat.remembered import remembered
+from palestra.models.chat.render import PROBE, TemplateRefusal, TemplateRenderer
+from palestra.models.chat.segments import PieceTokenizer, SegmentTokenizer
+from palestra.models.chat.streaming import StreamedReply
+from palestra.models.chat.surroundings import Surroundings
+from palestra.models.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
+from palestra.models.chat.watched import PLAIN, WatchedText
+
+# GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
+_BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
+_HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
+_MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
+_END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|eot|>",
+    "<|eom|>",
+    *_BEGINS_RESULT,
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+MAX_REMEMBERED_CHARS = 4096
+MAX_OPENINGS = 8
+PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
+_SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A prompt with a mark in the place of its last message's text."""
+
+    before: Sequence[Message]
+    name: str | None  # of the last message
+    tools: Sequence[dict[str, Any]]
+    pieces: list[Piece] | None  # None: what the template writes may depend on the last message's text
+
+
+class ChatFormat:
+    """How one tokenizer writes and reads conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise PalestraError(
+                "the tokenizer has no chat template, so messages cannot become tokens. "
+                "Its special tokens belong to no known family either (ChatML, Llama 3, Mistral, Gemma, Phi-3). "
+                "Use an instruction-tuned model, or set tokenizer.chat_template to a Jinja template."
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise PalestraError(
+                f"{type(tokenizer).__name__} is a slow tokenizer, which cannot tell which characters a token covers. "
+                "Load the fast one: AutoTokenizer.from_pretrained(name, use_fast=True)."
+            )
+        self.tokenizer = tokenizer
+        self._template = str(tokenizer.chat_template)
+        added = tokenizer.added_tokens_decoder
+        self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
+        self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
+        self._openings: dict[Any, str] = {}
+        self._continuations: dict[Any, tuple[Turn, ...]] = {}
+        self._surroundings: dict[Any, Surroundings] = {}
+        self._prompts: list[_Opening] = []
+        self._segments = SegmentTokenizer(tokenizer)
+        self._pieces = PieceTokenizer(self._segments, self._special)
+        self._shows_tools = False  # not known yet
+        tokens = [str(token.content) for token in added.values()]
+        self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
+        self._renderer = TemplateRenderer(tokenizer, self.call_format)
+        # transformers' own parser, for a format that is not known here
+        ships = getattr(tokenizer, "response_template", None) is not None
+        self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
+        self._probe_tools = self._find_probe_tools()
+        self._begins_next: frozenset[int] = frozenset()  # of the stop tokens, those that begin the next message
+        self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """The opening of a conversation, up to where the assistant begins to speak.
+
+        `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
+        """
+        more = self._check_variables(variables or {})
+        if messages and messages[-1].role == "user" and PLAIN.fullmatch(messages[-1].text) and not more:
+            pieces = self._prompt_with_last(messages, tools)
+        else:
+            pieces = self._prompt_pieces(messages, tools, more)
+        return Turn("template", np.array([i for _, ids in self._pieces.encode(pieces).runs for i in ids], np.int32))
+
+    def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
+        """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
+        *before, last = messages
+        known = next((o for o in self._prompts if (o.before, o.name, o.tools) == (before, last.name, [*tools])), None)
+        if known is None:
+            text = WatchedText(_LAST)
+            pieces = self._prompt_pieces([*before, replace(last, text=text)], tools, {})
+            once = sum(piece.text.count(_LAST) for piece in pieces) == 1
+            known = _Opening(before, last.name, [*tools], pieces if once and not text.was_read else None)
+            self._prompts = [known, *self._prompts[: MAX_OPENINGS - 1]]
+        if known.pieces is None:
+            return self._prompt_pieces(messages, tools, {})
+        return [replace(p, text=p.text.replace(_LAST, last.text)) if _LAST in p.text else p for p in known.pieces]
+
+    def _prompt_pieces(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> list[Piece]:
+        text = self.render(messages, tools, add_generation_prompt=True, **variables)
+        if tools and not self._shows_tools:
+            try:
+                self._shows_tools = text != self.render(messages, (), add_generation_prompt=True, **variables)
+            except TemplateRefusal:  # it needs tools
+                self._shows_tools = True
+            if not self._shows_tools:
+                raise PalestraError(
+                    "the chat template does not show tools to the model. Use a model whose template does "
+                    "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
+                )
+        forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
+
+        def marked(written: str) -> str:
+            if not self._pieces.has_special(written):
+                return written
+            forged.append(written)
+            return mark(len(forged) - 1)
+
+        blank = [with_texts(message, marked) for message in messages]
+        if not forged:
+            return [Piece(text, False)]
+        scaffold, order = at_marks(self.render(blank, tools, add_generation_prompt=True, **variables))
+        return cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+
+    def continuation(
+        self,
+        replies: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        after_stop_token: bool = True,
+        last_token: int | None = None,
+    ) -> tuple[Turn, ...]:
+        """What is fed after a sampled assistant turn; its stop token, too, where the turn ended without one.
+
+        `last_token` is the one that ended the turn. Where the template ends a turn with the token that begins the next
+        message, and the model sampled another one, that token is fed, too.
+
+        The bodies of the replies are `environment` turns, everything around them `template` turns. Siblings often
+        make the same calls and get the same replies, so the last ones are remembered.
+        """
+        if not self._begins_next:
+            last_token = None
+        make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
+        unusual = variables or not after_stop_token or last_token is not None or any(r.tool_calls for r in replies)
+        if unusual or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
+            return make()
+        return remembered(self._continuations, tuple(replies), make)
+
+    def _continuation(
+        self,
+        replies: Sequence[Message],
+        variables: Mapping[str, Any],
+        after_stop_token: bool,
+        last_token: int | None = None,
+    ) -> tuple[Turn, ...]:
+        # the model makes up the names of its calls, and some templates write them into the scaffold
+        replies = [replace(r, name=None) if r.name and self._pieces.has_special(r.name) else r for r in replies]
+        more = self._check_variables(variables)
+        stop, scaffold = self._scaffold(replies, more)
+        if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
+            after_stop_token = False
+        bodies = [reply.text for reply in replies]
+        is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self._pieces.has_special(bodies[0])
+        if is_plain and after_stop_token:
+            make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
+            if turns := remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
+                return turns
+        if all(PLAIN.fullmatch(body) for body in bodies):
+            # most results are a number or a plain sentence: a template writes those as it wrote the marks
+            between = zip(bodies, scaffold[1:], strict=True)
+            written = chain.from_iterable((Piece(body, True), Piece(behind, False)) for body, behind in between)
+            pieces = [Piece(scaffold[0], False), *written]
+        else:
+            pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
+        # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
+        found = self._pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
+        if stop and after_stop_token:
+            del found.runs[0][1][0]
+        return found.turns()
+
+    def read(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: Sequence[int] = (),
+        unexpected: UnexpectedCalls = "execute",
+    ) -> Message:
+        """The assistant message of sampled ids: without stop token and reasoning, its tool calls apart.
+
+        `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
+        """
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        reply = self.parse(self._decode(ids), tools, self._decode(prompt_end[-PROMPT_END_TOKENS:]), unexpected)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: str = "",
+        unexpected: UnexpectedCalls = "execute",
+    ) -> Reply:
+        """Reasoning, text and tool calls of an assistant's text."""
+        if self._ships_parser:
+            return parse_by_template(self.tokenizer, text, tools, prompt_end)
+        is_open = ends_open(prompt_end)
+        return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
+
+    def parse_text(self, text: str, prompt_end: str = "") -> Reply:
+        """Reasoning and text of an assistant who has no tools: what looks like a call is text."""
+        reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
+        return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
+
+    def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
+        """A parser that turns the sampled text of a reply into deltas."""
+        holds_all = with_tools and self._ships_parser
+        is_open = ends_open(prompt_end)
+        return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
+
+    def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
+        """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""
+        prompt = self.render([Message("user", _QUESTION)], self._probe_tools, add_generation_prompt=True, **variables)
+        return closing_tag(prompt)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _find_probe_tools(self) -> tuple[dict[str, Any], ...]:
+        """Tools for examining the template: one if it rejects conversations without tools, else none."""
+        try:
+            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
+        except TemplateRefusal:
+            return (PROBE,)
+        return ()
+
+    def _find_stop_token_ids(self) -> tuple[int, ...]:
+        """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
+        found = {self._special[name] for name in _END_OF_TURN if name in self._special}
+        if self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        dialogue = [Message("user", _QUESTION), Message("assistant", _ANSWER)]
+        usual = set(found)
+        for more in ((), (Message("user", _LAST),)):  # GLM ends a turn with what begins the next one
+            with suppress(TemplateRefusal):
+                behind = self.render([*dialogue, *more], self._probe_tools).partition(_ANSWER)[2].lstrip()
+                found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+            usual |= set() if more else found
+        begins = {self._special[name] for name in _BEGINS_RESULT if name in self._special}
+        self._begins_next = frozenset((found - usual) | begins)
+        if self.call_format is HARMONY:  # ends every message of a turn
+            found.discard(self._special.get(_HARMONY_END, -1))
+        if not found:
+            raise PalestraError(
+                "the tokenizer has no end-of-sequence token, and its chat template ends an assistant message without "
+                "a special token, so a turn would never end. Set tokenizer.eos_token."
+            )
+        return tuple(sorted(found))
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The tokens that end a turn, as text."""
+        return list(self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids)))
+
+    def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+        """The stop token's text, and the template's text before, between and after the replies' bodies."""
+
+        def make() -> tuple[str, tuple[str, ...]]:
+            stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
+            return stop, split_at_marks(text, len(replies))
+
+        if variables or any(reply.tool_calls for reply in replies):
+            return make()
+        return remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
+
+    def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
+        """The stop token's text and what follows it, from two renderings of a small conversation."""
+        calls = tuple(
+            ToolCall(reply.tool_call_id or f"call_{i}", reply.name or "tool")
+            for i, reply in enumerate(replies)
+            if reply.role == "tool"
+        )
+        refusal = not_append_only("it leaves out what the user or the assistant said")
+        # some templates refuse a system message or several calls, or leave out the text beside calls
+        for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
+            answer = Message("assistant", _ANSWER, tool_calls=tool_calls)
+            if tool_calls and self._writes_text_last:
+                marked = replace(tool_calls[-1], arguments={"text": _ANSWER})
+                answer = Message("assistant", "", (*tool_calls[:-1], marked))
+            opening = [*system, Message("user", _QUESTION), answer]
+            key = (system, tuple((call.id, call.name) for call in tool_calls))
+            try:
+                write = partial(self.render, opening, self._probe_tools, **variables)
+                before = write() if variables else remembered(self._openings, key, write)
+                after = self.render([*opening, *replies], self._probe_tools, add_generation_prompt=True, **variables)
+            except PalestraError as error:
+                refusal = error
+                continue
+            if all(said in text for said in (_QUESTION, _ANSWER) for text in (before, after)):
+                return self._difference(before, after)
+        raise refusal
+
+    @cached_property
+    def _writes_text_last(self) -> bool:
+        """Whether the template puts the text of a message with calls after their results, as Gemma 4's does."""
+        answer = Message("assistant", _ANSWER, (ToolCall("call_0", "palestra_probe"),))
+        reply = Message("tool", _LAST, tool_call_id="call_0", name="palestra_probe")
+        try:
+            text = self.render([Message("user", _QUESTION), answer, reply], self._probe_tools)
+        except TemplateRefusal:
+            return False
+        return 0 <= text.find(_LAST) < text.find(_ANSWER)
+
+    def _difference(self, before: str, after: str) -> tuple[str, str]:
+        # Only what follows the answer has to agree: a template may dress the last answer differently
+        # (Qwen3 adds an empty thinking block), and what the model sampled stays as it is anyway.
+        if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
+            raise not_append_only("a later message changes the beginning of the conversation")
+        old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
+        stops = [*self.stop_texts, *([_HARMONY_END] if self.call_format is HARMONY else [])]
+        if new.startswith(old):
+            ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
+            if ends:
+                end, stop = max(ends)
+                return stop, new[end:]
+            following = new[len(old) :]
+            stop = next((stop for stop in stops if following.startswith(stop)), "")  # GLM: begins the next turn
+            return stop, following.removeprefix(stop)
+        # A template may close a finished conversation with one more token, or begin the next turn immediately. The text
+        # must be the same up to the first stop token. In a few formats that token may differ.
+        first, stop = min(((at, stop) for stop in stops if (at := new.find(stop)) >= 0), default=(0, ""))
+        same = first if stop in _MAY_DIFFER else first + len(stop)
+        if not stop or not old.startswith(new[:same]):
+            raise not_append_only("a later message changes the end of the assistant's message")
+        return stop, new[first + len(stop) :]
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if variables else {}
+        for name in variables:
+            if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
+                raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
+        return variables
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the template writes it."""
+        return self._renderer.render(messages, tools, add_generation_prompt, **variables)

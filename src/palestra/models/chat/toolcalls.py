@@ -1,0 +1,143 @@
+"""An assistant's text -> reasoning, text and tool calls, in the model's own call format or an unexpected one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from palestra.core.types import ToolCall
+from palestra.models.chat.callformats import FORMATS, HERMES, JSON, CallFormat
+from palestra.models.chat.calls_json import Schemas, find_embedded, find_fenced, name_of, why_not_json
+from palestra.models.chat.calls_python import Unreadable
+from palestra.models.chat.reasoning import split_reasoning
+
+log = logging.getLogger("palestra")
+UnexpectedCalls = Literal["execute", "error"]
+# Formats in which the model gives each call an id that its result must repeat, with the pattern of a valid id.
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_KEEPS_ID = {"mistral": _MISTRAL_ID, "mistral_args": _MISTRAL_ID, "kimi": re.compile(r"\S+")}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The parts of an assistant's message."""
+
+    reasoning: str
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+def parse_assistant(
+    text: str,
+    format: CallFormat = HERMES,
+    tools: Iterable[Mapping[str, Any]] = (),
+    *,
+    reasoning_is_open: bool = False,
+    unexpected: UnexpectedCalls = "execute",
+) -> Reply:
+    """Read an assistant's message. A call that cannot be read is a ToolCall with `.error`.
+
+    `tools` are the tools' schemas. Calls that name one of them are also found in another format than the model's own:
+    they have `.format` set and, with `unexpected="error"`, an error that shows the expected format.
+
+    >>> parse_assistant('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    Reply(reasoning='', text='Let me see.', calls=(ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
+    """
+    reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
+    schemas = argument_schemas(tools)
+    outside, found = format.find(spoken, schemas)
+    calls = tuple(_call_of(value, index, format) for index, value in enumerate(found))
+    if schemas and all(call.error is not None for call in calls):
+        other = _find_unexpected(spoken, format, schemas, unexpected)
+        if other is not None:
+            outside, calls = other
+    return Reply(reasoning, outside.strip(), calls)
+
+
+def parse_by_template(tokenizer: Any, text: str, tools: Iterable[Mapping[str, Any]], prompt_end: str) -> Reply:
+    """Read an assistant's message by the response template that came with the tokenizer."""
+    try:
+        message = tokenizer.parse_response(text, prefix=prompt_end, tools=[dict(tool) for tool in tools] or None)
+    except Exception as error:  # it comes with the model, so it may fail in any way
+        log.warning("the tokenizer's response template cannot read an answer (%s: %s)", type(error).__name__, error)
+        message = {"content": text}
+    calls = tuple(_call_of(value, index, JSON) for index, value in enumerate(message.get("tool_calls") or ()))
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    return Reply(str(reasoning).strip(), str(message.get("content") or "").strip(), calls)
+
+
+def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """The JSON schema of each tool's arguments, by the tool's name."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return {str(f.get("name")): f.get("parameters") or {} for f in functions if isinstance(f, Mapping)}
+
+
+def unexpected_opens(own: CallFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The texts that may begin a call in any format: anywhere, and at the beginning of a message."""
+    opens = dict.fromkeys([*own.opens, *(o for each in FORMATS for o in each.opens if each is not JSON)])
+    fences = ("```json", "```tool", "```\n") if own is not JSON else ("```",)
+    return (*opens, *fences), ("{", "[")
+
+
+def _find_unexpected(
+    text: str, own: CallFormat, schemas: Schemas, mode: UnexpectedCalls
+) -> tuple[str, tuple[ToolCall, ...]] | None:
+    """The text and the calls in the first other format in which every call names a tool."""
+    for each in FORMATS:
+        if each is own or each is JSON or not any(opening in text for opening in each.opens):
+            continue
+        outside, found = each.find(text, schemas)
+        if found and all(name_of(call) in schemas for call in found):
+            return outside, _unexpected_calls(found, each, own, mode)
+    outside, found = ("", []) if own is JSON else find_fenced(text, schemas, known_tools_only=True)
+    if not found:
+        outside, found = find_embedded(text, schemas)
+    return (outside, _unexpected_calls(found, JSON, own, mode)) if found else None
+
+
+def _unexpected_calls(
+    found: Sequence[Any], format: CallFormat, own: CallFormat, mode: UnexpectedCalls
+) -> tuple[ToolCall, ...]:
+    calls = []
+    for index, value in enumerate(found):
+        call = _call_of(value, index, format, own)
+        error = call.error
+        if error is None and mode == "error":
+            expected = own.write([(call.name, call.arguments)])
+            error = f"the call was not executed, because its format is wrong. Write it like this:\n{expected}"
+        calls.append(ToolCall(call.id, call.name, call.arguments, error, format.name))
+    return tuple(calls)
+
+
+def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | None = None) -> ToolCall:
+    call_id = f"call_{index}"
+
+    def broken(why: str, name: str = "") -> ToolCall:
+        return ToolCall(call_id, name, error=f"{why}. Write {(expected or format).example}")
+
+    if isinstance(value, Unreadable):
+        return broken(value.reason, value.name)
+    if not isinstance(value, dict):
+        return broken("the tool call is not a JSON object")
+    inner = value["function"] if isinstance(value.get("function"), dict) else value
+    name = name_of(value)
+    if not name:
+        return broken('the tool call has no "name"')
+    key = "arguments" if "arguments" in inner or (format is HERMES and "parameters" not in inner) else "parameters"
+    arguments: Any = inner.get(key, {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return broken(f'"{key}" is text that is not valid JSON ({why_not_json(error)})', name)
+    if not isinstance(arguments, dict):
+        return broken(f'"{key}" is not a JSON object', name)
+    own_id = value.get("id")
+    keeps = _KEEPS_ID.get(format.name)
+    if keeps is not None and isinstance(own_id, str) and keeps.fullmatch(own_id):
+        call_id = own_id
+    return ToolCall(call_id, name, arguments)

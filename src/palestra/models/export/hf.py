@@ -1,0 +1,149 @@
+"""A model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors import SafetensorError
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_json, write_text
+from palestra.models.adapters import RECORD, base_record, is_adapter
+from palestra.models.export.source import read_record
+from palestra.models.loading import load_model
+
+
+def to_hf(name: str, folder: Path) -> Path:
+    """The model, an adapter merged into its base, as a folder that every Hugging Face library loads."""
+    loaded = load_model(name, device="cpu")
+    record = read_record(Path(name).expanduser())
+    record.pop("base", None)  # of an adapter, which this is no longer
+    return save_hf(loaded.model, loaded.tokenizer, folder, record=record)
+
+
+def save_hf(
+    model: Any, tokenizer: Any, folder: Path, *, merge: bool = False, record: Mapping[str, Any] | None = None
+) -> Path:
+    """Save weights, generation config, tokenizer with its chat template, and `palestra.json`.
+
+    An adapter is saved as an adapter; with `merge` the folder holds the whole model, and the adapter is in `adapter/`.
+    """
+    record = dict(record or {})
+    with _written_aside(folder) as partial:
+        whole = _merged_copy(model) if merge else model
+        _write(whole, partial)
+        write_beside(whole, tokenizer, partial, record)
+        if merge and hasattr(model, "peft_config"):
+            _write(model, partial / "adapter")
+            _write_record(model, partial / "adapter", record)
+    return folder
+
+
+def save_base(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save the model without its adapter, or as it is where it has none; weights are not copied in memory."""
+    if not hasattr(model, "peft_config"):
+        return save_hf(model, tokenizer, folder)
+    base = model.get_base_model()
+    state = base.state_dict().items()  # its layers are wrapped, and the adapter's are inside
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
+    with _written_aside(folder) as partial:
+        base.save_pretrained(partial, state_dict=tensors)
+        tokenizer.save_pretrained(partial)
+    return folder
+
+
+def save_downloaded(
+    download: Callable[[Path], Any], tokenizer: Any, folder: Path, *, base: str, record: Mapping[str, Any]
+) -> Path:
+    """Save a model that another machine has trained: an adapter to `base`, or a whole one, as its files come."""
+    with _written_aside(folder) as partial:
+        download(partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / RECORD, dict(record))
+        if is_adapter(partial):
+            path = partial / "adapter_config.json"
+            lora = {**json.loads(path.read_text(encoding="utf-8")), "base_model_name_or_path": base}
+            write_json(path, lora)
+            write_text(partial / "README.md", adapter_card(base, SimpleNamespace(**lora), record))
+    return folder
+
+
+@contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name that is renamed at the end, so that `folder` is complete or untouched."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PalestraError(
+            f"the model could not be saved to {folder} ({reason}); free some space or choose another path"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_beside(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    """What makes saved weights a model that can be talked to: the tokenizer with its chat template, `palestra.json`."""
+    tokenizer.save_pretrained(folder)
+    _write_record(model, folder, record)
+
+
+def _write_record(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    if not hasattr(model, "peft_config"):
+        write_json(folder / RECORD, dict(record))
+        return
+    base = base_record(model)
+    write_json(folder / RECORD, {**record, **base})
+    write_text(folder / "README.md", adapter_card(base["base"]["name"], model.active_peft_config, record))
+
+
+def adapter_card(base: str, lora: Any, record: Mapping[str, Any]) -> str:
+    """The model card of an adapter: what is known of it, in place of peft's form to fill in."""
+    modules = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(sorted(lora.target_modules))
+    lines = [
+        "---",
+        f"base_model: {json.dumps(base)}",
+        "library_name: peft",
+        "tags: [lora, reinforcement-learning, palestra]",
+        "---",
+        f"A LoRA adapter (rank {lora.r}, alpha {lora.lora_alpha}) on {modules} of `{base}`,",
+        "trained with Palestra by reinforcement learning. `palestra chat FOLDER` loads it with its base, of which",
+        "`palestra.json` has a fingerprint.",
+    ]
+    if record.get("agent"):
+        lines += ["", f"Trained as the agent: {record['agent']}"]
+    if tools := [tool["function"]["name"] for tool in record.get("tools") or () if "function" in tool]:
+        lines += ["", f"With the tools: {', '.join(tools)}"]
+    if record.get("instructions"):
+        lines += ["", "Its instructions:", "", *(f"> {line}" for line in str(record["instructions"]).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def _write(model: Any, folder: Path) -> None:
+    # "auto" would ask the hub for the vocabulary of an adapter's base
+    model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
+
+
+def _merged_copy(model: Any) -> Any:
+    """The base model with the adapter's weights added in; the adapter itself stays as it is."""
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise PalestraError(
+            "the base of this adapter is held in 4 bits, too coarse to merge into; save the adapter (merged=False), "
+            "then `palestra export FOLDER --to hf` merges it into the base in full precision"
+        )
+    return copy.deepcopy(model).merge_and_unload()

@@ -1,0 +1,139 @@
+"""A model for Ollama: the GGUF file, a Modelfile, and `ollama create` where Ollama is installed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
+from palestra.models.export.gguf import to_gguf
+from palestra.models.export.ollama_templates import TEMPLATES
+from palestra.models.export.source import ModelSource
+from palestra.models.gguf.config import config_to_gguf
+from palestra.models.gguf.tokenizer import chat_template
+from palestra.models.gguf.write import Progress
+from palestra.models.loading import TINY
+
+_MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?")
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+class OllamaModel(str):
+    """The name of a model in Ollama, with its files, whether Ollama has created it, and the command that does.
+
+    >>> f"litellm/ollama_chat/{OllamaModel('clerk', Path('a.gguf'), Path('Modelfile'), 'ollama create …', False)}"
+    'litellm/ollama_chat/clerk'
+    """
+
+    def __new__(cls, name: str, gguf: Path, modelfile: Path, command: str, created: bool) -> OllamaModel:
+        self = super().__new__(cls, name)
+        self.name, self.gguf, self.modelfile, self.command, self.created = name, gguf, modelfile, command, created
+        return self
+
+    name: str
+    gguf: Path
+    modelfile: Path
+    command: str
+    created: bool
+
+
+def to_ollama(
+    source: ModelSource,
+    name: str,
+    folder: Path,
+    *,
+    type: str = "q8_0",
+    llama_cpp: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> OllamaModel:
+    """Write the GGUF file and the Modelfile to `folder`, and create the model if `ollama` is on PATH."""
+    if not _NAME.fullmatch(name):
+        raise PalestraError(
+            f"{name!r} is not a valid name in Ollama; use letters, digits, . - _ and one : before a tag"
+        )
+    file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.')}-{type.lower()}.gguf"
+    text = modelfile(source, file)
+    gguf = to_gguf(source, folder / file, type=type, llama_cpp=llama_cpp, progress=progress)
+    path = folder / "Modelfile"
+    write_text(path, text)
+    program = shutil.which("ollama")
+    command = ["ollama", "create", name, "-f", str(path.resolve())]
+    if program is not None:
+        _create([program, *command[1:]])
+    return OllamaModel(name, gguf, path, shlex.join(command), program is not None)
+
+
+def modelfile(source: ModelSource, gguf: str) -> str:
+    """The text of the Modelfile: weights, template, stop strings, sampling and the agent's instructions."""
+    template = TEMPLATES[family_of(source.tokenizer)]
+    parameters: dict[str, Any] = {"num_ctx": _context(source)}
+    for key, parameter in _SAMPLING.items():
+        value = getattr(source.generation, key, None)
+        if value is not None:
+            parameters[parameter] = value
+    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template.text)}"]
+    system = source.instructions or _default_system(source.tokenizer)
+    lines += [f"SYSTEM {_quoted(system)}"] if system else []
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
+    lines += [f'PARAMETER stop "{stop}"' for stop in template.stops]
+    return "\n".join(lines) + "\n"
+
+
+def family_of(tokenizer: Any) -> str:
+    """The model family whose conversation format the chat template renders."""
+    text = chat_template(tokenizer)
+    if "macro tool_line(tool)" in text:
+        return TINY
+    if "<|im_start|>" in text:
+        return "qwen3" if "<think>" in text else "qwen2" if "XML tags" in text else "chatml"
+    if "<|start_header_id|>" in text:
+        return "llama3.1" if "Given the following functions" in text else "llama3"
+    if "[INST]" in text and "<<SYS>>" not in text:
+        return "mistral"
+    if "<start_of_turn>" in text:
+        return "gemma"
+    if "<|end|>" in text:
+        return "phi3"
+    raise PalestraError(
+        f"there is no Ollama template for this model's conversation format; supported are {', '.join(TEMPLATES)}. "
+        "Use --to gguf and write a Modelfile for it"
+    )
+
+
+def _default_system(tokenizer: Any) -> str:
+    """The system message that the template inserts by default (Qwen 2.5, SmolLM2)."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    match = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    return match[1] if match else ""
+
+
+def _context(source: ModelSource) -> int:
+    return min(int(config_to_gguf(source.config)["context_length"]), _MAX_CONTEXT)
+
+
+def _quoted(text: str) -> str:
+    if '"""' in text:
+        raise PalestraError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
+    return f'"""{text}"""'
+
+
+def _create(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+        raise PalestraError(
+            f"Ollama could not create the model (exit {result.returncode}): {lines[-1]}. The files are complete; "
+            f"start Ollama, then run: {shlex.join(command)}"
+        )

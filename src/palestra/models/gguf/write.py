@@ -1,0 +1,196 @@
+"""A model as one GGUF file for llama.cpp, Ollama and similar programs.
+
+Tensors are converted and written one after the other, so that a large model needs little memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import replacing
+from palestra.models.gguf import q8
+from palestra.models.gguf.architectures import architecture_of, tensor_names, weight_to_gguf
+from palestra.models.gguf.config import config_to_gguf
+from palestra.models.gguf.file import require_gguf
+from palestra.models.gguf.rope import rope_tensors
+from palestra.models.gguf.tokenizer import model_name, tokenizer_to_gguf
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFWriter
+
+# type of the matrices -> general.file_type
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_HEADER_BYTES = 64 * 2**20  # more than any vocabulary takes
+
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor as it will be written: its GGUF name, type and shape, and the function that makes it."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        import gguf
+
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type.upper()]]
+        return torch.Size(self.shape).numel() // block * block_bytes
+
+
+def write_gguf(
+    weights: Mapping[str, torch.Tensor],
+    config: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    type: str = "f16",
+    name: str = "palestra model",
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Write weights (by transformers' names), config, tokenizer and chat template as one GGUF file.
+
+    `type` is that of the matrices: f32, f16, bf16 or q8_0; vectors stay f32. An existing file is replaced at the end.
+    """
+    if type not in TYPES:
+        raise PalestraError(f"the GGUF type {type!r} is not one of {', '.join(TYPES)}.{did_you_mean(type, TYPES)}")
+    require_gguf()
+    metadata = _metadata(config, tokenizer, type, name)
+    tensors = sorted(_plan(config, weights, type), key=_by_name_and_layer)
+    total = sum(tensor.nbytes for tensor in tensors)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(path.parent, total + _HEADER_BYTES)
+        with replacing(path) as temporary:
+            _write(temporary, architecture_of(config).name, metadata, tensors, lambda done: progress(done, total))
+    except OSError as error:
+        raise PalestraError(
+            f"{path} could not be written ({error.strerror or error}); free some space or choose another path"
+        ) from error
+    return path
+
+
+def _metadata(config: Any, tokenizer: Any, type: str, name: str) -> dict[str, Any]:
+    """All key-value pairs of the file except general.architecture, which the writer of the gguf package adds."""
+    import gguf
+
+    prefix = architecture_of(config).name
+    return {
+        "general.name": model_name(name, tokenizer),
+        "general.type": "model",
+        "general.file_type": int(gguf.LlamaFileType[TYPES[type]]),
+        "general.quantization_version": int(gguf.GGML_QUANT_VERSION),
+        **{f"{prefix}.{key}": value for key, value in config_to_gguf(config).items()},
+        **tokenizer_to_gguf(tokenizer, config.vocab_size),
+    }
+
+
+def _plan(config: Any, weights: Mapping[str, torch.Tensor], type: str) -> Iterator[PlannedTensor]:
+    architecture = architecture_of(config)
+    gguf_name = tensor_names(architecture, config.num_hidden_layers)
+
+    def converted(name: str) -> torch.Tensor:
+        return weight_to_gguf(architecture, config, name, weights[name])
+
+    ropes = rope_tensors(config)
+    for name, tensor in ropes.items():
+        yield PlannedTensor(name, "f32", tuple(tensor.shape), partial(ropes.__getitem__, name))
+    for name in weights:
+        is_tied = name == "lm_head.weight" and config.tie_word_embeddings
+        if is_tied or name.endswith("rotary_emb.inv_freq"):  # old checkpoints hold it; it follows from the config
+            continue
+        target = gguf_name(name)
+        if target is None:
+            raise PalestraError(
+                f"the tensor {name!r} has no place in a GGUF file of {config.model_type}; "
+                f"give an unmodified {config.model_type} model"
+            )
+        shape = tuple(weights[name].shape)
+        yield PlannedTensor(target, _type_for(shape, type), shape, partial(converted, name))
+
+
+def _by_name_and_layer(tensor: PlannedTensor) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9: the same model gives the same file, in whichever order its weights are read."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in tensor.name.split(".")]
+
+
+def _type_for(shape: tuple[int, ...], type: str) -> str:
+    """Vectors stay f32; matrices whose rows are not a multiple of a q8_0 block stay f16."""
+    if len(shape) < 2:
+        return "f32"
+    return "f16" if type == "q8_0" and shape[-1] % q8.BLOCK else type
+
+
+def _write(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: list[PlannedTensor],
+    progress: Callable[[int], None],
+) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, architecture)
+    try:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for tensor in tensors:
+            raw = gguf.GGMLQuantizationType[tensor.type.upper()]
+            # With a dtype other than uint8, the writer counts the shape in numbers, not in bytes.
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done = 0
+        for tensor in tensors:
+            writer.write_tensor_data(_encode(tensor))
+            done += tensor.nbytes
+            progress(done)
+    finally:
+        writer.close()
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    from gguf import GGUFValueType
+
+    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32", list: "ARRAY"}
+    writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
+
+
+def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in its GGUF type."""
+    values = tensor.load().detach().to("cpu").contiguous()
+    match tensor.type:
+        case "f32":
+            return values.float().numpy()
+        case "f16":
+            half = values.half()
+            if not torch.isfinite(half).all():
+                raise PalestraError(f"{tensor.name} has numbers that f16 cannot hold; use type bf16 or f32")
+            return half.numpy()
+        case "bf16":
+            return values.bfloat16().view(torch.uint8).numpy()
+    return q8.quantize(values)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise PalestraError(
+            f"{folder} has {free / 2**20:,.0f} MiB free, and the export needs about {needed / 2**20:,.0f} MiB; "
+            "free some space or choose another path"
+        )

@@ -1,0 +1,175 @@
+"""Reading the body of a request: limits on its size and time, compression, and validation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palestra.servers.connections import CONNECTION
+from palestra.servers.http_errors import error_body, refuse
+
+MIB = 1 << 20
+_SILENCE_S = 30  # between two pieces of a body
+_BODY_S = 600.0
+_DRAIN_S = 30.0
+_ZSTD_WINDOW = 1 << 27  # bytes that a sender may make us hold
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, unpacked where it is gzip or zstd; 413 when it holds more than `limit` bytes, packed or not."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "gzip", "zstd"):
+        raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip, zstd or none")
+    unpack = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+    body = bytearray()
+    stream = request.stream()
+    try:
+        async for chunk in stream if _has_arrived(request) else _in_time(stream):
+            body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
+            if len(body) > limit:
+                await _drain(stream)
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise refuse(499, "the client disconnected") from None
+    except zlib.error as error:
+        raise refuse(400, f"the body is not valid gzip: {error}") from None
+    if unpack is not None and body and not unpack.eof:
+        raise refuse(400, "the body is not valid gzip: it ends too early")
+    return _unpack_zstd(bytes(body), limit) if encoding == "zstd" else bytes(body)
+
+
+def _has_arrived(request: Request) -> bool:
+    """Whether the server has all of the body already, as of most small requests: then nobody has to be timed."""
+    connection = request.scope.get("state", {}).get(CONNECTION)
+    cycle = None if connection is None else connection.cycle
+    return cycle is not None and cycle.scope is request.scope and not cycle.more_body
+
+
+def _unpack_zstd(body: bytes, limit: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise refuse(415, "content-encoding 'zstd' needs the package zstandard on the server; use gzip") from None
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(body) as reader:
+            found = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise refuse(400, f"the body is not valid zstd: {error}") from None
+    if len(found) > limit:
+        raise _too_large(limit)
+    return bytes(found)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
+
+
+class WholeBody:
+    """Reads a body, of limited size, before an application of others sees the request."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await read_body(Request(scope, receive), self._limit)
+        except HTTPException as refusal:
+            answer = JSONResponse(error_body(refusal.status_code, refusal.detail), refusal.status_code)
+            await answer(scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+
+async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces of a body; 408 for a sender that pauses or takes too long."""
+    until = time.monotonic() + _BODY_S
+    while time.monotonic() < until:
+        with _Seconds(_SILENCE_S) as silence:
+            chunk = await anext(stream, None)
+        if silence.are_over:
+            break
+        if chunk is None:
+            return
+        yield chunk
+    raise refuse(408, f"the body did not come within {_BODY_S:g} s, or there was none of it for {_SILENCE_S} s")
+
+
+class _Seconds:
+    """Ends what is awaited within it after so many seconds.
+
+    They are counted one by one: the event loop may stand still for a training step, which is no fault of the sender.
+    """
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self.are_over = False
+
+    def __enter__(self) -> _Seconds:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._timer = self._loop.call_later(1.0, self._tick)
+        return self
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left > 0:
+            self._timer = self._loop.call_later(1.0, self._tick)
+        elif self._task is not None:
+            self.are_over = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._timer.cancel()
+        if not self.are_over or kind is not asyncio.CancelledError or self._task is None:
+            return False
+        return self._task.uncancel() == 0  # else somebody else has cancelled it, too
+
+
+async def _drain(stream: Any) -> None:
+    """Let the sender finish, keeping nothing, so that it hears the answer instead of a broken connection."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in stream:
+                pass
+
+
+async def read_model(request: Request, model: type[Model], limit: int = MIB) -> Model:
+    """The body as a pydantic model; 422 with what is wrong when it is none."""
+    return parse(model.model_validate_json, await read_body(request, limit))
+
+
+def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
+    """What `validate` makes of it; `status` with what is wrong when it cannot."""
+    try:
+        return validate(data)
+    except ValidationError as error:
+        raise refuse(status, _explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False, include_input=False)[:5]:
+        where = ".".join(str(part)[:100] for part in item["loc"]) or "the body"
+        lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    more = error.error_count() - len(lines)
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,260 @@
+"""Anthropic's Messages."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.types import Message, ToolCall
+from palestra.servers.gateway.dialect import Event
+from palestra.servers.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
+from palestra.servers.gateway.tool_choice import ToolChoice, grammar_of, json_schema
+from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields, short
+
+_NO_EFFECT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "betas"))
+_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class CountBody(BaseModel):
+    """What counts as input."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Any:
+        known = {name: value for name, value in raw.items() if name not in _NO_EFFECT}
+        for name in known:
+            if name not in cls.model_fields:
+                hint = did_you_mean(name[:100], cls.model_fields)
+                raise PalestraError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
+        return cls.model_validate(known)
+
+    def request(self, model: Completer) -> ChatRequest:
+        return ChatRequest(tuple(self._messages()), SamplingFields(), tuple(map(_tool, self.tools or ())))
+
+    def _messages(self) -> Iterator[Message]:
+        if self.system:
+            yield Message("system", _text(self.system, "system"))
+        for i, message in enumerate(self.messages):
+            where, content, role = f"messages.{i}", message.get("content"), message.get("role")
+            if role not in ("user", "assistant"):
+                raise PalestraError(f"{where}.role is {short(role)}; expected user or assistant")
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+                raise PalestraError(f"{where}.content is {short(content)}; expected a text or a list of blocks")
+            yield from _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
+        if self.messages[-1].get("role") == "assistant":
+            raise PalestraError("the last message is the assistant's; prefilled answers are not supported")
+
+
+class MessagesBody(CountBody):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Annotated[str, Field(max_length=MAX_STOP_LENGTH)]] | None = Field(None, max_length=MAX_STOPS)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    stream: bool | None = None
+
+    def request(self, model: Completer) -> ChatRequest:
+        tools = tuple(map(_tool, self.tools or ()))
+        choice = _choice(self.tool_choice)
+        schema = json_schema((self.output_config or {}).get("format"), "output_config.format")
+        return ChatRequest(
+            tuple(self._messages()),
+            SamplingFields(
+                max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+            ),
+            tools,
+            reads_calls=choice.mode != "none",
+            grammar=grammar_of(model, tools, choice, schema, {}),
+            stop=tuple(text for text in self.stop_sequences or () if text),
+        )
+
+    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
+        (answer,) = answers
+        size = PromptSize(answer.prompt_tokens, answer.cached_tokens)
+        content = [block for block, _ in self._blocks(answer)]
+        return _message(model, content, size, len(answer.completion.token_ids)) | _stop(answer)
+
+    async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
+        blocks = _BlockEvents()
+        async for _, piece in pieces:
+            if isinstance(piece, PromptSize):
+                yield _event("message_start", message=_message(model, [], piece, 0))
+            elif isinstance(piece, Delta) and (self._shows_thinking or not piece.is_thinking):
+                kind = "thinking" if piece.is_thinking else "text"
+                for event in blocks.more(kind, piece.text):
+                    yield event
+            elif isinstance(piece, Answer):
+                for event in blocks.end(self._blocks(piece)):
+                    yield event
+                used = {"output_tokens": len(piece.completion.token_ids)}
+                yield _event("message_delta", delta=_stop(piece), usage=used)
+                yield _event("message_stop")
+
+    @property
+    def _shows_thinking(self) -> bool:
+        return (self.thinking or {}).get("type") in ("enabled", "adaptive")
+
+    def _blocks(self, answer: Answer) -> Iterator[tuple[dict[str, Any], str]]:
+        """The blocks of an answer, each with the text that a stream sends of it."""
+        text, calls = answer.message.text, answer.message.tool_calls
+        if answer.thinking and self._shows_thinking:
+            yield {"type": "thinking", "thinking": answer.thinking, "signature": ""}, answer.thinking
+        if text or not calls:
+            yield {"type": "text", "text": text}, text
+        for call in calls:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+            yield block, json.dumps(call.arguments, ensure_ascii=False)
+
+
+class _BlockEvents:
+    """Content blocks as events, one after the other."""
+
+    def __init__(self) -> None:
+        self._kinds: list[str] = []
+        self._is_open = False
+
+    def more(self, kind: str, text: str) -> Iterator[Event]:
+        """Text of the block that is open, or of a new one."""
+        if not self._is_open or self._kinds[-1] != kind:
+            yield from self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        yield self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
+
+    def end(self, blocks: Iterator[tuple[dict[str, Any], str]]) -> Iterator[Event]:
+        """Blocks that are not there yet: tool calls, and the text where there is none of it."""
+        for block, text in blocks:
+            if block["type"] == "tool_use":
+                yield from self._start({**block, "input": {}})
+                yield self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": text})
+            elif block["type"] not in self._kinds:
+                yield from self._start(block)
+        yield from self._stop()
+
+    def _start(self, block: Mapping[str, Any]) -> Iterator[Event]:
+        yield from self._stop()
+        self._kinds.append(block["type"])
+        self._is_open = True
+        yield self._event("content_block_start", content_block=block)
+
+    def _stop(self) -> Iterator[Event]:
+        if self._is_open:
+            self._is_open = False
+            yield self._event("content_block_stop")
+
+    def _event(self, name: str, **more: Any) -> Event:
+        return _event(name, index=len(self._kinds) - 1, **more)
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    kind = _STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(name: str, **fields: Any) -> Event:
+    return Event({"type": name, **fields}, name)
+
+
+def _message(model: Completer, content: list[dict[str, Any]], size: PromptSize, sampled: int) -> dict[str, Any]:
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model.name,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": size.tokens - size.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": size.cached,
+            "output_tokens": sampled,
+        },
+    }
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    reason: Literal["max_tokens", "stop_sequence", "tool_use", "end_turn"] = "end_turn"
+    if answer.is_cut_off:
+        reason = "max_tokens"
+    elif answer.message.tool_calls:
+        reason = "tool_use"
+    elif answer.stop_text is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_text}
+
+
+def _user(blocks: Sequence[dict[str, Any]], where: str) -> Iterator[Message]:
+    """The results of tools, each a message, and the text as one."""
+    texts = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            yield Message("tool", _text(block.get("content"), where), tool_call_id=block.get("tool_use_id"))
+        else:
+            texts.append(_text([block], where))
+    if texts or not blocks:
+        yield Message("user", "".join(texts))
+
+
+def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
+    visible = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking")]
+    uses = [block for block in visible if block.get("type") == "tool_use"]
+    for block in uses:
+        if not (isinstance(block.get("name"), str) and isinstance(block.get("input"), dict)):
+            raise PalestraError(f"{where}: a tool_use block needs a name and an input object")
+    calls = tuple(ToolCall(str(block.get("id")), block["name"], block["input"]) for block in uses)
+    return Message("assistant", _text([block for block in visible if block not in uses], where), calls)
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for block in content:
+        text = block.get("text") if isinstance(block, dict) else None
+        if not isinstance(text, str):
+            kind = block.get("type") if isinstance(block, dict) else block
+            raise PalestraError(f"{where}: a block of type {short(kind)} is not supported here; only text is")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only custom tools with a name are")
+    about = {"description": tool["description"]} if "description" in tool else {}
+    return {
+        "type": "function",
+        "function": {"name": tool["name"], **about, "parameters": tool.get("input_schema") or {}},
+    }
+
+
+def _choice(value: dict[str, Any] | None) -> ToolChoice:
+    kind = (value or {}).get("type", "auto")
+    one_call = bool((value or {}).get("disable_parallel_tool_use"))
+    if kind == "tool" and value is not None:
+        return ToolChoice("required", (str(value.get("name")),), one_call)
+    if kind not in ("auto", "any", "none"):
+        raise PalestraError(f"tool_choice={short(value)} is not supported; use auto, any, none or tool with a name")
+    return ToolChoice("required" if kind == "any" else kind, one_call=one_call)

@@ -1,0 +1,171 @@
+"""The gateway's HTTP: which attempt a request belongs to, and which dialect it speaks.
+
+    POST /attempt/ID/v1/chat/completions, /attempt/ID/v1/responses          OpenAI's dialects
+    POST /attempt/ID/v1/messages, /attempt/ID/v1/messages/count_tokens      Anthropic's
+    GET  /attempt/ID/v1/models
+
+and the same without /attempt/ID for clients that can set only a key: each attempt has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Scope
+
+from palestra.core.errors import PalestraError
+from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.chat_completions import ChatCompletionBody
+from palestra.servers.gateway.dialect import Body, Event
+from palestra.servers.gateway.request import ChatRequest, Piece
+from palestra.servers.gateway.responses import ResponseBody
+from palestra.servers.http_errors import error_body, shortened
+from palestra.servers.openai.completer import Completer
+from palestra.servers.web import Endpoint, make_app, while_connected
+
+_MAX_BODY = 16 * MIB
+_JSON_BYTES = 6  # of one character at most: \u0041
+_OBJECT = TypeAdapter(dict[str, Any])
+
+FindAttempt = Callable[[str | None, str | None], Attempt]  # by the id in the URL, and by the key
+T = TypeVar("T")
+
+
+def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application; `routes` of others come first."""
+    api = _Api(model, find)
+    dialects = [
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/messages", api.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+    ]
+    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
+    return make_app(all_routes, error_form=_error_form, find_post=api.find_post)
+
+
+class _Api:
+    """One method for each endpoint."""
+
+    def __init__(self, model: Completer, find: FindAttempt) -> None:
+        self._model = model
+        self._find = find
+        self._posts: dict[str, Endpoint] = {
+            "chat/completions": self.chat_completions,
+            "responses": self.responses,
+            "messages": self.messages,
+        }
+        about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
+        more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
+        self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
+
+    def find_post(self, scope: Scope) -> Endpoint | None:
+        """What the routes say, in short, of the posts that agents spend their time with."""
+        before, _, name = scope["path"].partition("/v1/")
+        attempt = before.removeprefix("/attempt/")
+        if name not in self._posts or (before and (attempt == before or not attempt or "/" in attempt)):
+            return None
+        scope["path_params"] = {"attempt": attempt} if attempt else {}
+        return self._posts[name]
+
+    async def models(self, request: Request) -> Response:
+        self._attempt(request)
+        ends = {"first_id": self._model.name, "last_id": self._model.name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._card], **ends})
+
+    async def model(self, request: Request) -> Response:
+        """Agents ask for the model that they were written for: there is one, whatever its name."""
+        self._attempt(request)
+        return JSONResponse(self._card | {"id": request.path_params["name"]})
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, self._attempt(request), ChatCompletionBody.read)
+
+    async def responses(self, request: Request) -> Response:
+        attempt = self._attempt(request)
+        return await self._answer(request, attempt, lambda raw: ResponseBody.read(raw, attempt.stored))
+
+    async def messages(self, request: Request) -> Response:
+        return await self._answer(request, self._attempt(request), MessagesBody.read)
+
+    async def count_tokens(self, request: Request) -> Response:
+        attempt = self._attempt(request)
+        body = await _read(request, self._model, CountBody.read)
+        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, self._model))})
+
+    async def _answer(self, request: Request, attempt: Attempt, read: Callable[[dict[str, Any]], Body]) -> Response:
+        body = await _read(request, self._model, read)
+        to_sample = _request(body, self._model)
+        if not body.stream:
+            answers = await while_connected(request, attempt.answer(to_sample))
+            return JSONResponse(body.response(answers, self._model))
+        pieces = attempt.stream(to_sample)
+        first = await anext(pieces)  # what is refused is refused before the stream begins
+        events = body.events(_connected(request, first, pieces), self._model)
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
+
+    def _attempt(self, request: Request) -> Attempt:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
+
+
+async def _read(request: Request, model: Completer, read: Callable[[dict[str, Any]], T]) -> T:
+    """The body in its dialect; 413 where it is larger than any history that fits the context."""
+    raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * model.max_characters))
+    return parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
+
+
+def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
+    """What it asks for. Deep inside of messages and tools a body may hold anything at all."""
+    try:
+        return body.request(model)
+    except RecursionError:
+        raise PalestraError("the request is nested too deeply") from None
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        raise PalestraError(f"the request is not in the form that this endpoint takes: {error}") from error
+
+
+async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
+    """The pieces, as long as somebody reads them; the sampling ends with this."""
+    async with contextlib.aclosing(pieces):
+        yield first
+        async for piece in pieces:
+            if piece[1] is None and await request.is_disconnected():
+                return
+            yield piece
+
+
+async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    """Server-sent events. An error that comes in the middle is one, too, in the dialect's own form."""
+    try:
+        async for event in events:
+            data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+            yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
+    except Exception as error:
+        status = 400 if isinstance(error, PalestraError) else 500
+        name = "" if _path(request).endswith("/completions") else "event: error\n"
+        yield f"{name}data: {json.dumps(_error_form(request, status, str(error)))}\n\n"
+        if status == 500:
+            raise
+
+
+def _error_form(request: Request, status: int, message: str) -> dict[str, Any]:
+    is_anthropic = "/v1/messages" in _path(request)
+    return anthropic_error(status, shortened(message)) if is_anthropic else error_body(status, message)
+
+
+def _path(request: Request) -> str:
+    return str(request.scope["path"])

@@ -1,0 +1,345 @@
+"""One attempt of an agent: its key, its conversations with the model, and in the end its rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
+from palestra.models.chat.reasoning import strip_reasoning
+from palestra.models.chat.streaming import StreamedReply
+from palestra.models.chat.template import PROMPT_END_TOKENS
+from palestra.models.chat.toolcalls import Reply
+from palestra.policy.base import WaitsForTools
+from palestra.rollout.collect import seed_of
+from palestra.rollout.speakers import check_record
+from palestra.servers.gateway.lineages import Branch, Lineages, Node, Prompt
+from palestra.servers.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
+from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
+
+
+class AttemptEnded(PalestraError):
+    """The attempt is over; its key opens nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptCounts:
+    """What an attempt did. A linear agent has one lineage, and nothing computed again or re-tokenised."""
+
+    requests: int
+    turns: int
+    lineages: int
+    sampled_tokens: int
+    recomputed_tokens: int
+    retokenised_turns: int
+    discarded_turns: int  # that get no reward: rejected choices, repeated requests, side calls
+
+
+class Attempt:
+    """Made by `Gateway.open`. Used in the gateway's event loop alone."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        model: Completer,
+        gateway_url: str,
+        *,
+        sampling: SamplingParams,
+        seed: int,
+        key: str | None = None,
+        client_sampling: bool = False,
+        shared_prompts: SharedPrompts | None = None,
+        on_end: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
+        self.id = secrets.token_urlsafe(16)
+        self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
+        self.problem = problem
+        self.lineages = Lineages(model, shared_prompts or SharedPrompts(model.policy, 1))
+        self.ended = False
+        self.requests = 0
+        self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
+        self.failure: Exception | None = None  # of the policy: no agent's fault
+        self._url = gateway_url
+        self._model = model
+        self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
+        self._seed = seed
+        self._client_sampling = client_sampling
+        self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
+        self._nobody_samples = asyncio.Event()
+        self._waits_for_tools = model.policy if isinstance(model.policy, WaitsForTools) else None
+        self._began = time.perf_counter()
+        self._on_end = on_end
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return f"{self._url}/attempt/{self.id}"
+
+    @property
+    def transcript(self) -> tuple[Message, ...]:
+        """The messages of the lineage that spoke last."""
+        return self.lineages.nodes[-1].messages if self.lineages.nodes else ()
+
+    @property
+    def counts(self) -> AttemptCounts:
+        tree = self.lineages
+        sampled = sum(len(node.sampled.token_ids) for node in tree.nodes)
+        return AttemptCounts(
+            self.requests,
+            len(tree.nodes),
+            len(tree.leaves),
+            sampled,
+            tree.recomputed_tokens,
+            tree.retokenised_turns,
+            len(tree.nodes) - len(tree.trained_nodes()),
+        )
+
+    async def finish(self) -> list[Rollout]:
+        """End it: turns in progress are cancelled, the key is refused from now on. One rollout for each lineage."""
+        if not self.ended:
+            self.ended = True
+            self._on_end(self)
+            while self._under_way:
+                self._nobody_samples.clear()
+                for task in self._under_way:
+                    if task is not None:
+                        task.cancel()
+                await self._nobody_samples.wait()
+            self.lineages.close()
+        if self.failure is not None:
+            raise self.failure
+        seconds = time.perf_counter() - self._began
+        return [self._rollout(leaf, turns, seconds) for leaf, turns in self.lineages.rows()]
+
+    async def answer(self, request: ChatRequest) -> list[Answer]:
+        """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
+        prompt = await self._prompt(request)
+        with self._turns(request, prompt) as turns:
+            if len(turns) == 1:  # in this task: one of its own would take longer than the rest
+                return [await self._record(request, turns[0], await self._sample(turns[0]))]
+            tasks = [turn.start(self._sample) for turn in turns]
+            await asyncio.wait(tasks)
+            return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
+        """First how large the prompt is, then each choice's deltas as they come and, at its end, its Answer.
+
+        (-1, None) while nothing comes, so that the caller can look whether its client is still there.
+        """
+        prompt = await self._prompt(request)
+        with self._turns(request, prompt) as turns:
+            tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
+            await asyncio.sleep(0)  # what the policy refuses, it refuses at once
+            for task in tasks.values():
+                if task.done():
+                    task.result()
+            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].branch.cached_tokens)
+            replies = [self._streamed(request, turn) for turn in turns]
+            texts = [TextStream(self._model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
+            while tasks:
+                await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for i, task in list(tasks.items()):
+                    turn, reply = turns[i], replies[i]
+                    if not task.done():
+                        if new := texts[i].push(turn.session.token_ids[turn.prompt_tokens :]):
+                            for delta in reply.push(new):
+                                yield i, delta
+                        continue
+                    answer = await self._record(request, turn, tasks.pop(i).result())
+                    said = Reply(answer.thinking, answer.message.text)
+                    for delta in reply.rest(said, answer.completion.text):
+                        yield i, delta
+                    yield i, answer
+                yield -1, None
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        return (await self._prompt(request)).token_count
+
+    async def _prompt(self, request: ChatRequest) -> Prompt:
+        """Find the request's place and tokenise its new messages; long texts are tokenised in a thread."""
+        try:
+            return await self.lineages.place(request.messages, request.tools, request.variables)
+        except RecursionError:
+            raise PalestraError("the request is nested too deeply") from None
+
+    @contextlib.contextmanager
+    def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:
+        """The turns that a request asks for; those that are not recorded when this ends never were."""
+        if self.ended:
+            raise _ended()
+        self.requests += 1
+        branch = self.lineages.open(prompt)
+        try:
+            limit = self._room(branch)
+            self._check_logprobs(request, limit)
+            sessions = [branch.session]
+            if request.fields.choices > 1:
+                sessions = self.lineages.prompts.fork(branch.session, request.fields.choices)
+        except BaseException:
+            self.lineages.prompts.close_session(branch.session)
+            raise
+        turns = [self._turn(request, branch, session, limit) for session in sessions]
+        try:
+            yield turns
+        finally:
+            for turn in turns:
+                if not turn.recorded:
+                    if turn.task is not None:
+                        turn.task.cancel()
+                    self.lineages.prompts.close_session(turn.session)
+                    self.lineages.free_number(branch.place, turn.number)
+
+    def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _PendingTurn:
+        number = self.lineages.take_number(branch.place)
+        params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
+        return _PendingTurn(branch, session, number, params, len(session.token_ids))
+
+    def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
+        prompt_end = self._model.prompt_end(turn.prompt_end)
+        return self._model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
+
+    async def _sample(self, turn: _PendingTurn) -> Turn:
+        """Sample it, in the task that calls this; the end of the attempt cancels it."""
+        task = asyncio.current_task()
+        self._under_way.add(task)
+        try:
+            return await self._model.policy.sample(turn.session, turn.params)
+        except asyncio.CancelledError:
+            if not self.ended or task is None:
+                raise
+            task.uncancel()
+            raise _ended() from None
+        except Exception as error:
+            if not isinstance(error, PalestraError):
+                self.failure = error
+            raise
+        finally:
+            self._under_way.discard(task)
+            if not self._under_way:
+                self._nobody_samples.set()
+
+    def _turn_seed(self, branch: Branch, number: int) -> int:
+        """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
+        return self._seed + branch.depth if number == 0 else seed_of(f"{self._seed}/{branch.depth}/{number}")
+
+    def _room(self, branch: Branch) -> int:
+        """How many tokens may be sampled: what the lineage and the model's context have left."""
+        left = self._sampling.max_new_tokens - branch.sampled_tokens
+        if left <= 0:
+            if branch.parent is not None:
+                branch.parent.refused = True
+            raise PalestraError(
+                f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
+                "turns; raise rollout.max_new_tokens, or let the agent say less"
+            )
+        size, context = len(branch.session.token_ids), self._model.context_tokens
+        if size >= context:
+            raise PalestraError(
+                f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
+                "shorten it"
+            )
+        return min(left, context - size)
+
+    def _check_logprobs(self, request: ChatRequest, limit: int) -> None:
+        if not request.top_logprobs:
+            return
+        params = params_of(request, self._sampling, self._client_sampling, limit, 0)
+        self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
+
+    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> Answer:
+        branch, start = turn.branch, turn.prompt_tokens
+        check_record(turn.session, start, sampled)
+        completion = self._model.completion(sampled, turn.params)
+        if request.top_logprobs:
+            prompt = tuple(turn.session.token_ids[:start])
+            scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
+            completion = await self._model.scored(scored, completion)
+        tools = request.tools if request.reads_calls else ()
+        said = self._model.read_reply(completion.text, tools, self._model.prompt_end(turn.prompt_end))
+        calls = said.calls
+        reply = Message("assistant", strip_reasoning(said.text), calls)
+        ids = tuple(self._call_id(i) for i in range(len(calls)))
+        has_stop_token = isinstance(completion.matched, int)
+        node = self.lineages.add(branch, reply, sampled, turn.session, ids, has_stop_token)
+        turn.recorded = True
+        if not calls and self._waits_for_tools is not None:
+            self._waits_for_tools.away(turn.session)
+        shown = reply
+        if calls:
+            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
+        return Answer(node, shown, said.reasoning, completion, start, branch.cached_tokens)
+
+    def _call_id(self, index: int) -> str:
+        """Unique in the attempt, and the same whenever it is made again."""
+        text = f"{self._seed}/{len(self.lineages.nodes)}/{index}"
+        return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+
+    def _rollout(self, leaf: Node, turns: tuple[Turn, ...], seconds: float) -> Rollout:
+        messages = leaf.messages
+        return Rollout(
+            self.problem.id,
+            turns,
+            messages,
+            self._stop_reason(leaf),
+            tool_results=tuple(_tool_results(messages)),
+            seconds=seconds,
+            tool_names=tuple(dict.fromkeys(name for node in leaf.path for name in node.tool_names)),
+        )
+
+    def _stop_reason(self, leaf: Node) -> StopReason:
+        if leaf.refused:
+            return "truncated"
+        if leaf.sampled.finish == "stop":
+            return "answered"
+        full = len(leaf.token_ids) >= self._model.context_tokens
+        return "context_full" if full else "truncated"
+
+
+_POLL_S = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class _PendingTurn:
+    branch: Branch
+    session: Any
+    number: int  # among the turns at the same place
+    params: SamplingParams
+    prompt_tokens: int  # that were in the session before
+    task: asyncio.Task[Turn] | None = None  # where it has one of its own
+    recorded: bool = False
+
+    @property
+    def prompt_end(self) -> Sequence[int]:
+        return self.session.token_ids[max(0, self.prompt_tokens - PROMPT_END_TOKENS) : self.prompt_tokens]
+
+    def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
+        self.task = asyncio.ensure_future(sample(self))
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # others may have failed first
+        return self.task
+
+
+def _ended() -> AttemptEnded:
+    return AttemptEnded("this attempt has ended; its key is not valid any more")
+
+
+def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:
+    """What the agent's tools gave, as far as its messages show it."""
+    calls: dict[str | None, ToolCall] = {}
+    results = []
+    for message in messages:
+        calls |= {call.id: call for call in message.tool_calls}
+        if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
+            results.append(ToolResult(call, message.text))
+    return results

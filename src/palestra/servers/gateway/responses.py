@@ -1,0 +1,235 @@
+"""OpenAI's Responses. What a response said is kept with the attempt, for `previous_response_id`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message
+from palestra.servers.gateway.dialect import Event
+from palestra.servers.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
+from palestra.servers.gateway.response_items import input_messages, output_items
+from palestra.servers.gateway.tool_choice import function_tool, grammar_of, json_schema, openai_choice
+from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
+from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
+
+# Accepted where they ask for what is done anyway.
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+Stored = dict[str, tuple[Message, ...]]  # what was said up to a response, by its id
+
+
+class ResponseBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    _stored: Stored = PrivateAttr(default_factory=dict)
+    _history: tuple[Message, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def read(cls, raw: dict[str, Any], stored: Stored) -> ResponseBody:
+        body = cls.model_validate(known_fields(cls, raw))
+        body._stored = stored
+        return body
+
+    def request(self, model: Completer) -> ChatRequest:
+        self._refuse_what_is_not_built()
+        before: tuple[Message, ...] = ()
+        if self.previous_response_id is not None:
+            if self.previous_response_id not in self._stored:
+                raise PalestraError(
+                    f"previous_response_id={short(self.previous_response_id)} is no response that this attempt stored"
+                )
+            before = self._stored[self.previous_response_id]
+        self._history = (*before, *input_messages(self.input))
+        system = (Message("system", self.instructions),) if self.instructions else ()
+        tools = tuple(map(_tool, self.tools or ()))
+        choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
+        schema = json_schema((self.text or {}).get("format"), "text.format")
+        effort = (self.reasoning or {}).get("effort")
+        if not (system + self._history):
+            raise PalestraError("the input is empty; send a text or at least one item")
+        return ChatRequest(
+            (*system, *self._history),
+            SamplingFields(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
+            tools,
+            {} if effort is None else {"reasoning_effort": effort},
+            reads_calls=choice.mode != "none",
+            grammar=grammar_of(model, tools, choice, schema, {} if effort is None else {"reasoning_effort": effort}),
+            top_logprobs=self.top_logprobs or 0,
+        )
+
+    def _refuse_what_is_not_built(self) -> None:
+        for name, value, allowed in (
+            ("background", self.background, (None, False)),
+            ("truncation", self.truncation, (None, "disabled", "auto")),
+            *(("include", each, _INCLUDED) for each in self.include or ()),
+        ):
+            if value not in allowed:
+                raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
+
+    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
+        (answer,) = answers
+        frame = _Frame(self, model)
+        return frame.ended(answer, self._output(answer, model, frame))
+
+    async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
+        frame = _Frame(self, model)
+        items = _ItemEvents(frame)
+        async for _, piece in pieces:
+            if isinstance(piece, PromptSize):
+                yield frame.event("response.created", response=frame.response("in_progress", []))
+                yield frame.event("response.in_progress", response=frame.response("in_progress", []))
+            elif isinstance(piece, Delta) and not piece.is_thinking:
+                for event in items.text(piece.text):
+                    yield event
+            elif isinstance(piece, Answer):
+                output = self._output(piece, model, frame)
+                for event in items.end(output):
+                    yield event
+                whole = frame.ended(piece, output)
+                yield frame.event(f"response.{whole['status']}", response=whole)
+
+    def _output(self, answer: Answer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
+        """The items of an answer; from now on others may refer to it."""
+        if self.store is not False:
+            self._stored[frame.id] = (*self._history, answer.message)
+        with_logprobs = bool(self.top_logprobs) or _INCLUDED[0] in (self.include or ())
+        return output_items(answer, model, frame.message_id, with_logprobs)
+
+
+class _Frame:
+    """The fields that all of one response's events have in common."""
+
+    def __init__(self, body: ResponseBody, model: Completer) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self.message_id = f"msg_{uuid.uuid4().hex}"
+        self._body = body
+        self._model = model
+        self._created = int(time.time())
+        self._sequence = -1
+
+    def response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model.name,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "metadata": {},
+            **more,
+        }
+
+    def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+        sampled = len(answer.completion.token_ids)
+        usage = {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + sampled,
+        }
+        if answer.is_cut_off:
+            why = {"reason": "max_output_tokens"}
+            return self.response("incomplete", output, usage=usage, incomplete_details=why)
+        return self.response("completed", output, usage=usage)
+
+    def event(self, name: str, /, **fields: Any) -> Event:
+        self._sequence += 1
+        return Event({"type": name, "sequence_number": self._sequence, **fields}, name)
+
+
+class _ItemEvents:
+    """Output items as events. Text comes piece by piece; the other items are whole when they come."""
+
+    def __init__(self, frame: _Frame) -> None:
+        self._frame = frame
+        self._sent = ""
+
+    def text(self, new: str) -> Iterator[Event]:
+        if not self._sent:
+            yield from self._open_message(0)
+        self._sent += new
+        place = {"item_id": self._frame.message_id, "output_index": 0, "content_index": 0}
+        yield self._frame.event("response.output_text.delta", **place, delta=new, logprobs=[])
+
+    def end(self, output: Sequence[dict[str, Any]]) -> Iterator[Event]:
+        """All that has not come yet. A reasoning item goes behind a message that has been sent before it."""
+        began = [item for item in output if self._sent and item["type"] == "message"]
+        for index, item in enumerate([*began, *(item for item in output if item not in began)]):
+            yield from self._end(index, item)
+
+    def _end(self, index: int, item: Mapping[str, Any]) -> Iterator[Event]:
+        place = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "message":
+            if not self._sent:
+                yield from self._open_message(index)
+            (part,) = item["content"]
+            whole = {**place, "content_index": 0}
+            yield self._frame.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
+            yield self._frame.event("response.content_part.done", **whole, part=part)
+        elif item["type"] == "function_call":
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            yield self._frame.event("response.output_item.added", output_index=index, item=begun)
+            arguments = item["arguments"]
+            yield self._frame.event("response.function_call_arguments.delta", **place, delta=arguments)
+            name = item["name"]
+            yield self._frame.event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
+        else:
+            yield self._frame.event("response.output_item.added", output_index=index, item=item)
+        yield self._frame.event("response.output_item.done", output_index=index, item=item)
+
+    def _open_message(self, index: int) -> Iterator[Event]:
+        message_id = self._frame.message_id
+        item = {"id": message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        place = {"item_id": message_id, "output_index": index, "content_index": 0}
+        yield self._frame.event("response.output_item.added", output_index=index, item=item)
+        yield self._frame.event("response.content_part.added", **place, part=part)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as Chat Completions and chat templates have it."""
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
+    return function_tool({"type": "function", "function": tool})

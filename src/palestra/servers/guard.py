@@ -1,0 +1,79 @@
+"""Who may call a server: clients with the token; without a token, programs of this machine."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from palestra.servers.http_errors import error_body
+
+
+class Guard:
+    """Checks the token; without one, refuses requests of web pages.
+
+    A server on the loopback address can be reached by every page that a local browser shows. Such requests
+    carry an Origin of their own, or are marked by the browser as another site's (`<img>`, links and forms have
+    no Origin), or have a host name that was made to point here.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(dict(reversed(scope["headers"])))  # of several the first counts
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            status, message = refusal
+            await JSONResponse(error_body(status, message), status)(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        if self._token:
+            sent = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(sent.removeprefix(b"Bearer "), self._token.encode()):
+                return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
+            return None
+        host = headers.get(b"host", b"localhost")
+        if not (_is_loopback_host(host) and _from_no_other_site(headers)):
+            return 403, "without a token, only requests to a loopback address and from no other site are answered"
+        return None
+
+
+def _from_no_other_site(headers: Mapping[bytes, bytes]) -> bool:
+    site = headers.get(b"sec-fetch-site", b"none")
+    if origin := headers.get(b"origin"):
+        # accept pages of other loopback ports, unless the browser reports them as cross-site
+        return is_loopback(host_of(origin.decode("latin-1"))) and site != b"cross-site"
+    return site in (b"none", b"same-origin")
+
+
+def host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+@lru_cache(256)
+def _is_loopback_host(header: bytes) -> bool:
+    """Of the header Host, which is the same in every request of a client."""
+    return is_loopback(host_of(f"//{header.decode('latin-1')}"))
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

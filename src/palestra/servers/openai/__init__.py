@@ -1,0 +1,1 @@
+"""A model behind OpenAI-, SGLang- and vLLM-style HTTP."""

@@ -1,0 +1,354 @@
+"""A policy with its tokenizer: prompts in, completions out, whole or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol, TypeVar
+
+from palestra.core.errors import PalestraError
+from palestra.core.messages import encodable, is_shallow
+from palestra.core.types import SamplingParams, Turn
+from palestra.models.chat.roundtrip import check_tool_calls
+from palestra.models.chat.streaming import certain
+from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
+from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
+from palestra.policy.base import Policy
+from palestra.policy.token_logprobs import TokenLogprobs
+from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
+
+MAX_TOP_LOGPROBS = 20
+MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it delays no other request
+_TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may have a few more than as a whole
+_POLL_S = 0.01
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_SEED_STRIDE = 1_000_003
+_MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
+_MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
+
+T = TypeVar("T")
+
+
+class ScoresTokens(Protocol):
+    """`policy.token_logprobs.token_logprobs` of a model."""
+
+    def __call__(
+        self, token_ids: Sequence[int], start: int, *, top: int, temperature: float
+    ) -> Iterator[TokenLogprobs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """`n` completions of one prompt.
+
+    `top_logprobs` are given beside each sampled token's own; `scores_prompt` gives the prompt's, too.
+    """
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    params: SamplingParams
+    top_logprobs: int = 0
+    scores_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One choice. The ids include what ended it; the text does not."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]  # of the weights that sampled each token
+    text: str
+    finish: Literal["stop", "length"]
+    matched: int | str | None = None
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # (id, logprob), best first
+    prompt: TokenLogprobs | None = None  # of the prompt's tokens but the first
+
+
+class Completer:
+    """Completions by the policy's continuous batching; new weights are used from the next token on."""
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        tokenizer: Any,
+        name: str,
+        context_tokens: int,
+        score: ScoresTokens | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.name = name
+        self.context_tokens = context_tokens
+        self.score = score
+        self.vocabulary = vocabulary
+        self.on_request: Callable[[SamplingRequest], None] = lambda request: None
+        self.unexpected_calls: UnexpectedCalls = "execute"
+        self._chat: ChatFormat | None = None
+        self._no_chat = ""
+        try:
+            self._chat = ChatFormat(tokenizer)
+        except PalestraError as reason:
+            self._no_chat = str(reason)
+        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.eos: tuple[int, ...] = self._chat.stop_token_ids if self._chat else eos
+
+    @cached_property
+    def twin(self) -> Completer:
+        """A copy with its own tokenizer, for preparing requests in a thread: tokenizers are not thread-safe."""
+        own = copy.deepcopy(self.tokenizer)
+        return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
+
+    def check_tool_calls(self) -> None:
+        """Refuse a model whose template writes tool calls that cannot be read; one without a template has no calls."""
+        if self._chat is not None:
+            check_tool_calls(self._chat, appends=False)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "palestra-tokenise")
+
+    @property
+    def chat(self) -> ChatFormat:
+        if self._chat is None:
+            raise PalestraError(self._no_chat)
+        return self._chat
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """The end of a prompt, which shows whether it opened the reasoning."""
+        return decode(self.tokenizer, prompt_ids[-PROMPT_END_TOKENS:])
+
+    def read_reply(self, text: str, tools: Sequence[dict[str, Any]], prompt_end: str) -> Reply:
+        """Parse reasoning, text and calls; if a client cannot read any of the calls, they stay in the text."""
+        whole = self.chat.parse_text(text, prompt_end)
+        if not tools:
+            return whole
+        reply = self.chat.parse(text, tools, prompt_end, self.unexpected_calls)
+        good = tuple(call for call in reply.calls if call.error is None and _is_json(call.arguments))
+        return replace(reply, calls=good) if good else whole
+
+    @cached_property
+    def max_characters(self) -> int:
+        """No longer text can fit the context, whatever its tokens."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return self.context_tokens * longest
+
+    def check_length(self, characters: int) -> None:
+        """Refuse a text that cannot fit before it is tokenised, which takes far longer than to read it."""
+        if characters > self.max_characters:
+            raise PalestraError(
+                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
+            )
+
+    def check_tokens(self, texts: Iterable[str]) -> None:
+        """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
+        tokens, backend = 0, self.tokenizer.backend_tokenizer
+        for text in texts:
+            for start in range(0, len(text), MAX_INLINE_CHARS):
+                chunk = encodable(text[start : start + MAX_INLINE_CHARS])
+                tokens += len(
+                    backend.encode_batch_fast([chunk], add_special_tokens=False)[0]
+                )  # without holding the GIL
+                if tokens > self.context_tokens * _TOO_MANY:
+                    raise PalestraError(
+                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; shorten it"
+                    )
+
+    async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
+        """Return `work(completer)`; runs in a thread if its text has more than MAX_INLINE_CHARS characters."""
+        if characters <= MAX_INLINE_CHARS:
+            return work(self)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self.twin))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.check_length(len(text))
+        return tuple(self.tokenizer(text)["input_ids"])
+
+    def requests(self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int) -> list[SamplingRequest]:
+        """What to sample for prompts of text or token ids, within bounds that hold before anything is tokenised."""
+        sequences = len(prompts) * fields.choices
+        if sequences > _MAX_SEQUENCES:
+            raise PalestraError(
+                f"{len(prompts)} prompts x n={fields.choices} at once; up to {_MAX_SEQUENCES} completions are made, "
+                "send the rest apart"
+            )
+        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        total = sum(map(len, ids)) * fields.choices
+        if total > _MAX_TOKENS:
+            raise PalestraError(f"the prompts have {total} tokens x n together; up to {_MAX_TOKENS} are taken at once")
+        return [self.request(prompt, fields, new_tokens) for prompt in ids]
+
+    def request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
+        """What to sample for a prompt, within the room that it leaves in the context.
+
+        `new_tokens` is the form's default.
+        """
+        if not prompt_ids:
+            raise PalestraError("the prompt is empty; give at least one token to go on from")
+        if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
+            raise PalestraError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
+        room = self.context_tokens - len(prompt_ids)
+        if room < 1:
+            raise PalestraError(
+                f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
+                "included; shorten it"
+            )
+        return SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, new_tokens))
+
+    def check_scoring(self, request: SamplingRequest) -> None:
+        """Refuse logprobs that would not be of the distribution that is sampled from."""
+        if not (request.top_logprobs or request.scores_prompt):
+            return
+        params = request.params
+        if self.score is None:
+            raise PalestraError("this server knows the sampled tokens' own logprobs alone; leave top_logprobs out")
+        if params.top_p < 1 or params.top_k or params.min_p or params.repetition_penalty != 1 or params.grammar:
+            raise PalestraError(
+                "the most likely tokens are those of the whole distribution; leave top_p, top_k, min_p, "
+                "repetition_penalty and grammar out, or the top logprobs"
+            )
+        if request.scores_prompt and params.temperature not in (0.0, 1.0):
+            raise PalestraError(
+                f"temperature={params.temperature:g} with the prompt's logprobs, which nobody sampled; use 0 or 1"
+            )
+
+    async def complete(self, request: SamplingRequest) -> list[Completion]:
+        """Exactly n completions; cancelling this cancels their sampling."""
+        self.on_request(request)
+        if request.params.max_new_tokens == 0:
+            sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
+        else:
+            sampled = await self._sample(request)
+        return [await self.scored(request, self.completion(one, request.params)) for one in sampled]
+
+    async def _sample(self, request: SamplingRequest) -> list[Turn]:
+        sessions = self._open(request)
+        try:
+            return await asyncio.gather(
+                *(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)),
+            )
+        finally:
+            for session in sessions:
+                self.policy.close(session)
+
+    async def scored(self, request: SamplingRequest, completion: Completion) -> Completion:
+        """With the logprobs that the request asks for beside the sampled tokens' own."""
+        if not (request.top_logprobs or request.scores_prompt):
+            return completion
+        assert self.score is not None
+        ids, length = [*request.prompt_ids, *completion.token_ids], len(request.prompt_ids)
+        start = 1 if request.scores_prompt else length
+        found = TokenLogprobs()
+        temperature = request.params.temperature or 1.0
+        for piece in self.score(ids, start, top=request.top_logprobs, temperature=temperature):
+            found.logprobs.extend(piece.logprobs)
+            found.top.extend(piece.top)
+            await asyncio.sleep(0)  # others sample meanwhile
+        at = length - start
+        prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
+        return replace(completion, top=found.top[at:], prompt=prompt)
+
+    async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
+        """(choice, new text) as it comes, (choice, Completion) when one has ended, (-1, None) while nothing does."""
+        self.on_request(request)
+        sessions = self._open(request)
+        tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
+        texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
+        start, open_choices = len(request.prompt_ids), set(range(len(tasks)))
+        try:
+            while open_choices:
+                await asyncio.wait(
+                    {tasks[i] for i in open_choices}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for i in sorted(open_choices):
+                    if tasks[i].done():
+                        open_choices.discard(i)
+                        yield i, await self.scored(request, self.completion(tasks[i].result(), request.params))
+                    elif new := texts[i].push(sessions[i].token_ids[start:]):
+                        yield i, new
+                yield -1, None
+        finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
+            for session, task in zip(sessions, tasks, strict=True):
+                task.cancel()
+                self.policy.close(session)
+            asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open(self, request: SamplingRequest) -> list[Any]:
+        session = self.policy.open(request.prompt_ids)
+        return self.policy.fork(session, request.n) if request.n > 1 else [session]
+
+    def completion(self, turn: Turn, params: SamplingParams) -> Completion:
+        ids, matched = turn.token_ids.tolist(), None
+        finish: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
+        if finish == "stop" and ids and ids[-1] in params.stop_token_ids:
+            matched = ids.pop()
+        text = decode(self.tokenizer, ids)
+        arrays = turn.token_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist()
+        stops = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if stops and matched is None:
+            at, stop_text = min(stops)
+            return Completion(*arrays, text[:at], finish, stop_text)
+        return Completion(*arrays, text, finish, matched)
+
+
+class TextStream:
+    """Text out of growing token ids: whole characters only, and nothing that may turn out to be held back."""
+
+    def __init__(self, tokenizer: Any, hold: tuple[str, ...], stop_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._hold = hold
+        self._stops = stop_token_ids
+        self._text = ""
+        self._sent = 0
+        self._start = self._end = 0  # ids[start:end] are decoded again: what follows may depend on them
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that has become certain since the last time."""
+        if len(ids) > self._end and ids[-1] not in self._stops:
+            known = decode(self._tokenizer, ids[self._start : self._end])
+            longer = decode(self._tokenizer, ids[self._start :])
+            if not longer.endswith("\ufffd"):  # half a character: wait for the rest
+                self._text += longer[len(known) :]
+                self._start, self._end = self._end, len(ids)
+        safe = certain(self._text, self._hold)
+        new, self._sent = safe[self._sent :], max(self._sent, len(safe))
+        return new
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of the ids, special tokens included: a `<tool_call>` may be one."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:  # without the checks around it
+        return str(backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens=False))
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether strict JSON parsers can read it: Python's also takes NaN, lone surrogates and any depth."""
+    try:
+        _to_json(value).encode()
+    except (ValueError, RecursionError):
+        return False
+    return is_shallow(value)
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from texts_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_of(each)
+
+
+def _seeded(request: SamplingRequest, index: int) -> SamplingParams:
+    return replace(request.params, seed=request.params.seed + index * _SEED_STRIDE)

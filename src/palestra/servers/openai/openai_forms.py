@@ -1,0 +1,229 @@
+"""OpenAI's forms: completions and chat, whole and streamed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from pydantic import Field
+
+from palestra.core.errors import PalestraError
+from palestra.core.messages import call_to_dict, from_dict
+from palestra.core.types import Message, ToolCall
+from palestra.models.chat.streaming import Delta, StreamedReply
+from palestra.models.chat.toolcalls import Reply
+from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode, texts_of
+from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, short
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+class CompletionBody(SamplingFields):
+    prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
+    max_tokens: int | None = Field(None, ge=0, description="0 with echo: the prompt's logprobs and no more")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    def requests(self, model: Completer) -> list[SamplingRequest]:
+        if self.max_tokens == 0 and not self.echo:
+            raise PalestraError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
+        if self.stream and (self.echo or self.is_batch):
+            raise PalestraError("streaming takes one prompt at a time, without echo; send the prompts apart")
+        prompts: list[Any] = self.prompt if self.is_batch else [self.prompt]  # type: ignore[assignment]
+        requests = [self._scored(request) for request in model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS)]
+        for request in requests:
+            model.check_scoring(request)
+        return requests
+
+    @property
+    def is_batch(self) -> bool:
+        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+    def _scored(self, request: SamplingRequest) -> SamplingRequest:
+        params = replace(request.params, max_new_tokens=0) if self.max_tokens == 0 else request.params
+        scores_prompt = bool(self.echo) and self.logprobs is not None
+        return replace(request, params=params, top_logprobs=self.logprobs or 0, scores_prompt=scores_prompt)
+
+    def choice(self, index: int, request: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
+        prompt_ids = request.prompt_ids if self.echo else ()
+        logprobs = text_logprobs(prompt_ids, completion, model) if self.logprobs is not None else None
+        text = decode(model.tokenizer, prompt_ids) + completion.text
+        choice = {"index": index, "text": text, "finish_reason": completion.finish, "logprobs": logprobs}
+        if self.return_token_ids:
+            choice |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": completion.token_ids}
+        return choice
+
+
+class ChatBody(SamplingFields):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, max_length=100)
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def tools_used(self) -> list[dict[str, Any]]:
+        if self.tool_choice not in (None, "auto", "none"):
+            raise PalestraError(
+                f"tool_choice={short(self.tool_choice)} is not supported by this server; use auto or none"
+            )
+        return [] if self.tool_choice == "none" else [tool_schema(tool) for tool in self.tools or []]
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **effort}
+
+    def check_logprobs(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+
+    def requests(self, model: Completer) -> list[SamplingRequest]:
+        self.check_logprobs()
+        model.check_length(sum(map(len, texts_of([self.messages, self.tools]))))
+        tools = self.tools_used
+        prompt = model.chat.prompt(self.read_messages(), tools, self.variables)
+        (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
+        request = replace(request, top_logprobs=self.top_logprobs or 0)
+        model.check_scoring(request)
+        return [request]
+
+    def read_messages(self) -> list[Message]:
+        for i, message in enumerate(self.messages):
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise PalestraError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
+        try:
+            return [from_dict(message) for message in self.messages]
+        except (TypeError, AttributeError) as error:
+            raise PalestraError(f"messages: not in the form of a chat ({error})") from None
+
+    def choice(self, index: int, completion: Completion, model: Completer, prompt_end: str) -> dict[str, Any]:
+        reply = model.read_reply(completion.text, self.tools_used, prompt_end)
+        calls = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in reply.calls]
+        return self.choice_of(index, completion, model, reply.text, calls, reply.reasoning)
+
+    def choice_of(
+        self,
+        index: int,
+        completion: Completion,
+        model: Completer,
+        text: str,
+        calls: Sequence[ToolCall],
+        thinking: str = "",
+    ) -> dict[str, Any]:
+        """The choice of a completion that was read as this text and these calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if calls:
+            message["tool_calls"] = [call_to_dict(call) for call in calls]
+        choice = {
+            "index": index,
+            "message": message,
+            "finish_reason": "tool_calls" if calls and completion.finish == "stop" else completion.finish,
+            "logprobs": chat_logprobs(completion, model) if self.logprobs else None,
+        }
+        return choice | ({"token_ids": completion.token_ids} if self.return_token_ids else {})
+
+
+def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as prompts of a training show it, without what else clients send (`strict`)."""
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        return tool
+    fields = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": fields}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFrame:
+    """The fields that every chunk of one response has in common."""
+
+    kind: str  # chat.completion, chat.completion.chunk or text_completion
+    model: str
+    id: str
+    created: int
+
+    def __call__(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        about = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        return {**about, "choices": list(choices), **more}
+
+
+def response(kind: str, model: Completer) -> ResponseFrame:
+    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    return ResponseFrame(kind, model.name, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
+
+
+def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
+    prompt = sum(len(request.prompt_ids) for request in requests)
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def text_logprobs(prompt_ids: Sequence[int], completion: Completion, model: Completer) -> dict[str, Any]:
+    """The tokens of prompt (where it is echoed) and completion. Nothing predicts the prompt's first token."""
+    ids = [*prompt_ids, *completion.token_ids]
+    logprobs: list[float | None] = [*completion.logprobs]
+    top: list[Any] = completion.top or [[] for _ in completion.token_ids]
+    if prompt_ids and completion.prompt is not None:
+        logprobs = [None, *completion.prompt.logprobs, *logprobs]
+        top = [None, *completion.prompt.top, *top]
+    texts = [token_text(i, model) for i in ids]
+    named = [
+        None if pairs is None else {token_text(i, model): value for i, value in pairs} | {text: logprob}
+        for pairs, text, logprob in zip(top, texts, logprobs, strict=True)
+    ]
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": named, "text_offset": offsets}
+
+
+def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token, model)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    top = completion.top or [[] for _ in completion.token_ids]
+    content = [
+        entry(token, logprob) | {"top_logprobs": [entry(i, value) for i, value in pairs]}
+        for token, logprob, pairs in zip(completion.token_ids, completion.logprobs, top, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_text(token: int, model: Completer) -> str:
+    """The token's text; of a token that is only part of a character, its name in the vocabulary."""
+    text = decode(model.tokenizer, [token])
+    return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
+
+
+def chat_delta(index: int, delta: Delta) -> dict[str, Any]:
+    key = "reasoning_content" if delta.is_thinking else "content"
+    return {"index": index, "delta": {key: delta.text}, "finish_reason": None}
+
+
+def last_chat_deltas(
+    index: int, completion: Completion, stream: StreamedReply, model: Completer, body: ChatBody, prompt_end: str
+) -> Iterator[dict[str, Any]]:
+    """The chunks that end a streamed choice: the text held back so far, the calls, and why it ended."""
+    choice = body.choice(index, completion, model, prompt_end)
+    message = choice.pop("message")
+    reply = Reply(message.get("reasoning_content", ""), (message["content"] or "").lstrip())
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+    for delta in stream.rest(reply, completion.text):
+        yield chat_delta(index, delta)
+    if calls:
+        yield {"index": index, "delta": {"tool_calls": calls}, "finish_reason": None}
+    yield {**choice, "delta": {}}

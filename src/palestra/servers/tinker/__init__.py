@@ -1,0 +1,1 @@
+"""Training and sampling for clients of the Tinker SDK (`palestra tinker`)."""

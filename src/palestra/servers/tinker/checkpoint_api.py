@@ -1,0 +1,148 @@
+"""The endpoints of the SDK's RestClient: training runs and their checkpoints, listed, downloaded, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from palestra.servers.body import read_model
+from palestra.servers.http_errors import refuse
+from palestra.servers.tinker import requests as bodies
+from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath
+from palestra.servers.tinker.futures import NotFound
+
+_URLS_S = 3600.0  # for which the URLs of files are said to be good
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+class CheckpointApi:
+    """One method for each endpoint. What reads or writes files does so in a thread: other requests do not wait."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    async def weights_info(self, request: HttpRequest) -> Response:
+        body = await read_model(request, bodies.WeightsInfo)
+        found = await asyncio.to_thread(self._checkpoints.find, TinkerPath.parse(body.tinker_path))
+        spec = found.spec
+        return JSONResponse(
+            {"base_model": found.base_model, "is_lora": True,  # the SDK resumes from adapters alone; rank 0 is ours
+             "lora_rank": spec.rank, "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp,
+             "train_attn": spec.train_attn}
+        )  # fmt: skip
+
+    async def list_runs(self, request: HttpRequest) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._runs, *_page(request)))
+
+    async def get_run(self, request: HttpRequest) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._run, request.path_params["run_id"]))
+
+    async def list_checkpoints(self, request: HttpRequest) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._checkpoints_of, [request.path_params["run_id"]]))
+
+    async def list_all_checkpoints(self, request: HttpRequest) -> Response:
+        offset, limit = _page(request)
+        answer = await asyncio.to_thread(lambda: self._checkpoints_of(self._checkpoints.run_ids()))
+        found = sorted(answer["checkpoints"], key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return JSONResponse({"checkpoints": found[offset : offset + limit], "cursor": cursor})
+
+    async def set_ttl(self, request: HttpRequest) -> Response:
+        body = await read_model(request, bodies.SetTtl)
+        await asyncio.to_thread(self._checkpoints.set_ttl, _path(request), body.ttl_seconds)
+        return JSONResponse({})
+
+    async def delete_checkpoint(self, request: HttpRequest) -> Response:
+        await asyncio.to_thread(self._checkpoints.delete, _path(request))
+        return Response(status_code=204)
+
+    async def archive(self, request: HttpRequest) -> Response:
+        """The model's files as one tar file."""
+        found = await asyncio.to_thread(self._checkpoints.find, _path(request), check=True)
+        packed = await asyncio.to_thread(_pack, found)
+        name = f"{found.path.name}.tar"
+        end = BackgroundTask(packed.close)
+        return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
+
+    async def file_urls(self, request: HttpRequest) -> Response:
+        found = await asyncio.to_thread(self._checkpoints.find, _path(request), check=True)
+        here = str(request.url).removesuffix("/external_weights_urls")
+        urls = {file.name: f"{here}/files/{file.name}" for file in found.files}
+        return JSONResponse({"urls": urls, "expires": _time(time.time() + _URLS_S)})
+
+    async def file(self, request: HttpRequest) -> Response:
+        found = await asyncio.to_thread(self._checkpoints.find, _path(request))
+        files = {file.name: file for file in found.files}
+        name = request.path_params["file"]
+        if name not in files:
+            raise NotFound(f"{found.path} has no file {name!r}; it has {', '.join(files)}")
+        return FileResponse(files[name])
+
+    def _runs(self, offset: int, limit: int) -> dict[str, Any]:
+        ids = self._checkpoints.run_ids()
+        runs = [self._run(run_id) for run_id in ids[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(ids)}}
+
+    def _checkpoints_of(self, run_ids: Sequence[str]) -> dict[str, Any]:
+        return {"checkpoints": [_checkpoint(c) for run_id in run_ids for c in self._checkpoints.of_run(run_id)]}
+
+    def _run(self, run_id: str) -> dict[str, Any]:
+        folder = self._checkpoints.run(run_id)
+        about = folder.record["tinker"]
+        found = self._checkpoints_of([run_id])["checkpoints"]
+        last = {c["checkpoint_type"]: c for c in found}  # the newest of each comes last
+        changed = folder.metrics_file if folder.metrics_file.exists() else folder.record_file
+        rank, metadata = int(about["spec"]["rank"]), about.get("user_metadata") or {}
+        return {
+            "training_run_id": run_id, "base_model": about["base_model"], "model_owner": "palestra",
+            "is_lora": rank > 0, "lora_rank": rank, "corrupted": False,
+            "last_request_time": _time(changed.stat().st_mtime), "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items()},
+        }  # fmt: skip
+
+
+def _path(request: HttpRequest) -> TinkerPath:
+    parts = request.path_params
+    return TinkerPath.parse(f"tinker://{parts['run_id']}/{parts['kind']}/{parts['name']}")
+
+
+def _page(request: HttpRequest) -> tuple[int, int]:
+    try:
+        offset, limit = (int(request.query_params.get(*pair)) for pair in (("offset", 0), ("limit", 20)))
+    except ValueError:
+        raise refuse(400, "offset and limit are whole numbers") from None
+    if offset < 0 or not 1 <= limit <= 10_000:
+        raise refuse(400, f"offset={offset} and limit={limit}; expected 0 or more, and 1 to 10000")
+    return offset, limit
+
+
+def _checkpoint(found: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{found.path.kind}/{found.path.name}", "checkpoint_type": _TYPES[found.path.kind],
+        "time": _time(found.created), "tinker_path": str(found.path), "size_bytes": found.size_bytes,
+        "public": False, "user_metadata": found.user_metadata,
+        "expires_at": None if found.expires is None else _time(found.expires),
+    }  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _pack(found: Checkpoint) -> Any:
+    packed = tempfile.NamedTemporaryFile(suffix=".tar")  # noqa: SIM115  # closed when it was sent
+    with tarfile.open(packed.name, "w") as tar:
+        for file in found.files:
+            tar.add(file, arcname=file.name)
+    return packed

@@ -1,0 +1,236 @@
+"""Samples one model's versions in a thread of its own, beside the thread that trains it.
+
+All requests of one version share the engine's batches. A request for another version waits until those before it have
+ended, then its weights are loaded: tensors of an adapter, a few megabytes.
+
+Requests come one by one over HTTP, many of them at once. An engine that begins with the first holds up the others, as
+the server's thread then waits for the interpreter. So a burst is gathered until a pause, and then begun as one batch.
+A prompt that several of them have (siblings, each of which comes as a request of its own) is computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Array, SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.policy.base import Policy
+from palestra.policy.build import build_policy
+from palestra.policy.token_logprobs import token_logprobs
+from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
+from palestra.servers.tinker.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
+
+PAUSE_S = 0.01  # without a new request: the burst is over
+LONGEST_BURST_S = 0.2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PinnedWeights:
+    """The weights of one version: they stay as they are, whatever is trained meanwhile."""
+
+    read: Callable[[], Mapping[str, Any]]  # by the names of the module's weights; none for the base model itself
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    weights: PinnedWeights
+    prompt: Sequence[int]
+    turns: Sequence[SamplingParams]  # one for each sample
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    targets: Tensor | None = None  # token ids [T - 1, K] to score at prompt positions 1 and later; -1: none
+
+
+class Sampler:
+    """A module, an engine and the thread that drives it."""
+
+    def __init__(self, base: BaseModel, spec: AdapterSpec | None, kv_memory_gib: float | None = None) -> None:
+        self._base, self._spec, self._kv_memory_gib = base, spec, kv_memory_gib
+        self._unanswered: set[Future[SampleResponse]] = set()
+        self._loaded: PinnedWeights | None = None
+        self._loads = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._run, name="tinker-sampler", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> int:
+        """Requests that have not been answered."""
+        return len(self._unanswered)
+
+    def submit(self, request: SampleRequest) -> Future[SampleResponse]:
+        """Answered when its turn has come; from any thread."""
+        answer: Future[SampleResponse] = Future()
+        self._unanswered.add(answer)
+        self._started.add_done_callback(lambda started: self._put(started, request, answer))
+        return answer
+
+    def close(self) -> None:
+        """End the thread when what it works on is done."""
+        self._started.add_done_callback(lambda started: self._put(started, None, None))
+
+    def _put(self, started: Future[asyncio.AbstractEventLoop], request: SampleRequest | None, answer: Any) -> None:
+        if error := started.exception():
+            if answer is not None:
+                self._unanswered.discard(answer)
+                answer.set_exception(error)
+            return
+        started.result().call_soon_threadsafe(self._queue.put_nowait, (request, answer))
+
+    def _run(self) -> None:
+        stream = torch.cuda.Stream(self._base.device) if self._base.device.type == "cuda" else None
+        with torch.cuda.stream(stream):  # None: does nothing
+            asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[SampleResponse]]] = asyncio.Queue()
+        try:
+            self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
+            with self._base.building:  # an engine may move the weights that all share
+                self._policy: Policy[Any] = build_policy(
+                    self._module, self._base.tokenizer, "auto", self._kv_memory_gib
+                )
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(asyncio.get_running_loop())
+        while True:
+            burst = await self._burst()
+            siblings = Counter(_prompt_of(request) for request, _ in burst if request for _ in request.turns)
+            forks: dict[Any, Iterator[Any]] = {}
+            for request, answer in burst:
+                if request is None or request.weights is not self._loaded:
+                    await asyncio.gather(*self._tasks, return_exceptions=True)
+                if request is None:
+                    return
+                try:
+                    self._load(request.weights)
+                    prompt = _prompt_of(request)
+                    if prompt not in forks:
+                        forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
+                except Exception as error:
+                    self._answer(answer, error)
+                    continue
+                sessions = [next(forks[prompt]) for _ in request.turns]
+                task = asyncio.create_task(self._work(request, sessions, answer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _burst(self) -> list[tuple[SampleRequest | None, Future[SampleResponse]]]:
+        """The next requests: the first, and all that come until a pause."""
+        found = [await self._queue.get()]
+        until, waiting = time.monotonic() + LONGEST_BURST_S, -1
+        while waiting != self._queue.qsize() and time.monotonic() < until:
+            waiting = self._queue.qsize()
+            await asyncio.sleep(PAUSE_S)
+        return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+
+    def _load(self, weights: PinnedWeights) -> None:
+        if weights is not self._loaded:
+            self._loads += 1
+            self._policy.update(Weights(self._loads, weights.read))
+            self._loaded = weights
+
+    async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
+        try:
+            self._answer(answer, await self._respond(request, sessions))
+        except Exception as error:
+            self._answer(answer, error)
+
+    def _answer(self, answer: Future[SampleResponse], result: SampleResponse | Exception) -> None:
+        self._unanswered.discard(answer)
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    async def _respond(self, request: SampleRequest, sessions: Sequence[Any]) -> SampleResponse:
+        found = await asyncio.gather(*map(self._turn, sessions, request.turns))
+        turns = list(zip(found, request.turns, strict=True))
+        prompt = list(request.prompt)
+        topk = []
+        if request.topk_sample:
+            topk = [await self._sampled_topk(prompt, turn, params, request.topk_sample) for turn, params in turns]
+        logprobs, top, targets = await self._score_prompt(request, prompt)
+        return SampleResponse([turn for turn, _ in turns], topk, logprobs, top, targets)
+
+    async def _turn(self, session: Any, params: SamplingParams) -> Turn:
+        """One sample. Its session ends with it: the engine waits a moment for sessions that may go on."""
+        try:
+            return await self._policy.sample(session, params)
+        finally:
+            self._policy.close(session)
+
+    async def _sampled_topk(self, prompt: list[int], turn: Turn, params: SamplingParams, k: int) -> TopK:
+        ids = [*prompt, *turn.token_ids.tolist()]
+        _, top = await self._score(ids, len(prompt), k, params.temperature or 1.0)
+        return top
+
+    async def _score_prompt(
+        self, request: SampleRequest, prompt: list[int]
+    ) -> tuple[Array | None, TopK | None, Tensor | None]:
+        """The prompt's own logprobs, the most likely tokens at its places, and the logprobs of other tokens there."""
+        targets = None if request.targets is None else await self._score_targets(prompt, request.targets)
+        if not (request.prompt_logprobs or request.topk_prompt):
+            return None, None, targets
+        start = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
+        found, top = await self._score(prompt, start, request.topk_prompt)
+        logprobs = np.full(len(prompt), np.nan, np.float32)
+        logprobs[start:] = found
+        if not request.topk_prompt:
+            return logprobs, None, targets
+        ids, values = (np.full((len(prompt), request.topk_prompt), fill) for fill in (0, EMPTY_LOGPROB))
+        ids[start:], values[start:] = top.token_ids, top.logprobs
+        return logprobs if request.prompt_logprobs else None, TopK(ids, values), targets
+
+    async def _score(self, ids: list[int], start: int, k: int, temperature: float = 1.0) -> tuple[Array, TopK]:
+        """[n] logprobs of the tokens from `start` on, and [n, k] the most likely ones in their places."""
+        logprobs: list[float] = []
+        tops: list[list[tuple[int, float]]] = []
+        if start < len(ids):
+            for piece in token_logprobs(self._module, ids, start, top=k, temperature=temperature):
+                logprobs += piece.logprobs
+                tops += piece.top
+                await asyncio.sleep(0)
+        shape = (len(logprobs), k)
+        found = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
+        for i, pairs in enumerate(tops):
+            for j, (token, logprob) in enumerate(pairs):
+                found.token_ids[i, j], found.logprobs[i, j] = token, logprob
+        return np.array(logprobs, np.float32), found
+
+    async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
+        if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
+            raise PalestraError(
+                f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
+            )
+        from palestra.engine.attention import AttentionSwitch
+
+        ids = torch.tensor([prompt], device=self._base.device)
+        switch = AttentionSwitch(self._module)
+        with torch.inference_mode(), switch.use(self._module.config._attn_implementation or "sdpa", training=False):
+            logits = self._module(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        logprobs = logits.float().log_softmax(-1)
+        rows = torch.from_numpy(targets.places // targets.shape[1]).to(ids.device)
+        target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
+        values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)
+        return Tensor(values.cpu().numpy(), targets.shape, targets.cells)
+
+
+def _prompt_of(request: SampleRequest) -> tuple[int, tuple[int, ...]]:
+    """The same for requests whose prompt can be computed once: that of the same version."""
+    return id(request.weights), tuple(request.prompt)

@@ -1,0 +1,339 @@
+"""The HTTP server that the Tinker SDK talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from palestra.core.errors import PalestraError
+from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.http_errors import refuse
+from palestra.servers.tinker import requests as bodies
+from palestra.servers.tinker.base_model import AdapterSpec
+from palestra.servers.tinker.checkpoint_api import CheckpointApi
+from palestra.servers.tinker.futures import Gone, NotFound, Request, Result, TooBusy
+from palestra.servers.tinker.messages import read_forward_backward
+from palestra.servers.tinker.service import Service
+from palestra.servers.tinker.sessions import SamplingSession
+from palestra.servers.web import make_app
+
+log = logging.getLogger("palestra")
+
+PROTOBUF = "application/x-protobuf"
+MAX_BODY_MIB = 64
+_ID = re.compile(r"s-[0-9a-f]{6,}[^/]*|tinker:[^/]*")
+LONG_POLL_S = 30.0  # the SDK waits 45 s
+SWEEP_S = 30.0
+_STATUS = ((TooBusy, 429), (Gone, 410), (NotFound, 404))
+
+Body = TypeVar("Body", bound=BaseModel)
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float = LONG_POLL_S) -> Starlette:
+    """The server over a service; `token` is the API key that clients send."""
+    api, saved = _Api(service, long_poll_s), CheckpointApi(service.checkpoints)
+    post, get = partial(_route, "POST"), partial(_route, "GET")
+    numbered = partial(_route, "POST", refused=api.count_refused)
+    run, checkpoint = "/training_runs/{run_id}", "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+    routes = [  # looked through in this order: what is asked for with every sample comes first
+        post("/retrieve_future", api.retrieve_future),
+        post("/asample", api.sample),
+        get("/healthz", api.health),
+        get("/get_server_capabilities", api.capabilities),
+        post("/client/config", api.client_config),
+        post("/telemetry", api.telemetry),
+        post("/create_session", api.create_session),
+        post("/session_heartbeat", api.heartbeat),
+        post("/sessions/{session_id}/finish", api.finish),
+        get("/sessions/{session_id}", api.get_session),
+        get("/sessions", api.list_sessions),
+        post("/create_model", api.create_model),
+        post("/unload_model", api.unload_model),
+        post("/get_info", api.get_info),
+        numbered("/forward_backward", api.forward_backward),
+        numbered("/optim_step", api.optim_step),
+        numbered("/save_weights", api.save_weights),
+        numbered("/save_weights_for_sampler", api.save_weights_for_sampler),
+        numbered("/save_weights_external", api.save_weights_external),
+        numbered("/load_weights", api.load_weights),
+        post("/weights_info", saved.weights_info),
+        post("/create_sampling_session", api.create_sampling_session),
+        get("/samplers/{sampling_id}", api.get_sampler),
+        post("/cancel_future", api.cancel_future),
+        get("/training_runs", saved.list_runs),
+        get("/checkpoints", saved.list_all_checkpoints),
+        get(run, saved.get_run),
+        get(f"{run}/checkpoints", saved.list_checkpoints),
+        get(f"{checkpoint}/archive", saved.archive),
+        get(f"{checkpoint}/external_weights_urls", saved.file_urls),
+        get(f"{checkpoint}/files/{{file}}", saved.file),
+        _route("PUT", f"{checkpoint}/ttl", saved.set_ttl),
+        _route("DELETE", checkpoint, saved.delete_checkpoint),
+        Route("/api/v1/{path:path}", _not_served, methods=["GET", "POST", "PUT", "DELETE"]),
+    ]
+    return make_app(routes, token=token, lifespan=api.lifespan)
+
+
+def _route(
+    method: str, path: str, handler: Handler, refused: Callable[[HttpRequest, str], None] | None = None
+) -> Route:
+    async def explained(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except PalestraError as error:
+            if refused is not None and not isinstance(error, TooBusy):
+                refused(request, str(error))
+            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 400)
+            raise refuse(status, str(error), retry_after_s=1 if status == 429 else None) from None
+        except HTTPException as error:
+            if refused is not None:
+                refused(request, str(error.detail))
+            raise
+        except Exception as error:  # not 500: the SDK would send the same again for hours
+            log.exception("%s failed", path)
+            raise refuse(400, f"the server failed: {type(error).__name__}: {error}") from None
+
+    return Route(f"/api/v1{path}", explained, methods=[method])
+
+
+async def _not_served(request: HttpRequest) -> Response:
+    raise refuse(
+        404, f"this server does not serve {request.method} {_ID.sub('…', request.url.path)}; it has no use here"
+    )
+
+
+class _Api:
+    """One method for each endpoint."""
+
+    def __init__(self, service: Service, long_poll_s: float) -> None:
+        self._service = service
+        self._long_poll_s = long_poll_s
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        sweeper = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            self._service.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._service.end_idle()
+            await asyncio.to_thread(self._service.checkpoints.delete_expired)
+
+    # sessions
+
+    async def health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, request: HttpRequest) -> Response:
+        models = [
+            {"model_name": b.name, "max_context_length": b.context, "trainable": True, "sampleable": True}
+            for b in self._service.bases.values()
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def client_config(self, request: HttpRequest) -> Response:
+        return JSONResponse({"proto_compress_fwdbwd": _can_unpack_zstd(), "use_pyqwest_transport": False})
+
+    async def telemetry(self, request: HttpRequest) -> Response:
+        await read_body(request, MAX_BODY_MIB * MIB)
+        return JSONResponse({"status": "accepted"})
+
+    async def create_session(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.CreateSession)
+        metadata = {**(body.user_metadata or {}), **({"tags": body.tags} if body.tags else {})}
+        session_id = self._service.create_session(body.display_name or "tinker", metadata)
+        return JSONResponse({"type": "create_session", "session_id": session_id})
+
+    async def heartbeat(self, request: HttpRequest) -> Response:
+        self._service.session((await _read(request, bodies.SessionRequest)).session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: HttpRequest) -> Response:
+        await read_body(request, MIB)
+        self._service.finish_session(request.path_params["session_id"])
+        return Response(status_code=204)
+
+    async def get_session(self, request: HttpRequest) -> Response:
+        session = self._service.session(request.path_params["session_id"])
+        models = [m.id for m in self._service.models.values() if m.session == session.id]
+        return JSONResponse(
+            {"training_run_ids": models, "sampler_ids": list(session.sampling.values()), "display_name": session.name}
+        )
+
+    async def list_sessions(self, request: HttpRequest) -> Response:
+        return JSONResponse({"sessions": list(self._service.sessions)})
+
+    # training
+
+    async def create_model(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.CreateModel)
+        lora = body.lora_config
+        spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
+        found = self._service.create_model(
+            body.session_id, body.model_seq_id, body.base_model, spec, seed, body.user_metadata or {}
+        )
+        return _promise(found, model_id=f"{body.session_id}:train:{body.model_seq_id}")
+
+    async def unload_model(self, request: HttpRequest) -> Response:
+        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
+        return _promise(self._service.unload(model.id))
+
+    async def get_info(self, request: HttpRequest) -> Response:
+        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
+        base, rank = model.base, model.spec.rank
+        data = {"model_name": base.name, "tokenizer_id": base.path, "arch": base.architecture}
+        return JSONResponse(
+            {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": base.name,
+             "is_lora": rank > 0, "lora_rank": rank}
+        )  # fmt: skip
+
+    async def forward_backward(self, request: HttpRequest) -> Response:
+        if PROTOBUF not in request.headers.get("content-type", ""):
+            raise refuse(415, f"forward_backward takes {PROTOBUF}; use tinker 0.25 or newer")
+        request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
+        found = read_forward_backward(request.state.body)
+        return _promise(self._service.forward_backward(found), model_id=found.model_id)
+
+    async def optim_step(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.OptimStep)
+        found = self._service.optim_step(body.model_id, body.seq_id, body.adam.params)
+        return _promise(found, model_id=body.model_id)
+
+    async def save_weights(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.SaveWeights)
+        return self._save(body, "weights", overwrite=body.overwrite)
+
+    async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.SaveWeightsForSampler)
+        if body.path is not None:
+            return self._save(body, "sampler_weights")
+        found = self._service.pin(body.model_id, body.seq_id, body.sampling_session_seq_id)
+        return _promise(found, model_id=body.model_id)
+
+    async def save_weights_external(self, request: HttpRequest) -> Response:
+        """Weights as the files of Hugging Face, which every checkpoint here has."""
+        return self._save(await _read(request, bodies.SaveWeightsExternal), "external_weights")
+
+    def _save(self, body: bodies.SavedWeights, kind: str, *, overwrite: bool = True) -> Response:
+        found = self._service.save(
+            body.model_id, body.seq_id, kind, body.path, overwrite=overwrite, ttl_s=body.ttl_seconds,
+            user_metadata=body.user_metadata,
+        )  # fmt: skip
+        return _promise(found, model_id=body.model_id)
+
+    def count_refused(self, request: HttpRequest, reason: str) -> None:
+        """The number of a request that is refused counts: the model's later ones must not wait for it."""
+        model_id, seq_id = bodies.number_of(getattr(request.state, "body", b""))
+        if seq_id is not None and (model := self._service.models.get(model_id)) is not None:
+            with contextlib.suppress(PalestraError):
+                model.worker.refuse(seq_id, reason)
+
+    async def load_weights(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.LoadWeights)
+        found = self._service.load(body.model_id, body.seq_id, body.path, optimizer=body.optimizer)
+        return _promise(found, model_id=body.model_id)
+
+    # sampling
+
+    async def create_sampling_session(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.CreateSamplingSession)
+        sampling_id = self._service.create_sampling_session(
+            body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+        )
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampling_id})
+
+    async def get_sampler(self, request: HttpRequest) -> Response:
+        found = self._service.sampling_session(request.path_params["sampling_id"])
+        return JSONResponse({"sampler_id": found.id, "base_model": found.base.name, "model_path": found.path})
+
+    async def sample(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.Sample, MAX_BODY_MIB)
+        target = self._target(body)
+        prompt, base = body.prompt.tokens, target.base
+        if not 0 < len(prompt) < base.context:
+            raise refuse(400, f"the prompt has {len(prompt)} tokens; the model takes 1 to {base.context - 1}")
+        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
+            raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
+        targets = body.target_prompt_logprobs
+        found = self._service.sample(
+            target,
+            body.seq_id,
+            prompt,
+            body.turns(base.context - len(prompt), base.end_ids),
+            prompt_logprobs=bool(body.prompt_logprobs),
+            prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+            topk_prompt=body.topk_prompt_logprobs,
+            topk_sample=body.topk_sample_logprobs,
+            targets=None if targets is None else targets.tensor,
+        )
+        return _promise(found, sample_sequence_ids=[f"{found.id}:{i}" for i in range(body.num_samples)])
+
+    def _target(self, body: bodies.Sample) -> SamplingSession:
+        if body.sampling_session_id is not None:
+            return self._service.sampling_session(body.sampling_session_id)
+        return self._service.unnamed_sampling_session(body.base_model, body.model_path)
+
+    # answers
+
+    async def retrieve_future(self, request: HttpRequest) -> Response:
+        body = await _read(request, bodies.RetrieveFuture)
+        found = self._service.requests.find(body.request_id)
+        result = await _result(found.future, self._long_poll_s)
+        if result is None:
+            return JSONResponse({"type": "try_again", "request_id": found.id, "queue_state": "active"})
+        self._service.requests.fetched(found)
+        if isinstance(result, Exception):
+            ours = isinstance(result, PalestraError)
+            message = str(result) if ours else f"{type(result).__name__}: {result}"
+            return JSONResponse({"error": message, "category": "user" if ours else "server"})
+        return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+
+    async def cancel_future(self, request: HttpRequest) -> Response:
+        await read_body(request, MIB)  # what was begun is finished; nobody asks for it
+        return JSONResponse({})
+
+
+async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
+    request.state.body = await read_body(request, limit_mib * MIB)
+    return parse(model.model_validate_json, request.state.body)
+
+
+async def _result(future: Future[Result], seconds: float) -> Result | Exception | None:
+    """What came of it; None if nothing has yet."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), seconds)
+    except TimeoutError:
+        return None
+    except Exception as error:
+        return error
+
+
+def _promise(request: Request, **more: Any) -> Response:
+    return JSONResponse({"request_id": request.id, **more})
+
+
+def _can_unpack_zstd() -> bool:
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        return False
+    return True

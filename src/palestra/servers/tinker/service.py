@@ -1,0 +1,360 @@
+"""What the server keeps: base models, sessions, the models that they train, and their samplers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.core.types import SamplingParams
+from palestra.core.whole_folder import check_whole
+from palestra.engine.runner import GIB, default_kv_bytes
+from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
+from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
+from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
+from palestra.servers.tinker.losses import check_loss
+from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
+from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
+from palestra.servers.tinker.sessions import Model, SamplingSession, Session
+from palestra.servers.tinker.trainee import AdamParams, Trainee
+from palestra.servers.tinker.training_run import TrainingRun
+
+log = logging.getLogger("palestra")
+
+_SAVED_BY = {
+    "weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}  # fmt: skip
+RESTARTED = "it has ended, or the server was started anew; go on from a saved tinker:// path"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """How much the server takes on. What is beyond is answered with 429."""
+
+    sessions: int = 64
+    models: int = 8
+    memory_gib: float | None = None  # of adapters, optimizers and pinned versions together; None: no limit
+    samplers: int = 4
+    versions: int = 8  # pinned ones of one model that are kept in memory
+    session_idle_s: float = 900.0  # without a heartbeat
+    waiting_samples: int = 4096
+    rows_per_pass: int | None = None  # None: 4 on a CPU, as many as fit on a GPU
+
+
+class Service:
+    """Everything behind the HTTP routes, as methods. The event loop's thread calls them; workers do what takes long."""
+
+    def __init__(self, bases: Sequence[BaseModel], output_dir: Path, limits: ServiceLimits | None = None) -> None:
+        self.bases = {base.name: base for base in bases}
+        self.limits = limits or ServiceLimits()
+        self.requests = Requests()
+        self.checkpoints = Checkpoints(output_dir)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.sampling: dict[str, SamplingSession] = {}
+        self._output_dir = output_dir
+        self._samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self._base_weights = PinnedWeights(dict)
+        self._path_weights: dict[tuple[str, float], PinnedWeights] = {}
+
+    # sessions
+
+    def create_session(self, name: str, metadata: dict[str, Any]) -> str:
+        self.end_idle()
+        if len(self.sessions) >= self.limits.sessions:
+            raise TooBusy(f"{len(self.sessions)} sessions are open, as many as may be; close one, or come back later")
+        session = Session(f"s-{secrets.token_hex(6)}", name, metadata)
+        self.sessions[session.id] = session
+        return session.id
+
+    def session(self, session_id: str) -> Session:
+        found = self.sessions.get(session_id)
+        if found is None:
+            raise Gone(f"the session {session_id!r} is not here: {RESTARTED}")
+        found.last_seen = time.monotonic()
+        return found
+
+    def finish_session(self, session_id: str, *, completed: bool = True) -> None:
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        for model in [m for m in self.models.values() if m.session == session_id]:
+            self.unload(model.id, completed=completed)
+        for sampling_id in session.sampling.values():
+            self.sampling.pop(sampling_id, None)
+
+    def end_idle(self) -> None:
+        """End sessions whose client is gone."""
+        longest = time.monotonic() - self.limits.session_idle_s
+        for session_id in [s.id for s in self.sessions.values() if s.last_seen < longest]:
+            log.warning("session %s has not been heard of for %g s; it ends", session_id, self.limits.session_idle_s)
+            self.finish_session(session_id, completed=False)
+
+    def close(self) -> None:
+        for session_id in list(self.sessions):
+            self.finish_session(session_id, completed=False)
+        for sampler in self._samplers.values():
+            sampler.close()
+        self._samplers.clear()
+
+    # training
+
+    def base(self, name: str) -> BaseModel:
+        found = self.bases.get(name) or next((base for base in self.bases.values() if name == base.path), None)
+        if found is None:
+            raise NotFound(f"the base model {name!r} is not served here; there is {', '.join(self.bases)}")
+        return found
+
+    def create_model(
+        self, session_id: str, seq: int, base_model: str, spec: AdapterSpec, seed: int, metadata: dict[str, Any]
+    ) -> Request:
+        """Make a model to train; the same number again gives the same one."""
+        session = self.session(session_id)
+        if seq in session.models:
+            return session.models[seq]
+        base = self.base(base_model)
+        self.end_idle()
+        size = base.trained_bytes(spec)
+        if len(self.models) >= self.limits.models:
+            raise TooBusy(f"{len(self.models)} models are being trained, as many as may be; come back later")
+        held = sum(model.bytes for model in self.models.values())
+        if self.limits.memory_gib is not None and held + size > self.limits.memory_gib * GIB:
+            raise TooBusy(
+                f"rank {spec.rank} needs about {size / GIB:.2f} GiB, and of {self.limits.memory_gib:g} GiB "
+                f"{held / GIB:.2f} are taken; use a lower rank, or come back later"
+            )
+        model_id = f"{session_id}:train:{seq}"
+        worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
+        model = Model(model_id, session_id, base, spec, size, worker)
+        self.models[model_id] = model
+        about = {"model_id": model_id, "session": session_id, "user_metadata": {**session.metadata, **metadata}}
+
+        def make() -> Result:
+            try:
+                model.trainee = Trainee(base, spec, seed=seed, rows_per_pass=self._rows_per_pass(base))
+                model.run = TrainingRun(self._output_dir, base, spec, session.name, about)
+            except BaseException:
+                self.models.pop(model_id, None)
+                raise
+            self.checkpoints.add_run(model_id, model.run.folder)
+            return {"type": "create_model", "model_id": model_id}
+
+        session.models[seq] = model.worker.run("create_model", make)
+        return session.models[seq]
+
+    def model(self, model_id: str) -> Model:
+        found = self.models.get(model_id)
+        if found is None:
+            raise NotFound(f"the model {model_id!r} is not here: {RESTARTED}")
+        if session := self.sessions.get(found.session):
+            session.last_seen = time.monotonic()
+        return found
+
+    def unload(self, model_id: str, *, completed: bool = True) -> Request:
+        """End a model's training; what was saved stays."""
+        model = self.models.pop(model_id)
+
+        def end() -> Result:
+            if model.run is not None:
+                model.run.close(completed=completed)
+            model.trainee = None
+            return {"type": "unload_model", "model_id": model_id}
+
+        request = model.worker.run("unload_model", end)
+        model.worker.close(f"the model {model_id!r} has ended before an earlier request came")
+        for sampling in [s for s in self.sampling.values() if s.sampler == model_id and s.version is not None]:
+            self.sampling.pop(sampling.id, None)
+        return request
+
+    def forward_backward(self, request: ForwardBackwardRequest) -> Request:
+        model = self.model(request.model_id)
+        settings = check_loss(request.loss_fn, request.loss_fn_config)
+
+        def work() -> Result:
+            trainee, run = model.ready
+            began = time.perf_counter()
+            backward = not request.forward_only
+            outputs = trainee.forward_backward(request.data, request.loss_fn, settings, backward=backward)
+            if backward:
+                run.computed(request.data, request.loss_fn, outputs, time.perf_counter() - began)
+            return write_outputs(outputs.logprobs, {"loss:sum": outputs.loss})
+
+        return model.worker.submit(request.seq_id, "forward_backward", work)
+
+    def optim_step(self, model_id: str, seq_id: int, adam: AdamParams) -> Request:
+        model = self.model(model_id)
+
+        def work() -> Result:
+            trainee, run = model.ready
+            began = time.perf_counter()
+            norm = trainee.optim_step(adam)
+            run.stepped(adam, norm, time.perf_counter() - began)
+            return {"type": "optim_step", "metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
+
+        return model.worker.submit(seq_id, "optim_step", work)
+
+    # checkpoints
+
+    def save(
+        self, model_id: str, seq_id: int, kind: str, name: str | None, *, overwrite: bool,
+        ttl_s: int | None, user_metadata: dict[str, str] | None,
+    ) -> Request:  # fmt: skip
+        model = self.model(model_id)
+        what = _SAVED_BY[kind]
+        path = TinkerPath(model_id, kind, checkpoint_name(name or f"seq-{seq_id:06d}"))
+
+        def work() -> Result:
+            trainee, _ = model.ready
+            self.checkpoints.save(
+                path, model.base.name, model.spec, lambda folder: trainee.save(folder, optimizer=kind == "weights"),
+                overwrite=overwrite, ttl_s=ttl_s, user_metadata=user_metadata,
+            )  # fmt: skip
+            return {"type": what, "path": str(path)}
+
+        return model.worker.submit(seq_id, what, work)
+
+    def load(self, model_id: str, seq_id: int, path: str, *, optimizer: bool) -> Request:
+        model = self.model(model_id)
+        parsed = TinkerPath.parse(path)
+
+        def work() -> Result:
+            trainee, _ = model.ready
+            found = self._checkpoint(parsed, model.base)
+            check_whole(found.folder)
+            if found.spec != model.spec:
+                raise NotFound(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
+            if optimizer and parsed.kind != "weights":
+                raise NotFound(f"{path} was saved for sampling, without the optimizer; load the weights alone")
+            trainee.load(found.folder, optimizer=optimizer)
+            return {"type": "load_weights", "path": path}
+
+        return model.worker.submit(seq_id, "load_weights", work)
+
+    def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
+        found = self.checkpoints.find(path)
+        if found.base_model != base.name:
+            raise NotFound(f"{path} was trained on {found.base_model}, and this is {base.name}")
+        return found
+
+    # sampling
+
+    def pin(self, model_id: str, seq_id: int, sampling_seq: int | None) -> Request:
+        """A sampling session at the version that the model has in its turn."""
+        model = self.model(model_id)
+        session = self.session(model.session)
+        number = sampling_seq if sampling_seq is not None else 1_000_000 + seq_id
+        sampling_id = f"{session.id}:sample:{number}"
+
+        def work() -> Result:
+            trainee, _ = model.ready
+            version = trainee.version
+            if version not in model.pinned:
+                tensors = trainee.snapshot()
+                model.pinned[version] = PinnedWeights(lambda: tensors)
+            while len(model.pinned) > self.limits.versions:
+                model.pinned.popitem(last=False)
+            self.sampling[sampling_id] = SamplingSession(
+                sampling_id, session.id, model.base, model.spec, model.pinned[version], model_id, version=version
+            )
+            session.sampling[number] = sampling_id
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_id}
+
+        return model.worker.submit(seq_id, "save_weights_for_sampler", work)
+
+    def create_sampling_session(self, session_id: str, seq: int, base_model: str | None, path: str | None) -> str:
+        session = self.session(session_id)
+        if seq in session.sampling:
+            return session.sampling[seq]
+        sampling_id = f"{session_id}:sample:{seq}"
+        self.sampling[sampling_id] = self._sampling_session(sampling_id, session_id, base_model, path)
+        session.sampling[seq] = sampling_id
+        return sampling_id
+
+    def unnamed_sampling_session(self, base_model: str | None, path: str | None) -> SamplingSession:
+        """For one request that names a model instead of a session."""
+        return self._sampling_session("", "", base_model, path)
+
+    def _sampling_session(
+        self, sampling_id: str, session_id: str, base_model: str | None, path: str | None
+    ) -> SamplingSession:
+        if path is None:
+            base = self.base(base_model or next(iter(self.bases)))
+            return SamplingSession(sampling_id, session_id, base, None, self._base_weights, f"base {base.name}")
+        parsed = TinkerPath.parse(path)
+        base = self.base(base_model or self.checkpoints.find(parsed).base_model)
+        found = self._checkpoint(parsed, base)
+        key = (path, found.created)  # one that was overwritten since is another one
+        weights = self._path_weights.setdefault(key, PinnedWeights(lambda: weights_of(found)))
+        return SamplingSession(sampling_id, session_id, base, found.spec, weights, parsed.run_id, path)
+
+    def sampling_session(self, sampling_id: str) -> SamplingSession:
+        found = self.sampling.get(sampling_id)
+        if found is None:
+            raise NotFound(f"the sampling session {sampling_id!r} is not here: {RESTARTED}")
+        if session := self.sessions.get(found.session):
+            session.last_seen = time.monotonic()
+        model = self.models.get(found.sampler)
+        if found.version is not None and model is not None and found.version not in model.pinned:
+            raise Gone(
+                f"{sampling_id!r} is at version {found.version}, and the server keeps the newest "
+                f"{self.limits.versions}; save it under a name to keep it longer"
+            )
+        return found
+
+    def sample(
+        self, target: SamplingSession, seq_id: int | None, prompt: Sequence[int], turns: Sequence[SamplingParams],
+        **options: Any,
+    ) -> Request:  # fmt: skip
+        if seq_id is not None and seq_id in target.requests:
+            return target.requests[seq_id]
+        waiting = sum(sampler.busy for sampler in self._samplers.values())
+        if waiting >= self.limits.waiting_samples:
+            raise TooBusy(f"{waiting} samples wait already; come back in a moment")
+        sampler = self._sampler(target)
+        request = self.requests.new("sample")
+        if seq_id is not None:
+            target.requests[seq_id] = request
+        asked = SampleRequest(target.weights, prompt, turns, **options)
+        sampler.submit(asked).add_done_callback(lambda found: _sampled(request, found))
+        return request
+
+    def _sampler(self, target: SamplingSession) -> Sampler:
+        """The one of this model; idle ones of others make room for it."""
+        key = f"{target.sampler} {target.spec}"
+        if key not in self._samplers:
+            for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:
+                if len(self._samplers) < self.limits.samplers:
+                    break
+                self._samplers.pop(other).close()
+            if len(self._samplers) >= self.limits.samplers:
+                raise TooBusy(f"{len(self._samplers)} models are being sampled, as many as may be; come back later")
+            device = target.base.device
+            memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
+            self._samplers[key] = Sampler(target.base, target.spec, memory)
+        self._samplers.move_to_end(key)
+        return self._samplers[key]
+
+    def _rows_per_pass(self, base: BaseModel) -> int:
+        return self.limits.rows_per_pass or (4 if base.device.type == "cpu" else 1 << 30)
+
+
+def _sampled(request: Request, found: Future[SampleResponse]) -> None:
+    if error := found.exception():
+        request.future.set_exception(error)
+    else:
+        request.future.set_result(write_sample(found.result()))
+
+
+def _use_own_stream(device: torch.device) -> None:
+    """On a GPU each thread has a stream of its own, so that one client's kernels do not wait for another's."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -1,0 +1,239 @@
+"""What all servers share: the application around the routes, the port, and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palestra.core.errors import PalestraError
+from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
+from palestra.servers.guard import Guard, is_loopback
+from palestra.servers.http_errors import ErrorForm, error_body, error_response, refuse
+from palestra.servers.tally import Tally, TallyMiddleware
+
+request_log = logging.getLogger("palestra.requests")  # one line each, where somebody asks for INFO
+_GRACE_S = 5
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(
+    routes: Sequence[BaseRoute],
+    *,
+    token: str | None = None,
+    lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
+    error_form: ErrorForm = lambda request, status, text: error_body(status, text),
+    find_post: Callable[[Scope], Endpoint | None] = lambda scope: None,
+) -> Starlette:
+    """An application whose every error is JSON, and which requires the token where one is set.
+
+    Posts that `find_post` has an endpoint for are answered without looking for a route.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(request, error, error_form)
+
+    tally = Tally()
+    app = Starlette(
+        routes=list(routes),
+        middleware=[
+            Middleware(RequestLog),
+            Middleware(TallyMiddleware, tally=tally),
+            Middleware(Guard, token=token),
+            Middleware(DirectPosts, find=find_post, error_form=error_form),
+        ],
+        exception_handlers={HTTPException: handle, PalestraError: handle, Exception: handle},
+        lifespan=lifespan,
+    )
+    app.state.tally = tally
+    return app
+
+
+class RequestLog:
+    """A line for each answered request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not request_log.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
+            request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
+
+
+class DirectPosts:
+    """Answers the posts that `find` has an endpoint for; all else goes to the routes.
+
+    The layers of a route and a mount take longer than reading and writing a small request.
+    """
+
+    def __init__(self, app: ASGIApp, find: Callable[[Scope], Endpoint | None], error_form: ErrorForm) -> None:
+        self._app, self._find, self._error_form = app, find, error_form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._find(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except (HTTPException, PalestraError) as error:
+            response = error_response(request, error, self._error_form)
+        await response(scope, receive, send)
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; a client that disconnects cancels it.
+
+    In the request's own task: another one for the work, and one that waits for the client's end, took longer than
+    all else that a server does with a small request.
+    """
+    connection, task, is_gone = request.scope.get("state", {}).get(CONNECTION), asyncio.current_task(), False
+    if connection is None or task is None:  # no server of ours
+        return await work
+
+    def cancel() -> None:
+        nonlocal is_gone
+        if connection.on_lost is cancel:  # the work is not done yet
+            is_gone = True
+            task.cancel()
+
+    connection.on_lost = cancel
+    if connection.is_lost:
+        asyncio.get_running_loop().call_soon(cancel)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not is_gone or task.uncancel() > 0:
+            raise
+        raise refuse(499, "the client disconnected") from None
+    finally:
+        connection.on_lost = None
+
+
+def open_port(host: str, port: int, token: str | None) -> socket.socket:
+    """A bound socket (port 0: any free one). Other than loopback addresses need a token."""
+    if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
+        got = "an empty text" if not token else "one with outer blanks or characters beyond ASCII"
+        raise PalestraError(
+            f"the token is {got}, which a header cannot carry; use letters and digits, or leave --token out"
+        )
+    if not is_loopback(host) and not token:
+        raise PalestraError(
+            f"host={host!r} can be reached from other machines; set a token (--token or PALESTRA_TOKEN), "
+            "or use 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise PalestraError(
+            f"port {port} of {host} cannot be opened ({error.strerror}); choose another one, 0 takes any free one"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`.
+
+    When it ends, requests in flight have `grace_s` left; then they are answered with 503, without a traceback.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        handle_signals: bool = False,
+        limits: Connections | None = None,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        limits = limits or Connections.within_file_limit()
+        limit_log_lines()
+        super().__init__(
+            uvicorn.Config(
+                self._end_with_503(app),
+                http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+                log_level="warning",
+                access_log=False,
+                backlog=limits.backlog,
+                timeout_graceful_shutdown=_GRACE_S * 2,
+                lifespan="on",
+                proxy_headers=False,
+                ws="none",
+            )
+        )
+        self._handle_signals = handle_signals
+        self._grace_s = grace_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals() if self._handle_signals else contextlib.nullcontext():
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_requests)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _cancel_requests(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    def _end_with_503(self, app: ASGIApp) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            is_started = False
+
+            async def watched(message: Message) -> None:
+                nonlocal is_started
+                is_started = True
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            except asyncio.CancelledError:
+                if scope["type"] != "http" or not self.should_exit:
+                    raise
+                if is_started:  # of a stream, what was sent is all there is
+                    await send({"type": "http.response.body"})
+                else:
+                    await JSONResponse(error_body(503, "the server is shutting down"), 503)(scope, receive, send)
+
+        return answer

@@ -1,0 +1,165 @@
+"""Groups of attempts by an agent's program: each has an endpoint of its own at the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.errors import PalestraError, RolloutError, text_of
+from palestra.core.messages import to_dict
+from palestra.core.program_result import ProgramResult
+from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams, Score
+from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
+from palestra.rollout.agent_loop import from_outside
+from palestra.rollout.collect import OnRollout, all_groups
+from palestra.rollout.rewards import RewardFunctions
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.gateway.shared_prompts import SharedPrompts
+
+POSTED = "reward"  # the score that an external agent posts for itself
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCollector:
+    """Problems -> groups of scored attempts, so many at a time. Failures are recorded on the rollout."""
+
+    environment: SuiteEnvironment
+    program: ProgramAgent
+    gateway: Gateway
+    sampling: SamplingParams
+    limits: ProgramLimits
+    max_at_once: int
+    slots: asyncio.Semaphore
+    rewards: RewardFunctions = field(default_factory=RewardFunctions)
+    hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
+
+    def groups_at_once(self, group_size: int) -> int:
+        """How many groups may be in progress together."""
+        return max(1, self.max_at_once // group_size)
+
+    async def collect(
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        seed_keys: Sequence[str],
+        on_rollout: OnRollout = lambda r: None,
+    ) -> list[Group]:
+        """One group for each problem. The same seed key gives the same turns to an agent that asks the same."""
+        await self.gateway.start()
+        tasks = [
+            asyncio.create_task(self._group(problem, group_size, key, on_rollout))
+            for problem, key in zip(problems, seed_keys, strict=True)
+        ]
+        try:
+            return await all_groups(tasks, self.rewards)
+        finally:
+            await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
+
+    async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
+        with self.gateway.shared_prompts(group_size) as prompts:
+            tasks = [
+                asyncio.create_task(self._one(problem, f"{key}/{i}", prompts, on_rollout)) for i in range(group_size)
+            ]
+            try:
+                done = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        rollouts = [rollout for rollout, _, _ in done]
+        episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
+        group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+        return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
+
+    async def _one(
+        self, problem: Problem, seed_key: str, prompts: SharedPrompts, on_rollout: OnRollout
+    ) -> tuple[Rollout, SuiteEpisode | None, Attempt]:
+        async with self.slots:
+            attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling, shared_prompts=prompts)
+            result, error = ProgramResult(), None
+            try:
+                endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)
+                result = await self.program.run(case_of(problem, self.hidden), endpoint, self.limits)
+                error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
+            except RolloutError as failure:
+                error = str(failure)
+            except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
+                error = f"running the agent raised {text_of(failure)}"
+            finally:
+                rollouts = await attempt.finish()
+        rollout = one_rollout(problem, rollouts, attempt.transcript)
+        if error is None and not rollouts:
+            error = result.explain_silence()
+        rollout, episode = await self._scored(problem, replace(rollout, error=error, info=result.record()), result)
+        on_rollout(rollout)
+        return rollout, episode, attempt
+
+    async def _scored(
+        self, problem: Problem, rollout: Rollout, result: ProgramResult
+    ) -> tuple[Rollout, SuiteEpisode | None]:
+        """With what the measures say, and the reward that was posted. What goes wrong is recorded."""
+        episode, scores, error = None, dict[str, Score](), rollout.error
+        try:
+            episode = replace(await from_outside("opening an episode", self._open(problem)), program=result)
+            if error is None:
+                scores = dict(await from_outside("scoring", episode.score(rollout.messages, rollout.tool_results)))
+                if result.reward is not None:
+                    passed = None if scores else result.reward >= 1.0
+                    scores[POSTED] = Score(result.reward, passed, "posted by the agent")
+                elif self.program.posts_reward and not scores:
+                    error = "the agent posted no reward, and there is no measure"
+        except PalestraError as failure:
+            error = error or str(failure)
+        return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop), episode
+
+    async def _open(self, problem: Problem) -> SuiteEpisode:
+        return self.environment.open(problem)
+
+
+def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:
+    """The case as the agent sees it: the id and all columns but the hidden ones."""
+    text = problem.input if isinstance(problem.input, str) else [to_dict(message) for message in problem.input]
+    record = {name: value for name, value in problem.row.items() if name not in hidden}
+    return {**record, "id": problem.id, "input": text}
+
+
+def hidden_columns(problems: Sequence[Problem]) -> frozenset[str]:
+    """Columns that no agent may see: `expect` or, where `expect_fn` reads another column, that one.
+
+    A column counts as the answer's only if it equals `expect` in every case: in a single case that may be chance.
+    """
+    names = frozenset(name for problem in problems for name in problem.row)
+    if "expect" in names:
+        return frozenset({"expect"})
+    return frozenset(name for name in names if all(_holds_answer(problem, name) for problem in problems)) | {"expect"}
+
+
+def _holds_answer(problem: Problem, name: str) -> bool:
+    value = problem.row.get(name)
+    return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
+
+
+def one_rollout(problem: Problem, lineages: Sequence[Rollout], transcript: Sequence[Message]) -> Rollout:
+    """The attempt as one rollout: the conversation that was spoken in last, with the others beside it."""
+    if not lineages:
+        return Rollout(problem.id, (), (), "failed")
+    main = next((r for r in lineages if r.messages == tuple(transcript)), lineages[-1])
+    others = tuple(Lineage(r.turns, r.messages, r.stop) for r in lineages if r is not main)
+    return replace(main, lineages=others)
+
+
+def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """How the agent's conversations went, a mean over its attempts."""
+    counts = [attempt.counts for attempt in attempts]
+    return {
+        "agent/rows_per_attempt": fmean(c.lineages for c in counts),
+        "agent/requests_per_attempt": fmean(c.requests for c in counts),
+        "agent/recomputed_tokens": fmean(c.recomputed_tokens for c in counts),
+        "agent/retokenised_turns": fmean(c.retokenised_turns for c in counts),
+        "agent/discarded_turns": fmean(c.discarded_turns for c in counts),
+    }

@@ -1,0 +1,137 @@
+"""Attempts by external agents: they take a case over HTTP, run wherever they like, and post a reward.
+
+POST /attempts                  → id, case, base_url, anthropic_base_url, api_key, timeout_s; 204: none now, ask again
+POST /attempts/<id>/reward      {"reward": 0.5, "result": …}, with the attempt's key as bearer token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, field_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.program_result import ProgramResult
+from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.http_errors import refuse
+from palestra.servers.web import while_connected
+
+TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one
+MAX_BODY = 4 * MIB
+
+
+class RewardBody(BaseModel):
+    """What an agent says of its attempt. `result` is for the measures; `error` makes the attempt a failed one."""
+
+    model_config = ConfigDict(extra="forbid")
+    reward: float | None = None
+    result: Any = None
+    error: str | None = None
+
+    @field_validator("reward")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError("give a finite number")
+        return value
+
+
+@dataclass(eq=False, slots=True)
+class _Offer:
+    """An attempt that waits to be taken, or that somebody has taken."""
+
+    id: str
+    case: Mapping[str, Any]
+    endpoint: Endpoint
+    limits: ProgramLimits
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    posted: asyncio.Future[RewardBody] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass
+class OutsideAgent(ProgramAgent):
+    """External agents. Each case waits until one of them takes it; then its time-out runs."""
+
+    posts_reward: ClassVar[bool] = True
+    _waiting: list[_Offer] = field(default_factory=list, init=False, repr=False)
+    _taken: dict[str, _Offer] = field(default_factory=dict, init=False, repr=False)
+    _news: asyncio.Condition = field(default_factory=asyncio.Condition, init=False, repr=False)
+
+    async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
+        offer = _Offer(endpoint.attempt_id, case, endpoint, limits)
+        async with self._news:
+            self._waiting.append(offer)
+            self._news.notify()
+        try:
+            await offer.taken.wait()
+            began = time.monotonic()
+            try:
+                body = await asyncio.wait_for(offer.posted, limits.timeout_s)
+            except TimeoutError:
+                return ProgramResult(stopped="time", seconds=limits.timeout_s)
+            return ProgramResult(
+                int(body.error is not None),
+                stderr=body.error or "",
+                error=body.error,
+                seconds=time.monotonic() - began,
+                result=body.result,
+                reward=body.reward,
+            )
+        finally:
+            self._taken.pop(offer.id, None)
+            if offer in self._waiting:
+                self._waiting.remove(offer)
+
+    def routes(self) -> Sequence[Route]:
+        return [
+            Route("/attempts", self._take, methods=["POST"]),
+            Route("/attempts/{id}/reward", self._reward, methods=["POST"]),
+        ]
+
+    async def _take(self, request: Request) -> Response:
+        offer = await while_connected(request, self._next())
+        if offer is None:
+            return Response(status_code=204)
+        offer.taken.set()
+        return case_answer(offer.case, offer.endpoint, timeout_s=offer.limits.timeout_s)
+
+    async def _next(self) -> _Offer | None:
+        """The offer that has waited longest; None when there is none within some seconds."""
+        try:
+            async with asyncio.timeout(TAKE_WAIT_S), self._news:
+                await self._news.wait_for(lambda: bool(self._waiting))
+                offer = self._waiting.pop(0)
+                self._taken[offer.id] = offer
+                return offer
+        except TimeoutError:
+            return None
+
+    async def _reward(self, request: Request) -> Response:
+        offer = self._taken.get(request.path_params["id"])
+        body = await read_reward(request, None if offer is None else offer.endpoint.api_key)
+        if offer is not None and not offer.posted.done():
+            offer.posted.set_result(body)
+        return JSONResponse({"id": request.path_params["id"]})
+
+
+def case_answer(case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
+    """What an agent gets that takes a case."""
+    where = {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
+    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where, **more})
+
+
+async def read_reward(request: Request, api_key: str | None) -> RewardBody:
+    """What an agent posts, with the key of its attempt; None: no attempt of this id is open."""
+    key = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is None or not hmac.compare_digest(key.encode(), api_key.encode()):
+        raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer token")
+    return parse(RewardBody.model_validate_json, await read_body(request, MAX_BODY), 400)

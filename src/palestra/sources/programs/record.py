@@ -1,0 +1,116 @@
+"""A recorder in front of any OpenAI- or Anthropic-style API: all passes through unchanged, and traces are kept.
+
+The caller's key goes to the API and nowhere else: no header is written down, and a key in a text is blotted out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from palestra.core import http
+from palestra.core.files import append_jsonl
+from palestra.servers.body import MIB, read_body
+from palestra.servers.http_errors import refuse
+from palestra.servers.web import make_app
+from palestra.sources.programs.traces import Dialect, Traces, dialect_of, read_answer
+
+log = logging.getLogger("palestra")
+OPENAI, ANTHROPIC = "https://api.openai.com", "https://api.anthropic.com"
+_MAX_BODY = 64 * MIB
+_SILENCE_S = 600.0  # a model may think for long before its first word
+_HOP_BY_HOP = set(
+    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
+    "content-length accept-encoding".split()
+)
+_KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+_MIN_KEY = 8
+
+
+class Recorder:
+    """The application, and the file that traces are added to. `upstream` is a base URL without /v1."""
+
+    def __init__(self, file: Path, upstream: str | None = None) -> None:
+        self.file = file
+        self._upstream = upstream.rstrip("/").removesuffix("/v1") if upstream else None
+        self._traces = Traces()
+        self._lock = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        return make_app([Route("/{path:path}", self._pass_on, methods=methods)])
+
+    async def _pass_on(self, request: Request) -> Response:
+        body = await read_body(request, _MAX_BODY)
+        path = request.url.path
+        headers = {k.title(): v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
+        headers["Accept-Encoding"] = "identity"  # else the answer could not be read on its way
+        url = f"{self._base(request)}{path}" + (f"?{request.url.query}" if request.url.query else "")
+        asked = http.Request(url, body or None, request.method, headers=headers, timeout_s=_SILENCE_S)
+        began = time.time()
+        stream = asked.stream()
+        try:
+            answer = await stream.__aenter__()
+        except http.HttpError as error:
+            raise refuse(502, str(error)) from None
+        answer_headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP - {"content-length"}}
+        dialect = dialect_of(path) if request.method == "POST" and answer.status == 200 else None
+        keys = [request.headers[k].removeprefix("Bearer ") for k in _KEY_HEADERS if k in request.headers]
+
+        async def chunks() -> AsyncIterator[bytes]:
+            whole = bytearray()
+            try:
+                async for chunk in answer.chunks:
+                    if dialect is not None and len(whole) <= _MAX_BODY:
+                        whole += chunk
+                    yield chunk
+                if dialect is not None:
+                    await self._keep(dialect, body, answer.headers, bytes(whole), began, keys)
+            finally:
+                await stream.__aexit__(None, None, None)
+
+        return StreamingResponse(chunks(), answer.status, answer_headers)
+
+    def _base(self, request: Request) -> str:
+        if self._upstream:
+            return self._upstream
+        is_anthropic = "anthropic-version" in request.headers or "x-api-key" in request.headers
+        return ANTHROPIC if is_anthropic else OPENAI
+
+    async def _keep(
+        self, dialect: Dialect, body: bytes, headers: Mapping[str, str], whole: bytes, began: float, keys: list[str]
+    ) -> None:
+        """Write the exchange down. What cannot be parsed is logged, and never disturbs the caller."""
+        try:
+            answer = read_answer(dialect, headers.get("content-type", ""), whole)
+            lines = self._traces.lines(dialect, json.loads(body), answer)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError) as error:
+            log.warning("an exchange could not be recorded: %s: %s", type(error).__name__, error)
+            return
+        when: dict[str, Any] = {
+            "time": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
+            "seconds": round(time.time() - began, 3),
+        }
+        async with self._lock:
+            append_jsonl(self.file, [without_keys(line | when, keys) for line in lines])
+
+
+def without_keys(line: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """The line with the caller's keys blotted out, should somebody have written one into a message."""
+    text = json.dumps(line, ensure_ascii=False)
+    for key in keys:
+        if len(key) >= _MIN_KEY:
+            text = text.replace(key, "[API key]")
+    cleaned: dict[str, Any] = json.loads(text)
+    return cleaned

@@ -1,0 +1,99 @@
+"""Training an agent that is a program: its attempts are the source of groups, and they score the model as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunKind
+from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.models.loading import LoadedModel
+from palestra.policy.local import LocalPolicy
+from palestra.rollout.rewards import RewardFunction
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.loading import completer_of
+from palestra.sources.programs.collector import ProgramCollector, hidden_columns
+from palestra.train.evaluation import Evaluator
+from palestra.train.group_source import ProblemSource
+from palestra.train.limits import attempt_limits
+from palestra.train.tasks import Parts, evaluator_of, rewards_of, source_of
+
+_OF_OUR_LOOP = ("rollout.max_tool_rounds", "rollout.tool_timeout_s", "rollout.max_tool_result_chars")
+
+
+@dataclass(slots=True)
+class ProgramTask:
+    """The cases of a suite, attempted by a program."""
+
+    environment: SuiteEnvironment
+    program: ProgramAgent
+    loaded: LoadedModel
+    reward_functions: Sequence[RewardFunction] = ()
+    gateway: Gateway | None = field(default=None, init=False)
+
+    @property
+    def kind(self) -> RunKind:
+        return "program"
+
+    @property
+    def problem_count(self) -> int:
+        return len(self.environment.problems("train"))
+
+    def source(self, parts: Parts) -> ProblemSource:
+        config = parts.config
+        config.refuse(_OF_OUR_LOOP, "the agent runs its tools itself")
+        config.refuse(["rollout.constrain_tool_calls", "rollout.max_open_episodes"], "the agent is a program")
+        collector = self._collector(parts, training=True)
+        return source_of(self.environment, collector, parts, on_close=lambda: self.close(parts.runner))
+
+    def evaluator(self, parts: Parts) -> Evaluator:
+        return evaluator_of(self.environment, self._collector(parts, training=False), parts)
+
+    def close(self, runner: asyncio.Runner) -> None:
+        """End the gateway, and what the program's attempts shared."""
+        if self.gateway is not None:
+            runner.run(self.gateway.close())
+            runner.run(self.program.close())
+
+    def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
+        agent, gateway = parts.config.agent, self._gateway(parts)
+        return ProgramCollector(
+            self.environment,
+            self.program,
+            gateway,
+            attempt_limits(parts.config, training=training).sampling,
+            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, self._sandbox(gateway)),
+            agent.max_at_once,
+            asyncio.Semaphore(agent.max_at_once),
+            rewards_of(self.environment, self.reward_functions, parts),
+            hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
+        )
+
+    def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
+        return ProgramSandbox(gateway.port, gateway.socket_path) if gateway.socket_path else None
+
+    def _gateway(self, parts: Parts) -> Gateway:
+        """One for training and evaluation. It serves in the runner's event loop, so it pauses during an update."""
+        if self.gateway is None:
+            if not isinstance(parts.policy, LocalPolicy):
+                raise PalestraError(
+                    "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
+                    "paged, use a model that it supports, and leave rollout.policy_url and backend out"
+                )
+            sampling = attempt_limits(parts.config, training=True).sampling
+            in_sandbox = parts.config.agent.sandbox
+            model, program = completer_of(self.loaded, parts.policy), self.program
+            model.check_tool_calls()
+            model.unexpected_calls = parts.config.rollout.unexpected_call_format
+            if in_sandbox:
+                if not isinstance(program, CommandAgent):
+                    raise PalestraError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
+                check_sandbox()
+            self.gateway = Gateway(model, sampling, port=program.port, routes=program.routes(), unix_socket=in_sandbox)
+            if program.posts_reward:
+                parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
+        return self.gateway

@@ -1,0 +1,316 @@
+"""Between environments and a trainer: registrations, queued groups, the next batch. Without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.sources.wire import journal
+from palestra.sources.wire.packing import Queued, next_batch
+from palestra.sources.wire.posts import PostedGroup
+from palestra.sources.wire.types import EnvRegistration, Registration
+
+log = logging.getLogger("palestra")
+
+MIB = 1 << 20
+_MIN_WEIGHT = 0.01  # an environment with weight 0 would stop sampling
+_MAX_ENVS = 10_000
+_MAX_DEATHS = 3  # of a trainer on one batch, after which the batch is taken for the cause
+
+
+class QueueFull(PalestraError):
+    """The queue, or the list of environments, is at its limit; the sender should try again."""
+
+
+class UnknownEnv(PalestraError):
+    """An env_id that was never registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredEnv:
+    """A registered environment."""
+
+    id: int
+    name: str
+    desired_name: str
+    weight: float
+    max_token_length: int
+    group_size: int
+    min_batch_allocation: float | None
+    connected: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One batch: its number, and the groups as JSON."""
+
+    number: int
+    groups: list[bytes]
+
+
+class Exchange:
+    """The state of the trajectory API: in memory to decide quickly, in the journal to survive.
+
+    A group whose post was answered is on disk, and goes into exactly one batch. A batch is kept until the trainer
+    has it in a checkpoint (`take(after=N, saved=M)`), so a lost response, a killed server or a killed trainer loses
+    nothing. The protocol's own `GET /batch` cannot say so: it gets each batch once. A batch on which a trainer
+    died three times is set aside in a file of its own.
+    """
+
+    def __init__(self, folder: Path, max_waiting: int = 65_536, max_waiting_mib: int = 4096) -> None:
+        self.journal = journal.open_journal(folder)
+        self.folder = folder
+        self.max_waiting = max_waiting
+        self.max_bytes = max_waiting_mib * MIB
+        self.accepted = 0  # groups since this process has started
+        self._writing = self._writing_bytes = 0  # sequences and bytes on their way to the disk
+        self._taking = asyncio.Lock()
+        self._load()
+
+    def _load(self) -> None:
+        facts = self.journal.read(journal.facts)
+        registration = facts.get("registration")
+        self.registration = Registration(**registration) if registration else None
+        self.envs = [RegisteredEnv(**env) for env in self.journal.read(journal.envs)]
+        self._names = Counter(env.desired_name for env in self.envs)
+        self.started = bool(facts.get("started", False))
+        self.step = int(facts.get("step", 0))
+        self.last_batch = int(facts.get("last_batch", 0))
+        self._counted = int(facts.get("counted", self.last_batch))  # the last batch that `step` has counted
+        self._held = int(facts.get("held", 0))  # the batch that the trainer works on; 0: it asks for the next
+        self._suspect: tuple[int, int] = tuple(facts.get("suspect", (0, 0)))  # a batch, and deaths on it
+        self._is_back = False  # a trainer has registered, and not asked for a batch yet
+        self.waiting: list[Queued] = self.journal.read(journal.waiting_groups)
+        self.waiting_sequences = sum(group.sequences for group in self.waiting)
+        self.waiting_bytes = sum(group.size for group in self.waiting)
+        self._unsaved: list[int] = self.journal.read(journal.unsaved_batches)  # made, and in no checkpoint yet
+        self.latest: bytes | None = self.journal.read(journal.latest_body)
+
+    def close(self) -> None:
+        self.journal.close()
+
+    async def register(self, registration: Registration) -> int:
+        """A trainer, new or resumed: its settings hold from now on; what waits is kept.
+
+        A resumed one gets the batches since its last checkpoint again. They are not for another run.
+        """
+        async with self._taking:
+            if self.registration is not None and self.registration.checkpoint_dir != registration.checkpoint_dir:
+                await self._delete(self.last_batch)
+            self.registration, self.step, self._counted = registration, registration.starting_step, 0
+            self._is_back = True
+            settings = registration.model_dump()
+            await self.journal.do(journal.set_facts(registration=settings, step=self.step, counted=0))
+        return uuid.uuid4().int
+
+    async def register_env(self, request: EnvRegistration) -> RegisteredEnv | None:
+        """None until a trainer has requested its first batch."""
+        if self.registration is None or not self.started:
+            return None
+        if len(self.envs) >= _MAX_ENVS:
+            raise QueueFull(f"{_MAX_ENVS} environments have registered; reset the API, or give it another --folder")
+        desired = request.desired_name or "env"
+        weight = 1.0 if request.weight is None else request.weight
+        env = RegisteredEnv(
+            len(self.envs), f"{desired}_{self._names[desired]}", desired, weight, request.max_token_length,
+            request.group_size, request.min_batch_allocation,
+        )  # fmt: skip
+        self._names[desired] += 1
+        self.envs.append(env)
+        await self.journal.do(journal.save_env(asdict(env)))
+        return env
+
+    async def disconnect_env(self, env_id: int) -> None:
+        env = self.envs[env_id] = replace(self.env(env_id), connected=False)
+        await self.journal.do(journal.save_env(asdict(env)))
+
+    def env(self, env_id: int) -> RegisteredEnv:
+        if not 0 <= env_id < len(self.envs):
+            raise UnknownEnv(f"env_id={env_id} is not registered here; register with POST /register-env first")
+        return self.envs[env_id]
+
+    async def add(self, groups: Sequence[PostedGroup], key: str | None = None) -> bool:
+        """Queue groups, all or none; True once they are on disk, False when this `key` was already accepted."""
+        for group in groups:
+            self._check(group)
+        sequences, size = sum(g.sequences for g in groups), sum(len(g.body) for g in groups)
+        self._check_room(sequences, size)
+        self._writing, self._writing_bytes = self._writing + sequences, self._writing_bytes + size
+        try:
+            rows = [(g.env_id, g.sequences, g.body) for g in groups]
+            ids = await self.journal.do(journal.add_groups(rows, key))
+        finally:
+            self._writing, self._writing_bytes = self._writing - sequences, self._writing_bytes - size
+        if ids is None:
+            return False
+        self.waiting += [Queued(i, g.env_id, g.sequences, len(g.body)) for i, g in zip(ids, groups, strict=True)]
+        self.waiting_sequences += sequences
+        self.waiting_bytes += size
+        self.accepted += len(ids)
+        self.latest = groups[-1].body if groups else self.latest
+        return True
+
+    def _check(self, group: PostedGroup) -> None:
+        if group.env_id is not None:
+            self.env(group.env_id)
+        if self.registration is None:
+            return
+        if group.sequences > self.registration.batch_size:
+            raise PalestraError(
+                f"the group has {group.sequences} sequences, a batch {self.registration.batch_size}; groups are "
+                "not split, so it could never be delivered"
+            )
+        if group.longest > self.registration.max_token_len > 0:
+            raise PalestraError(
+                f"a sequence has {group.longest} tokens; the trainer takes {self.registration.max_token_len} "
+                "(max_token_len of GET /info)"
+            )
+
+    def _check_room(self, sequences: int, size: int) -> None:
+        if self.waiting_sequences + self._writing + sequences > self.max_waiting:
+            raise QueueFull(
+                f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may; "
+                "try again when the trainer has taken some"
+            )
+        if self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
+            raise QueueFull(
+                f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may; "
+                "try again when the trainer has taken some"
+            )
+
+    async def take(
+        self, after: int | None = None, saved: int | None = None, step: int | None = None
+    ) -> Delivery | None:
+        """The next batch, None while there is none.
+
+        `after` is the number of the last batch that the trainer has (0: none yet): the one that follows is delivered
+        again if it was made already. Those up to `saved` (default: `after`) are deleted. `step` is the trainer's own
+        count, for trainers that may leave out a batch.
+        """
+        async with self._taking:
+            if self.registration is None:
+                return None
+            if after is not None and after > self.last_batch > 0 and not self._is_back:
+                raise PalestraError(f"after={after}: the last batch that was made here is {self.last_batch}")
+            if not self.started:
+                self.started = True
+                await self.journal.do(journal.set_facts(started=True))
+            if after is not None:
+                await self._delete(after if saved is None else saved)
+                await self._note_death(after)
+                if (number := next((n for n in self._unsaved if n > after), None)) is not None:
+                    return await self._redeliver(number, step)
+            delivery = await self._make(after, step)
+            if delivery is None and self._held:
+                self._held = 0
+                await self.journal.do(journal.set_facts(held=0))
+            return delivery
+
+    async def _note_death(self, after: int) -> None:
+        """Count a trainer that came back without the batch that it had; the third time, the batch is set aside."""
+        is_back, self._is_back = self._is_back, False
+        if not (is_back and self._held > after and self._held in self._unsaved):
+            return
+        batch, deaths = self._suspect
+        self._suspect = self._held, (deaths + 1 if batch == self._held else 1)
+        await self.journal.do(journal.set_facts(suspect=self._suspect))
+        if self._suspect[1] >= _MAX_DEATHS:
+            path = self.folder / f"set-aside-batch-{self._held}.jsonl"
+            await self.journal.do(journal.set_aside(self._held, path))
+            self._unsaved.remove(self._held)
+            log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self._held, path, _MAX_DEATHS)
+
+    async def _redeliver(self, number: int, step: int | None) -> Delivery:
+        if step is not None:
+            self.step, self._counted = step + 1, number
+        elif number > self._counted:  # made before the trainer was resumed
+            self.step, self._counted = self.step + 1, number
+        self._held = number
+        await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
+        return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
+
+    async def _delete(self, up_to: int) -> None:
+        if any(number <= up_to for number in self._unsaved):
+            await self.journal.do(journal.delete_batches(up_to))
+            self._unsaved = [number for number in self._unsaved if number > up_to]
+
+    async def _make(self, after: int | None, step: int | None) -> Delivery | None:
+        assert self.registration is not None
+        minimums = {e.id: e.min_batch_allocation for e in self.envs if e.connected and e.min_batch_allocation}
+        batch = next_batch(self.waiting, self.registration.batch_size, minimums)
+        if batch is None:
+            return None
+        number, step = max(self.last_batch, after or 0) + 1, (self.step if step is None else step) + 1
+        ids = {group.id for group in batch}
+        bodies = await self.journal.do(journal.make_batch(number, sorted(ids), step))
+        self.waiting = [group for group in self.waiting if group.id not in ids]
+        self.waiting_sequences -= self.registration.batch_size
+        self.waiting_bytes -= sum(group.size for group in batch)
+        self.last_batch, self.step, self._counted, self._held = number, step, number, number
+        self._unsaved.append(number)
+        if after is None:  # a trainer of the original protocol has what was delivered before
+            await self._delete(number - 1)
+        return Delivery(number, bodies)
+
+    def why_no_batch(self) -> str | None:
+        """What keeps the groups that wait from making a batch; None where more of them may."""
+        batch_size = self.registration.batch_size if self.registration else 0
+        if not batch_size or self.waiting_sequences < batch_size:
+            return None
+        sizes = sorted({group.sequences for group in self.waiting})
+        alike = math.gcd(*sizes, *(env.group_size for env in self.envs if env.connected))
+        if batch_size % alike:
+            return (
+                f"{self.waiting_sequences} sequences wait in groups of {', '.join(map(str, sizes))}, which never add "
+                f"up to a batch of {batch_size}; make the batch a multiple of the groups' size "
+                "(train.problems_per_step x rollout.group_size)"
+            )
+        largest = self.max_waiting - self.waiting_sequences, self.max_bytes - self.waiting_bytes
+        if largest[0] < max(sizes) or largest[1] < max(group.size for group in self.waiting):
+            return (
+                f"the queue is full, and holds no batch of {batch_size}: groups of {', '.join(map(str, sizes))} wait; "
+                "look at the environments' min_batch_allocation, or raise --max-waiting"
+            )
+        return None
+
+    def env_status(self, env_id: int) -> dict[str, Any]:
+        """What an environment adjusts its workers to. Sizes are in groups of its own size."""
+        env = self.env(env_id)
+        own = [g.sequences for g in self.waiting if g.env_id == env_id]
+        group_size = max(env.group_size, *own, 0)
+        largest = max((g.sequences for g in self.waiting), default=1)
+        connected = [e for e in self.envs if e.connected]
+        total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
+        share = env.max_token_length * env.weight / total if total > 0 else 1.0
+        allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
+        return {
+            "current_step": self.step,
+            "num_steps": self.registration.num_steps if self.registration else 0,
+            "queue_size": (sum(own) + self._free_of_others(env_id)) // group_size,
+            "unallocated_fraction": 1.0 - min(allocated, 1.0),
+            "self_queue_size": sum(own) // group_size,
+            "max_group_size": largest,
+            "env_weight": max(_MIN_WEIGHT, share),
+        }
+
+    def _free_of_others(self, env_id: int) -> int:
+        """Sequences of other environments beyond what their own minimum will take."""
+        batch_size = self.registration.batch_size if self.registration else 0
+        counts: dict[int | None, int] = {}
+        for group in self.waiting:
+            counts[group.env_id] = counts.get(group.env_id, 0) + group.sequences
+        theirs = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in self.envs if e.connected}
+        return sum(max(0, n - (0 if e is None else theirs.get(e, 0))) for e, n in counts.items() if e != env_id)
+
+    async def reset(self) -> None:
+        async with self._taking:
+            await self.journal.do(journal.clear)
+            self._load()

@@ -1,0 +1,172 @@
+"""One of our environments as a program of its own: it samples from a trainer's model and posts scored groups.
+
+register -> wait for the trainer -> [look for room -> attempt problems -> post] until the last step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group
+from palestra.envs.base import Environment
+from palestra.rollout.evaluate import CollectsGroups
+from palestra.sources.wire.client import ApiUnreachable, WireClient
+from palestra.sources.wire.groups import write_group
+from palestra.train.group_source import ProblemSource, gather
+from palestra.train.watcher import Watcher
+
+_POLL_S = 0.2
+_RETRY_S = 1.0
+_FAILURES_IN_A_ROW = 8  # groups without one whole attempt, after which going on is pointless
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """How far the trainer is, and how many more groups it can use of this environment."""
+
+    step: int
+    num_steps: int
+    room_groups: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.num_steps
+
+
+@dataclass(slots=True)
+class Feed:
+    """An environment's side of the wire. `make_collector` is called once the trainer serves its model."""
+
+    name: str
+    environment: Environment
+    make_collector: Callable[[], Awaitable[CollectsGroups]]
+    config: RunConfig
+    wire: WireClient
+    watcher: Watcher
+    env_id: int = -1
+    posted_groups: int = 0
+    posted_rollouts: int = 0
+    score_sum: float = 0.0
+    recent_scores: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _num_steps: int = 0
+    _failures: int = 0
+    _key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    async def run(self) -> None:
+        """Feed the trainer until its last step, or until the trajectory API cannot be reached any more."""
+        await self._register()
+        try:
+            status = await self._trainer_status()
+            if status.is_over:  # the API remembers a trainer that has ended
+                self.watcher.note("the last training there is over; waiting for the next")
+            while status.is_over:
+                await asyncio.sleep(_RETRY_S)
+                status = await self._trainer_status()
+            await self._feed(self._source(await self.make_collector()))
+            self.watcher.note("the trainer has all the groups that it asked for")
+        except ApiUnreachable as gone:
+            self.watcher.note(f"the trajectory API is gone: {gone}")
+        finally:
+            with contextlib.suppress(PalestraError):
+                await replace(self.wire, give_up_s=0, gone_s=None).call("/disconnect-env", {"env_id": self.env_id})
+
+    async def _register(self) -> None:
+        registration = {
+            "max_token_length": self.config.rollout.max_new_tokens,
+            "desired_name": self.name,
+            "weight": 1.0,
+            "group_size": self.config.rollout.group_size,
+        }
+        self.watcher.note(f"{self.name} registers at {self.wire.url}, and waits until a trainer has started")
+        # before it was ever there, the API is waited for longer
+        patient = replace(self.wire, gone_s=None)
+        while (answer := await patient.call("/register-env", registration))["status"] != "success":
+            await asyncio.sleep(_RETRY_S)
+        self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
+
+    async def _trainer_status(self) -> TrainerStatus:
+        status = await self.wire.call("/status-env", {"env_id": self.env_id}, method="GET")
+        batch_size = int((await self.wire.call("/info"))["batch_size"])
+        size = self.config.rollout.group_size
+        if batch_size % size:
+            raise PalestraError(
+                f"the trainer takes batches of {batch_size} sequences, which groups of {size} do not fill exactly; "
+                "give both sides the same --rollout.group_size"
+            )
+        # one batch beside the one being trained: what waits longer was sampled from older weights
+        room = batch_size // size - int(status["self_queue_size"])
+        return TrainerStatus(int(status["current_step"]), int(status.get("num_steps", self._num_steps)), room)
+
+    async def _feed(self, source: ProblemSource) -> None:
+        running: set[asyncio.Task[None]] = set()
+        noted_step = -1
+        try:
+            while not (status := await self._trainer_status()).is_over:
+                if status.step != noted_step:
+                    noted_step = status.step
+                    self._note_progress(status)
+                most = max(1, self.config.rollout.max_open_episodes // self.config.rollout.group_size)
+                for _ in range(min(status.room_groups, most) - len(running)):
+                    running.add(asyncio.create_task(self._one_group(source)))
+                if not running:
+                    await asyncio.sleep(_POLL_S)
+                    continue
+                done, running = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _note_progress(self, status: TrainerStatus) -> None:
+        recent = self.recent_scores
+        mean = f", recent mean score {sum(recent) / len(recent):.2f}" if recent else ""
+        self.watcher.note(f"step {status.step}/{status.num_steps}: {self.posted_groups} groups posted{mean}")
+
+    def _source(self, collector: CollectsGroups) -> ProblemSource:
+        """The first environment draws problems and seeds as the trainer's own process would, the next ones others."""
+        return ProblemSource(
+            collector,
+            self.environment.problems("train"),
+            self.environment.reward_weights,
+            self.config.rollout.group_size,
+            self.config.seed + self.env_id,
+            max_staleness=None,
+            gives_back=False,  # several groups are under way at once
+        )
+
+    async def _one_group(self, source: ProblemSource) -> None:
+        """Attempt a problem and post the group, unless every attempt failed."""
+        number = source.drawn
+        group = await self._attempt(source)
+        if group is None:
+            await asyncio.sleep(_RETRY_S)
+            return
+        body = write_group(group, self.env_id, self.config.train.mask_truncated)
+        await self.wire.call("/scored_data", body, key=f"{self._key}/{number}")
+        self.posted_groups += 1
+        self.posted_rollouts += len(group.rollouts)
+        self.score_sum += sum(group.rewards)
+        self.recent_scores.extend(group.rewards)
+
+    async def _attempt(self, source: ProblemSource) -> Group | None:
+        """A group with signal where there is one within `train.refill_limit`; None if every attempt failed."""
+        try:
+            groups = (await gather(source, 1, self.config, version=0)).groups
+        except PalestraError as error:
+            self._failures += 1
+            if self._failures >= _FAILURES_IN_A_ROW:
+                raise
+            self.watcher.note(str(error))
+            return None
+        self._failures = 0
+        # the last one has signal if any has, unless its problem is broken
+        return next(g for g in reversed(groups) if any(r.error is None for r in g.rollouts))

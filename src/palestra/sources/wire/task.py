@@ -1,0 +1,247 @@
+"""Training on what environments in other programs post: they sample from the model that is served here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder, RunKind
+from palestra.core.types import Group
+from palestra.models.loading import LoadedModel
+from palestra.policy.base import KnowsContext, Policy
+from palestra.policy.local import LocalPolicy
+from palestra.servers.openai.completer import Completer, SamplingRequest
+from palestra.servers.openai.inference import inference_app
+from palestra.servers.openai.loading import completer_of
+from palestra.servers.tally import Tally
+from palestra.servers.web import Server, open_port, url_of
+from palestra.sources.wire.client import NoBatch, WireClient
+from palestra.sources.wire.groups import ModelLimits, read_group, unused_columns
+from palestra.sources.wire.stalls import WAIT_LIMIT_S, StallWatch
+from palestra.train.evaluation import Evaluator
+from palestra.train.tasks import EnvironmentTask, Parts
+
+_POLL_S = 0.2
+_EMPTY_BATCHES = 8  # in a row with nothing to train, after which going on is pointless
+_SHUTDOWN_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the model is served to the environments."""
+
+    host: str = "127.0.0.1"
+    port: int = 9001
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WireTask:
+    """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
+
+    `served` is called with the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    """
+
+    client: WireClient
+    address: Address
+    loaded: LoadedModel
+    folder: RunFolder
+    scored_by: EnvironmentTask | None = None
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None
+    check: Callable[[], None] = lambda: None
+    wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
+
+    @property
+    def kind(self) -> RunKind:
+        return "wire"
+
+    @property
+    def problem_count(self) -> None:
+        return None
+
+    def source(self, parts: Parts) -> WireSource:
+        parts.config.refuse(
+            ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
+            "environments over the wire sample with settings of their own",
+        )
+        if not parts.config.rollout.max_staleness:
+            parts.watcher.note(
+                "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
+                "1 or more leaves older ones out"
+            )
+        limits, completer = self._served(parts.policy)
+        requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
+        completer.on_request = requests
+        serving = Serving(completer, self.address, parts.runner)
+        parts.runner.run(self.client.register(parts.config, parts.step, limits.context_tokens, self.folder))
+        serving.start()  # answers when the runner runs next: a resumed run has loaded its weights by then
+        self.served(serving.url, parts.tokenizer)
+        log, tally, note = self.folder.log_file("env"), serving.tally, parts.watcher.note
+        return WireSource(
+            self.client,
+            limits,
+            serving,
+            parts.watcher.note,
+            self.check,
+            StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
+            keeps_batches=parts.config.checkpoint.every > 0,
+            step=parts.step,
+            reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
+            echo=parts.config.echo.coefficient > 0,
+            max_staleness=parts.config.rollout.max_staleness or None,  # over the wire 0 is no limit
+        )
+
+    def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:
+        match policy:
+            case LocalPolicy():
+                limits = ModelLimits(policy.engine.vocabulary, self.loaded.context_tokens)
+                return limits, completer_of(self.loaded, policy)
+            case KnowsContext():
+                limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
+                return limits, completer_of(self.loaded, policy, policy.context_tokens)
+        raise PalestraError(
+            "serving a model while it is trained needs the paged engine in this process; "
+            "set model.engine to auto or paged, backend to local, and use a model that it supports"
+        )
+
+    def evaluator(self, parts: Parts) -> Evaluator | None:
+        if self.scored_by is not None:
+            return self.scored_by.evaluator(parts)
+        if every := parts.config.eval.every:
+            parts.watcher.note(f"eval.every = {every} has no effect: these environments do their own evaluations")
+        return None
+
+
+@dataclass(slots=True)
+class WireSource:
+    """Batches of the trajectory API, in the order of their numbers.
+
+    The inference server runs in the runner's event loop, so it answers while groups are waited for and pauses
+    during a step: nobody samples from half-changed weights.
+    """
+
+    client: WireClient
+    limits: ModelLimits
+    serving: Serving
+    note: Callable[[str], None]
+    check: Callable[[], None]
+    stalls: StallWatch
+    keeps_batches: bool  # at the API, until they are in a checkpoint
+    batch: int = 0  # the number of the last one
+    saved: int = 0
+    step: int = 0  # how many batches had something to train: environments end by it
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    echo: bool = False  # tool results are learned, too
+    refills: bool = False  # environments choose what they post
+    gives_back: bool = False
+    max_staleness: int | None = None
+    concurrent: int = 0  # the trajectory API is a queue already
+    _noted: set[str] = field(default_factory=set)
+    _last_error: str = ""
+
+    def give_back(self, count: int) -> None: ...
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        for _ in range(_EMPTY_BATCHES):
+            number, rows = await self._next_batch()
+            if self.step and number > self.batch + 1:
+                missing = f"{self.batch + 1}" if number == self.batch + 2 else f"{self.batch + 1} to {number - 1}"
+                self.note(f"batch {missing} was set aside by the trajectory API: this run ended on it again and again")
+            self.batch = number
+            if groups := self._read(rows, version):
+                self.step += 1
+                return groups
+        raise PalestraError(
+            f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
+        )
+
+    async def _next_batch(self) -> tuple[int, list[dict[str, Any]]]:
+        self.stalls.begin()
+        while True:
+            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
+            if not isinstance(delivery, NoBatch):
+                return delivery
+            self._note_once("no batch", delivery.reason)
+            self.check()
+            await self.stalls.check()
+            await asyncio.sleep(_POLL_S)
+
+    def _note_once(self, subject: str, text: str) -> None:
+        if text and subject not in self._noted:
+            self._noted.add(subject)
+            self.note(text)
+
+    def _read(self, rows: Sequence[Mapping[str, Any]], version: int) -> list[Group]:
+        """The groups that can be trained; a bad one is left out, with a note."""
+        groups: list[Group] = []
+        for name in sorted({name for columns in rows for name in unused_columns(columns)}):
+            self._note_once(name, f"environments post {name}, which this trainer does not use (docs/wire.md)")
+        if self.echo and not any(columns.get("turns") for columns in rows):
+            self.echo = False
+            self.note("echo.coefficient has no effect: these environments do not say which tokens are tool results")
+        for i, columns in enumerate(rows):
+            name = f"batch-{self.batch}/{i}"
+            try:
+                # groups without `versions` count as one version old, so that their logprobs are used
+                groups.append(read_group(columns, name, self.limits, version - 1))
+            except (PalestraError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+                self._last_error = str(error)
+                self.note(f"{name} from environment {columns.get('env_id')} cannot be trained: {error}")
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.batch}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.batch = self.saved = int(state.get("cursor", 0))
+
+    def commit(self) -> None:
+        self.saved = self.batch
+
+    def close(self) -> None:
+        self.serving.close()
+
+
+class Serving:
+    """The inference server as a task of the runner's loop: it answers whenever the runner runs something."""
+
+    def __init__(self, completer: Completer, address: Address, runner: asyncio.Runner) -> None:
+        self._socket = open_port(address.host, address.port, address.token)
+        self.url = url_of(self._socket)
+        self._runner = runner
+        app = inference_app(completer, token=address.token)
+        self.tally: Tally = app.state.tally
+        self._server = Server(app, grace_s=0)  # when the run ends, nobody needs what is still being sampled
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._runner.get_loop().create_task(self._server.serve(sockets=[self._socket]))
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            self._runner.run(asyncio.wait_for(self._task, _SHUTDOWN_S))
+
+
+class RequestWatch:
+    """Counts requests for whole groups, and notes the first at another temperature than the learner's: their logprobs
+    would not agree."""
+
+    def __init__(self, temperature: float, note: Callable[[str], None]) -> None:
+        self.groups = 0
+        self._temperature = temperature
+        self._note = note
+        self._is_written = False
+
+    def __call__(self, request: SamplingRequest) -> None:
+        self.groups += request.n > 1
+        other = request.params.temperature
+        if other != self._temperature and not self._is_written:
+            self._is_written = True
+            self._note(
+                f"an environment samples at temperature {other:g}, the learner scores at {self._temperature:g}; "
+                f"if it is for training, set --rollout.temperature {other:g}"
+            )

@@ -1,0 +1,129 @@
+"""`palestra train --agent-cmd …`: a program of the user's is trained, resumed and scored like any other agent."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from palestra.api import GRPOTrainer
+from palestra.cli.agent_options import AgentOptions
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+
+PROGRAM = """
+import json, os, sys, urllib.request
+case = json.load(sys.stdin)
+assert "expect" not in case
+body = {"model": "any", "max_tokens": 6, "messages": [{"role": "user", "content": case["input"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+answer = json.load(opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+print(answer["choices"][0]["message"]["content"])
+"""
+SCORE = """
+def even(ctx):
+    assert ctx.program.stdout.strip() == ctx.final_assistant_message.text.strip()
+    return len(ctx.program.stdout) % 2 == 0
+"""
+SMALL = (
+    "--train.max_steps 1 --train.problems_per_step 2 --rollout.group_size 2 --rollout.max_new_tokens 8 "
+    "--train.refill_limit 0 --eval.cases 1 --rollout.temperature 1 --json"
+).split()
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The options that name the program, the cases and the measure, with paths relative to the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(PROGRAM)
+    Path("score.py").write_text(SCORE)
+    cases = [{"input": f"What does a red lamp cost {i} times?", "expect": str(i)} for i in range(5)]
+    Path("cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    command = shlex.join([sys.executable, "-IS", "agent.py"])
+    return ["--agent-cmd", command, "--cases", "cases.jsonl", "--measure", "score.py:even"]
+
+
+def test_a_program_is_trained_and_resumed_from_anywhere(cli, program, tmp_path, monkeypatch):
+    trained = cli("train", *program, *SMALL)
+    assert trained.code == 0, trained.err
+    run = RunFolder.open(Path(json.loads(trained.out)["run_dir"]).absolute())
+    rollouts = list(run.rollouts())
+    assert len(rollouts) == 4
+    assert all(rollout["info"]["exit_code"] == 0 for rollout in rollouts)
+    assert all([turn["maker"] for turn in rollout["turns"]] == ["template", "model"] for rollout in rollouts)
+    (row,) = run.metrics()
+    assert row["agent/rows_per_attempt"] == 1.0
+    assert row["agent/retokenised_turns"] == 0.0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    resumed = cli("train", "--resume", str(run.path), "--train.max_steps", "2", "--json")
+    assert resumed.code == 0, resumed.err
+    assert [int(row["step"]) for row in run.metrics()] == [1, 2]
+
+
+def test_options_that_do_not_go_together_are_refused(cli, program):
+    for words, reason in (
+        ([*program, "--agent-port", "0"], "choose"),
+        ([*program, "--mcp", "python server.py"], "our own agent loop"),
+        (["--cases", "cases.jsonl"], "needs a measure"),
+        (["--held-out", "0.1"], "goes with --cases"),
+        (["--cases", "cases.jsonl", "--measure", "score.py"], "expected FILE:NAME"),
+        (["--cases", "cases.jsonl", "--measure", "nope.py:score"], "nope.py:score: there is no file"),
+        (["--cases", "cases.jsonl", "--measure", "score.py:evn"], "Did you mean 'even'"),
+        ([*program, "--env", "calculator"], "does not go with --env"),
+        ([*program, "--rollout.tool_timeout_s", "3", *SMALL], "the agent runs its tools itself"),
+        (["--agent.timeout_s", "3", *SMALL], "has no program of its own"),
+    ):
+        answer = cli("train", *words)
+        assert answer.code == 2
+        assert reason in answer.err, answer.err
+
+
+def page_blocks(language):
+    text = (Path(__file__).parents[2] / "docs" / "bring_your_agent.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow("three runs: make test-agents, make test-slow")
+def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
+    """Its three files by the command line, then its blocks of Python; all in short runs."""
+    score, agent, by_command, by_function = page_blocks("python")
+    (case,) = page_blocks("json")
+    Path("score.py").write_text(score)
+    Path("my_agent.py").write_text(agent)
+    Path("cases.jsonl").write_text("".join(case.replace("red", color) for color in ("red", "blue", "green")))
+    train = ["--agent-cmd", f"{sys.executable} my_agent.py", "--cases", "cases.jsonl", "--measure", "score.py:score"]
+    answer = cli("train", *train, *SMALL, "--agent.fork_server", "true")
+    assert answer.code == 0, answer.err
+    resolve = GRPOTrainer._resolve
+    short = {
+        "train": {"max_steps": 1, "problems_per_step": 1},
+        "rollout": {"group_size": 2, "max_new_tokens": 8},
+        "eval": {"cases": 1},
+        "agent": {"fork_server": True},
+    }
+    monkeypatch.setattr(GRPOTrainer, "_resolve", lambda self, n: RunConfig.build(resolve(self, n).model_dump(), short))
+    for text in (by_command.replace('"python"', repr(sys.executable)), by_function):
+        exec(compile(text, "docs/bring_your_agent.md", "exec", dont_inherit=True), {})
+    assert len(list(Path("runs").iterdir())) == 3
+
+
+def test_an_mcp_servers_tools_are_offered_by_our_own_loop_and_kept_for_a_resumed_run(cli, program):
+    server = Path(__file__).parents[1] / "unit" / "agents" / "tools" / "mcp_stand_in.py"
+    Path("score.py").write_text("def score(ctx):\n    return len(ctx.messages) % 2 == 0")
+    mcp = ["--mcp", shlex.join([sys.executable, "-IS", str(server)])]
+    cases = ["--cases", "cases.jsonl", "--measure", "score.py:score", "--instructions", "Use the tools."]
+    answer = cli("train", *mcp, *cases, *SMALL)
+    assert answer.code == 0, answer.err
+    run = RunFolder.open(Path(json.loads(answer.out)["run_dir"]))
+    for rollout in run.rollouts():
+        assert rollout["tool_names"] == ["double", "count", "whoami", "fail", "die"]
+        assert rollout["messages"][0]["text"] == "Use the tools."
+    assert AgentOptions.from_record(run.record["agent_options"]).mcp == mcp[1:]

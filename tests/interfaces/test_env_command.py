@@ -1,0 +1,167 @@
+"""`palestra envs`, `palestra env process|evaluate`, `palestra train --env`."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "my_first_env.py")
+SMALL = ("--rollout.group_size", "2", "--rollout.max_new_tokens", "40", "--env.train_size", "20")
+
+
+def test_the_example_is_at_most_40_lines():
+    assert len(Path(EXAMPLE).read_text().splitlines()) <= 40
+
+
+def test_environments_are_listed_and_broken_files_reported(cli, tmp_path):
+    (tmp_path / "environments").mkdir()
+    (tmp_path / "environments" / "mine.py").write_text('from palestra import Env\nclass Mine(Env):\n    """My own."""')
+    (tmp_path / "environments" / "bad.py").write_text("def")
+    plain, data = cli("envs"), cli("envs", "--json")
+    assert plain.code == data.code == 0
+    assert "mine" in plain.out
+    assert "My own." in plain.out
+    assert "bad.py cannot be read: line 1" in plain.err
+    listing = json.loads(data.out)
+    assert {"name": "mine", "class_name": "Mine", "description": "My own."}.items() <= listing["environments"][
+        -1
+    ].items()
+    assert listing["count"] == len(listing["environments"])
+
+
+def test_process_writes_one_group_a_line_and_a_page(cli, tmp_path):
+    answer = cli("env", "process", EXAMPLE, "--groups", "3", "--out", "out.jsonl", "--json", *SMALL)
+    assert answer.code == 0, answer.err
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(records) == json.loads(answer.out)["groups"] == 3
+    for record in records:
+        assert len(record["scores"]) == len(record["tokens"]) == 2
+        for tokens, masks, logprobs in zip(
+            record["tokens"], record["masks"], record["inference_logprobs"], strict=True
+        ):
+            assert len(tokens) == len(masks) == len(logprobs)
+            assert all(mask in (-100, token) for token, mask in zip(tokens, masks, strict=True))
+            assert any(mask != -100 for mask in masks)
+    page = (tmp_path / "out.html").read_text()
+    assert records[0]["input"] in page
+    assert "score 0.00" in page
+
+
+def test_the_folder_of_out_is_made_and_a_path_that_cannot_be_written_is_refused_first(cli, tmp_path):
+    answer = cli("env", "process", EXAMPLE, "--groups", "1", "--out", "new ü/out.jsonl", *SMALL)
+    assert answer.code == 0, answer.err
+    assert (tmp_path / "new ü" / "out.html").is_file()
+    for command in (("env", "process", EXAMPLE), ("gateway", "palestra/tiny"), ("record",)):
+        for out, why in (("new ü", "it is a folder"), ("new ü/out.html/x.jsonl", "--out new ü/out.html/x.jsonl")):
+            refused = cli(*command, "--out", out)
+            assert refused.code == 2
+            assert why in refused.err
+
+
+def test_a_path_to_search_that_is_not_there_is_refused(cli):
+    answer = cli("envs", "--path", "nope")
+    assert answer.code == 2
+    assert "nope" in answer.err
+
+
+def test_evaluate_scores_the_held_out_problems(cli):
+    answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size=4", "--json", *SMALL)
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["pass_rate"]["n"] == 4
+
+
+def test_train_on_an_environment_and_resume(cli, tmp_path):
+    arguments = ("--env.held_out_size", "2", "--train.max_steps", "1", "--train.problems_per_step", "2", *SMALL)
+    answer = cli("train", "--env", EXAMPLE, "--json", *arguments)
+    assert answer.code == 0, answer.err
+    assert "palestra env evaluate" in answer.err
+    run = Path(json.loads(answer.out)["run_dir"])
+    record = json.loads((run / "run.json").read_text())
+    assert record["environment"] == {"name": EXAMPLE, "settings": {"held_out_size": "2", "train_size": "20"}}
+    assert record["name"] == "stock"
+    again = cli("train", "--resume", str(run), "--json")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("env", "process", "calculater"), "Did you mean 'calculator'?"),
+        (("env", "process", EXAMPLE, "--env.sise", "3"), "unknown setting 'env.sise'"),
+        (("env", "process", EXAMPLE, "--env.train_size"), "requires an argument"),
+        (("env", "process", EXAMPLE, "--rolout.group_size", "3"), "No such option"),
+        (("env", "evaluate", EXAMPLE, "--openai.api_key", "k"), "openai.api_key_env"),
+        (("env", "evaluate", EXAMPLE, "--openai.model", "k"), "unknown setting 'model'"),
+        (("train", "agent.py", "--env", "calculator"), "not on both"),
+    ],
+)
+def test_mistakes_are_told_with_their_remedy(cli, arguments, words):
+    answer = cli(*arguments)
+    assert answer.code == 2
+    assert words in answer.err
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Looks up both items at once, then adds, then answers: what a good model would do."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = self.answer(request["messages"])
+        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def answer(self, messages: list[dict]) -> dict:
+        said = [m["content"] for m in messages if m["role"] == "tool"]
+        if len(said) == 3:
+            return {"role": "assistant", "content": f"There are {said[2]}."}
+        if said:
+            calls = [("add", {"a": int(said[0]), "b": int(said[1])})]
+        else:
+            words = messages[1]["content"].removeprefix("How many ").removesuffix(" are there together?")
+            calls = [("stock", {"item": item}) for item in words.split(" and ")]
+        wire = [
+            {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for i, (name, arguments) in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": None, "tool_calls": wire}
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_openai_style_endpoint_is_scored_through_the_same_environment(cli, endpoint):
+    where = ("--openai.model_name", "m", "--openai.base_url", endpoint)
+    answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size", "3", *where, "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["pass_rate"]["rate"] == 1.0
+
+
+def test_an_endpoint_is_asked_without_loading_torch(endpoint, tmp_path):
+    arguments = ["env", "process", EXAMPLE, "--groups", "1", "--rollout.group_size", "2", "--openai.model_name", "m"]
+    arguments += ["--openai.base_url", endpoint, "--out", str(tmp_path / "groups.jsonl")]
+    code = f"import sys; from palestra.cli.main import run; assert run({arguments!r}) == 0"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_endpoint_that_is_not_there_is_told(cli):
+    where = ("--openai.model_name", "m", "--openai.base_url", "http://127.0.0.1:9/v1")
+    answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size", "1", *where)
+    assert answer.code == 2
+    assert "could not be asked" in answer.err

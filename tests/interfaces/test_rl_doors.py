@@ -1,0 +1,249 @@
+"""The doors to the tools: who is let in, whose session it is, and that nobody waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from mcp import Client
+from starlette.testclient import TestClient
+
+from palestra.agent_tools import TOOL_NAMES, RlTools, http_api, mcp_server
+from palestra.agent_tools.clients import Clients
+from palestra.runs.locks import RequestLimits, Site
+from palestra.runs.manager import RunManager
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rl_agent
+
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "a test", "version": "1"},
+    },
+}
+
+
+@pytest.fixture
+def clients(tmp_path):
+    site = Site(limits=RequestLimits(test_minutes=0.02))
+    manager = RunManager(tmp_path / "home")
+    return Clients(lambda: RlTools(manager, site))
+
+
+def web(clients, token=None) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(http_api.http_app(clients, token))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8003", timeout=60)
+
+
+def ask(client_maker, *requests):
+    async def all_of_them():
+        async with client_maker() as client:
+            return [await client.request(method, path, **more) for method, path, more in requests]
+
+    return asyncio.run(all_of_them())
+
+
+def test_http_lets_in_loopback_without_a_token_and_nobody_from_another_site(clients):
+    post = ("POST", "/tools/rl_list_runs")
+    answers = ask(
+        lambda: web(clients),
+        (*post, {}),
+        (*post, {"headers": {"Host": "evil.example"}}),
+        (*post, {"headers": {"Origin": "https://evil.example"}}),
+        (*post, {"headers": {"Origin": "http://localhost:3000"}}),
+    )
+    assert [answer.status_code for answer in answers] == [200, 403, 403, 200]
+
+
+def test_http_changes_something_by_post_only(clients):
+    names = [f"/tools/{name}" for name in TOOL_NAMES]
+    answers = ask(lambda: web(clients), *((method, name, {}) for name in names for method in ("GET", "PUT", "DELETE")))
+    assert {answer.status_code for answer in answers} == {405}
+
+
+def test_http_asks_for_the_token_where_one_is_set(clients):
+    post = ("POST", "http://box.example:8003/tools/rl_list_runs")
+    answers = ask(
+        lambda: web(clients, "a-long-token"),
+        (*post, {}),
+        (*post, {"headers": {"Authorization": "Bearer another"}}),
+        (*post, {"headers": {"Authorization": "Bearer a-long-token"}}),
+    )
+    assert [answer.status_code for answer in answers] == [401, 401, 200]
+
+
+@pytest.mark.parametrize("words", [("http",), ("mcp", "--http")])
+def test_other_addresses_than_loopback_need_a_token(cli, words, monkeypatch):
+    monkeypatch.delenv("PALESTRA_TOKEN", raising=False)
+    answer = cli(*words, "--host", "0.0.0.0", "--port", "0")
+    assert answer.code == 2
+    assert "set a token" in answer.err
+
+
+def test_http_gives_a_session_and_keeps_to_it(clients):
+    first, unknown, short = ask(
+        lambda: web(clients),
+        ("POST", "/tools/rl_select_environment", {"json": {"name": "calculator"}}),
+        ("POST", "/tools/rl_get_current_config", {}),
+        ("POST", "/tools/rl_get_current_config", {"headers": {"Palestra-Session": "x y"}}),
+    )
+    session = {"Palestra-Session": first.headers["Palestra-Session"]}
+    (again,) = ask(lambda: web(clients), ("POST", "/tools/rl_get_current_config", {"headers": session}))
+    assert "error" in unknown.json()
+    assert unknown.headers["Palestra-Session"] != session["Palestra-Session"]
+    assert short.status_code == 400
+    assert again.json()["environment"] == "calculator"
+
+
+def test_http_answers_rubbish_with_json(clients):
+    answers = ask(
+        lambda: web(clients),
+        ("POST", "/tools/rl_edit_config", {"content": b"{"}),
+        ("POST", "/tools/rl_edit_config", {"content": b"[" * 100_000}),
+        ("POST", "/tools/rl_edit_config", {"json": [1]}),
+        ("POST", "/tools/rl_nothing", {}),
+        ("GET", "/runs/zzzzzzzz/report", {}),
+        ("GET", "/runs/zzzzzzzz/passwords", {}),
+    )
+    assert [answer.status_code for answer in answers] == [400, 400, 200, 404, 404, 404]
+    assert all("error" in answer.json() for answer in answers)
+
+
+def test_openapi_describes_the_ten_tools(clients):
+    (answer,) = ask(lambda: web(clients), ("GET", "/openapi.json", {}))
+    paths = answer.json()["paths"]
+    operations = {path["post"]["operationId"]: path["post"] for path in paths.values() if "post" in path}
+    assert operations.keys() == set(TOOL_NAMES)
+    body = operations["rl_edit_config"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["required"] == ["field", "value"]
+
+
+def test_http_streams_progress_and_answers_others_meanwhile(clients):
+    async def play() -> None:
+        async with web(clients) as client:
+            session = {"Palestra-Session": "the-same-one"}
+            await client.post("/tools/rl_select_environment", json={"name": "calculator"}, headers=session)
+            asked = {"num_steps": 1, "group_size": 2, "models": ["palestra/tiny"]}
+            streamed = asyncio.create_task(
+                client.post("/tools/rl_test_inference", json=asked, headers={**session, "Accept": "text/event-stream"})
+            )
+            await asyncio.sleep(0.3)
+            assert (await client.post("/tools/rl_list_runs", headers=session)).json() == {"runs": [], "count": 0}
+            assert not streamed.done()
+            *progress, last = (await streamed).text.strip().split("\n\n")
+            assert all(event.startswith("event: progress\n") for event in progress)
+            assert progress
+            answer = json.loads(last.removeprefix("event: answer\ndata: "))
+            assert answer["results"][0]["status"] == "timed out"
+
+    asyncio.run(play())
+
+
+def test_mcp_tells_progress_while_models_are_tested(clients):
+    told = []
+
+    async def note(done, total, message):
+        told.append((done, total, message))
+
+    async def play() -> None:
+        async with Client(mcp_server.make_server(clients), mode="legacy") as client:
+            await client.call_tool("rl_select_environment", {"name": "calculator"})
+            asked = {"num_steps": 2, "group_size": 2, "models": ["palestra/tiny"]}
+            result = await client.call_tool("rl_test_inference", asked, progress_callback=note)
+            assert result.structured_content["results"][0]["status"] == "timed out"
+
+    asyncio.run(play())
+    assert told[0] == (0, 2, "palestra/tiny: 0 of 2 problems")
+
+
+def test_mcp_over_http_is_guarded_and_its_clients_have_sessions(clients):
+    app = mcp_server.http_app(mcp_server.make_server(clients), None)
+    accepts = {"Accept": "application/json, text/event-stream"}
+    with TestClient(app, base_url="http://127.0.0.1:8002") as client:
+        refused = client.post("/mcp", json=INITIALIZE, headers={**accepts, "Host": "evil.example"})
+        foreign = client.post("/mcp", json=INITIALIZE, headers={**accepts, "Origin": "https://evil.example"})
+        newest = client.post("/mcp", json=INITIALIZE, headers={**accepts, "MCP-Protocol-Version": "2026-07-28"})
+        sessions = {client.post("/mcp", json=INITIALIZE, headers=accepts).headers["mcp-session-id"] for _ in range(2)}
+    assert (refused.status_code, foreign.status_code) == (403, 403)
+    assert newest.status_code == 400
+    assert "2025-11-25" in newest.json()["error"]["data"]["supported"]
+    assert len(sessions) == 2
+
+
+def test_mcp_over_http_asks_for_the_token(clients):
+    app = mcp_server.http_app(mcp_server.make_server(clients), "a-long-token")
+    with TestClient(app, base_url="http://box.example:8002") as client:
+        accepts = {"Accept": "application/json, text/event-stream"}
+        assert client.post("/mcp", json=INITIALIZE, headers=accepts).status_code == 401
+        allowed = {**accepts, "Authorization": "Bearer a-long-token"}
+        assert client.post("/mcp", json=INITIALIZE, headers=allowed).status_code == 200
+
+
+def stdio_server(command, folder, stderr=None):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.Popen(command, **pipes, text=True, cwd=folder, env=rl_agent.server_environment(folder))
+
+
+def test_stdout_of_the_stdio_server_carries_the_protocol_alone(tmp_path):
+    rl_agent.make_site(tmp_path)  # its environment prints while it is imported
+
+    def call(number: int, tool: str, **arguments: str) -> dict:
+        params = {"name": tool, "arguments": arguments}
+        return {"jsonrpc": "2.0", "id": number, "method": "tools/call", "params": params}
+
+    messages = [
+        INITIALIZE,
+        {"jsonrpc": "2.0", "method": "notifications/initialized"},
+        call(2, "rl_select_environment", name="echo-number"),
+        call(3, "rl_nothing"),
+    ]
+    process = stdio_server([*rl_agent.PALESTRA, "mcp"], tmp_path)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for message in messages:
+        process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    answers = {}
+    while len(answers) < 3:
+        answer = json.loads(process.stdout.readline())
+        answers[answer["id"]] = answer["result"]
+    process.stdin.close()
+    assert process.wait(20) == 0
+    assert process.stdout.read() == ""
+    assert answers[2]["structuredContent"]["environment"] == "echo-number"
+    assert answers[3]["isError"] is True
+
+
+def test_ctrl_c_ends_the_stdio_server_though_its_client_is_silent(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import sys; sys.argv = ['palestra', 'mcp']; from palestra.cli.main import main; main()"
+    process = stdio_server([sys.executable, "-c", code], tmp_path, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(INITIALIZE) + "\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert process.stderr is not None
+    assert process.stderr.read().endswith("Stopped.\n")
+
+
+def test_the_session_that_was_silent_longest_is_forgotten_first():
+    made = Clients(lambda: object(), max_sessions=2)  # type: ignore[arg-type,return-value]
+    a, b = made.session("a"), made.session("b")
+    assert made.session("a") is a
+    made.session("c")
+    assert made.session("a") is a
+    assert made.session("b") is not b

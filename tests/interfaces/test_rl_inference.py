@@ -1,0 +1,213 @@
+"""rl_test_inference: several models side by side; one that hangs keeps nobody else's result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from palestra.agent_tools import RlTools
+from palestra.agent_tools.models import OPENROUTER, OPENROUTER_MODELS, choose_models
+from palestra.core.errors import PalestraError
+from palestra.runs.locks import Inference, RequestLimits, Site
+from palestra.runs.manager import RunManager
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rl_agent
+
+KEY = "sk-endpoint-0123456789"
+TELLTALE = """
+import os, sys
+print(dict(os.environ), file=sys.stderr)
+try:
+    print("LOOKED INTO ITS PARENT", open(f"/proc/{os.getppid()}/environ", "rb").read(), file=sys.stderr)
+except OSError:
+    pass
+"""
+
+
+class Models(BaseHTTPRequestHandler):
+    """`good` says the number that was asked for; `stuck` is wrong twice, then hangs."""
+
+    asked: dict[str, int]
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        model = body["model"]
+        with threading.Lock():
+            self.asked[model] = self.asked.get(model, 0) + 1
+        if self.headers.get("Authorization") != f"Bearer {KEY}":
+            self.send_error(401)
+            return
+        if model == "stuck" and self.asked[model] > 2:
+            time.sleep(120)
+        text = body["messages"][-1]["content"].removeprefix("Say ").rstrip(".") if model == "good" else "no"
+        answer = {
+            "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.001},
+        }
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Models.asked = {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    rl_agent.make_site(tmp_path)
+    path = tmp_path / "environments" / "echo_number.py"
+    path.write_text(TELLTALE + path.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_API_KEY", rl_agent.PLANTED)
+    monkeypatch.setenv("ENDPOINT_KEY", KEY)
+    return tmp_path
+
+
+def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, url):
+    site = Site(
+        limits=RequestLimits(test_minutes=0.25, test_requests_at_once=2),
+        inference=Inference(base_url=url, api_key_env="ENDPOINT_KEY", models=["good", "stuck"]),
+    )
+    tools = RlTools(RunManager(folder / "home"), site)
+    tools.rl_select_environment("echo-number")
+    told = []
+    answer = tools.call(
+        "rl_test_inference", {"num_steps": 3, "group_size": 2}, progress=lambda *step: told.append(step)
+    )
+    good, stuck = answer["results"]
+    assert (good["status"], good["steps_tested"], good["completions"], good["correct"]) == ("completed", 3, 6, 6)
+    assert good["accuracy"] == good["step_success_rate"] == 1.0
+    assert (good["prompt_tokens"], good["completion_tokens"]) == (60, 12)
+    assert good["cost_usd"] == pytest.approx(0.006)
+    assert (stuck["status"], stuck["steps_tested"], stuck["completions"]) == ("timed out", 1, 2)
+    assert stuck["mean_score"] == pytest.approx(0.1)
+    assert stuck["correct"] == 0  # a score above nothing is not yet correct
+    assert answer["summary"]["best_model"] == "good"
+    assert told[-1][:2] == (4, 6)
+    assert len(Path(good["output_file"]).read_text().splitlines()) == 3
+    assert "'PATH'" in Path(good["log_file"]).read_text()  # it told all that it saw,
+    if sys.platform == "linux":
+        assert "LOOKED INTO" not in Path(good["log_file"]).read_text()
+    for path in (folder / "home").rglob("*"):  # and saw neither key
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        assert KEY not in text, path
+        assert rl_agent.PLANTED not in text, path
+
+
+def test_a_failing_model_says_why(folder, url):
+    site = Site(inference=Inference(base_url=url, api_key_env="NO_SUCH_KEY"))
+    tools = RlTools(RunManager(folder / "home"), site)
+    tools.rl_select_environment("echo-number")
+    (row,) = tools.call("rl_test_inference", {"num_steps": 1, "group_size": 2, "models": ["good"]})["results"]
+    assert row["status"] == "failed"
+    assert "401" in row["error"]
+    assert row["completions"] == 0
+
+
+def test_a_test_that_nobody_wants_any_more_ends_at_once(folder):
+    tools = RlTools(RunManager(folder / "home"), Site())
+    tools.rl_select_environment("echo-number")
+    gone = threading.Event()
+    threading.Timer(1.0, gone.set).start()
+    answer = tools.call("rl_test_inference", {"models": ["palestra/tiny"]}, cancelled=gone)
+    assert answer["results"][0]["status"] == "cancelled"
+    assert not processes_with(answer["results"][0]["output_file"])
+
+
+def test_what_it_started_ends_with_it_also_by_kill(folder):
+    code = (
+        "from palestra.agent_tools import RlTools; t = RlTools(); t.rl_select_environment('echo-number'); "
+        "t.rl_test_inference(models=['palestra/tiny'])"
+    )
+    environment = os.environ | {"PALESTRA_HOME": str(folder / "home")}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    logs = lambda: list((folder / "home").glob("inference_tests/*/*.log"))  # noqa: E731
+    wait_until(logs)
+    name = str(logs()[0].with_suffix(".jsonl"))
+    wait_until(lambda: processes_with(name))
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not processes_with(name))
+
+
+def wait_until(true, limit_s: float = 60.0) -> None:
+    until = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def processes_with(word: str) -> list[str]:
+    """The processes that have this word on their command line."""
+    listing = subprocess.run(["ps", "-eo", "pid,args", "-ww"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if word in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_steps": 100_000}, "this site allows 2048"),
+        ({"num_steps": 10**30}, "this site allows"),
+        ({"num_steps": 0}, "at least 1 problem"),
+        ({"group_size": 1}, "2 attempts"),
+        ({"num_steps": "3"}, "valid integer"),
+        ({"models": ["a"] * 2}, "named twice"),
+        ({"models": [f"m{i}" for i in range(50)]}, "at most 16"),
+        ({"models": ["somewhere/else"]}, "set OPENROUTER_API_KEY"),
+        ({"models": ["m@http://10.0.0.1/v1"]}, "only a server on this machine"),
+        ({"models": ["m@https://127.0.0.1.evil.example/v1"]}, "only a server on this machine"),
+        ({"models": [""]}, "not the name of a model"),
+    ],
+)
+def test_what_is_too_much_or_nowhere_is_refused(folder, monkeypatch, arguments, words):
+    for name in ("OPENROUTER_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    tools = RlTools(RunManager(folder / "home"), Site())
+    assert "no environment is selected" in tools.call("rl_test_inference", {})["error"]
+    tools.rl_select_environment("echo-number")
+    assert words in tools.call("rl_test_inference", arguments)["error"]
+
+
+def test_the_models_are_those_that_the_keys_and_the_site_suggest():
+    openrouter = choose_models(None, Site(), "palestra/tiny", {"OPENROUTER_API_KEY": "k"})
+    assert [m.name for m in openrouter] == list(OPENROUTER_MODELS)
+    assert {(m.base_url, m.api_key_env) for m in openrouter} == {(OPENROUTER, "OPENROUTER_API_KEY")}
+    (local,) = choose_models(None, Site(), "palestra/tiny", {})
+    assert (local.name, local.base_url) == ("palestra/tiny", None)
+    (own,) = choose_models(["m"], Site(), "palestra/tiny", {"OPENAI_BASE_URL": "http://box:1/v1"})
+    assert (own.base_url, own.api_key_env) == ("http://box:1/v1", "OPENAI_API_KEY")
+    (near,) = choose_models(["a/b@http://localhost:8000/v1"], Site(), "palestra/tiny", {"OPENROUTER_API_KEY": "k"})
+    assert (near.name, near.base_url, near.api_key_env) == ("a/b", "http://localhost:8000/v1", None)
+    with pytest.raises(PalestraError):
+        choose_models(["m@http://box/v1"], Site(), "palestra/tiny", {})
+
+
+@pytest.mark.slow
+def test_a_local_model_is_tested_too(folder):
+    tools = RlTools(RunManager(folder / "home"), Site())
+    tools.rl_select_environment("echo-number")
+    (row,) = tools.call("rl_test_inference", {"num_steps": 1, "group_size": 2, "models": ["palestra/tiny"]})["results"]
+    assert (row["status"], row["completions"], row["cost_usd"]) == ("completed", 2, 0.0)
+    assert row["completion_tokens"] > 0

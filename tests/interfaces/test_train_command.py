@@ -1,0 +1,125 @@
+"""`palestra train` and `palestra eval`, for real, with the embedded model and very few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+from rich.console import Console
+
+from palestra.cli.display import training_display
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+
+# A background job of a script ignores SIGINT, and so do its children unless they take it back.
+INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from palestra.cli.main import main; main()"
+)
+
+
+def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
+    answer = cli("train", str(agent_file()), "--json", "--seed", "3")
+    assert answer.code == 0, answer.err
+    assert len(answer.out.splitlines()) == 1
+    summary = json.loads(answer.out)
+    assert 0 <= summary["held_out_before"] <= 1
+    assert 0 <= summary["held_out_after"] <= 1
+    assert summary["seconds"] > 0
+    run = Path(summary["run_dir"])
+    for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.json", "report.html", "model"):
+        assert (run / name).exists(), name
+    report = json.loads((run / "report.json").read_text())
+    folder = RunFolder.open(run)
+    assert folder.eval_names() == ["before", "after"]
+    assert len(list(folder.eval_rollouts("after"))) == report["after"]["pass_rate"]["n"]
+    assert report["seed"] == 3
+    assert report["after"]["pass_rate"]["rate"] == summary["held_out_after"]
+    assert len(report["metrics"]) == 1
+
+
+def test_summary_shows_the_table_the_talk_and_where_things_are(cli, agent_file):
+    answer = cli("train", str(agent_file()))
+    assert answer.code == 0, answer.err
+    for words in ("run folder runs/clerk-", "step 1/1", "Held-out cases", "right_price", "user: What does a"):
+        assert words in answer.out
+    assert "report.html" in answer.out
+    assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.out
+
+
+def test_a_dry_run_says_what_it_would_need_and_leaves_nothing(cli, agent_file):
+    answer = cli("train", str(agent_file()), "--dry-run")
+    assert answer.code == 0, answer.err
+    for words in ("palestra/tiny: ", "all trained, float32 on cpu", "1 steps of 2 × 2 rollouts", "nothing was trained"):
+        assert words in answer.out
+    assert "scoring" not in answer.out
+    assert not Path("runs").exists()
+
+
+def test_trained_model_can_be_scored(cli, agent_file):
+    path = str(agent_file())
+    run = json.loads(cli("train", path, "--json").out)["run_dir"]
+    answer = cli("eval", path, "--model.name", f"{run}/model", "--json", "--split", "all")
+    assert answer.code == 0, answer.err
+    assert "all 5 cases of the suite" in answer.err
+    scores = json.loads(answer.out.splitlines()[-1])
+    assert (scores["split"], scores["cases"]) == ("all", 5)
+    assert 0 <= scores["interval"][0] <= scores["pass_rate"] <= scores["interval"][1] <= 1
+    assert scores["measures"]["right_price"] == scores["pass_rate"]
+
+
+def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_evaluation(cli, agent_file):
+    path = agent_file(("    return str(ctx.expect)", "    raise ValueError('the scales are broken')\n    return str"))
+    answer = cli("train", str(path), "--train.max_steps", "2")
+    assert answer.code == 2
+    first = "the first error was measure right_price raised ValueError: the scales are broken"
+    assert f"scoring before: every rollout failed; {first}" in " ".join(answer.err.split())
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_ctrl_c_offers_to_end_the_run_there_only_where_a_checkpoint_is(tmp_path, capsys, is_saved):
+    if is_saved:
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
+
+    def stop() -> None:
+        with training_display(Console(), RunConfig(), "palestra train") as display:
+            display.run_dir = tmp_path
+            raise KeyboardInterrupt
+
+    with pytest.raises(click.exceptions.Exit):
+        stop()
+    err = capsys.readouterr().err
+    assert f"palestra train --resume {tmp_path}" in err
+    assert ("palestra runs finish" in err) is is_saved
+
+
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agent_file, tmp_path, forkserver):
+    slow = ("    return str(ctx.expect)", "    __import__('time').sleep(0.1)\n    return str(ctx.expect)")
+    first = forkserver.popen(
+        "-c", INTERRUPTIBLE, "train", str(agent_file(slow)), "--train.max_steps", "5", "--eval.cases", "1",
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert first.stdout is not None
+    next(line for line in first.stdout if line.startswith("step 2/5"))
+    first.send_signal(signal.SIGINT)  # once: a second one would not wait for anything
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert "Traceback" not in err
+    command = shlex.split(next(line for line in err.splitlines() if "--resume" in line))
+    assert command[:3] == ["palestra", "train", "--resume"]
+
+    second = cli(*command[1:], "--json")
+    assert second.code == 0, second.err
+    run = Path(json.loads(second.out.splitlines()[-1])["run_dir"])
+    assert run.name == Path(command[3]).name
+    assert "going on from step" in second.err
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]

@@ -1,0 +1,323 @@
+import asyncio
+import enum
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.tool import Tool, function_tool
+from palestra.core.types import ToolCall
+
+
+class Unit(enum.Enum):
+    KILO = "kg"
+    GRAM = "g"
+
+
+@dataclass
+class Parcel:
+    weight: float
+    unit: Unit = Unit.KILO
+
+
+@function_tool
+def price(item: str, count: int = 1, discount: float = 0.0) -> float:
+    """Look a price up."""
+    return 2.0 * count - discount
+
+
+@function_tool
+def post(parcel: Parcel, units: list[Unit] | None = None) -> dict[str, object]:
+    """Send a parcel."""
+    assert isinstance(parcel, Parcel)
+    return {"parcel": parcel, "units": units, "straße": "Löwe"}
+
+
+@function_tool
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+RELEASED = threading.Event()
+
+
+@function_tool
+def block(seconds: float) -> str:
+    """Wait without giving way."""
+    RELEASED.wait(seconds)
+    return "done"
+
+
+ALL_MET, MAY_GO = threading.Barrier(41), threading.Event()
+
+
+@function_tool
+def meet() -> str:
+    """Wait for the concurrent calls, then for the event loop."""
+    ALL_MET.wait(60)
+    assert MAY_GO.wait(60)
+    return "done"
+
+
+@function_tool
+async def release() -> str:
+    """Release the threads once all of them wait, which shows that the event loop is free."""
+    while ALL_MET.n_waiting < 40:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(ALL_MET.wait, 60)
+    MAY_GO.set()
+    return "done"
+
+
+@function_tool
+def explode(kind: str) -> str:
+    """Fail."""
+    match kind:
+        case "value":
+            raise ValueError("no such thing " * 100)
+        case "exit":
+            sys.exit(3)
+        case "stop":
+            raise StopIteration
+        case "interrupt":
+            raise KeyboardInterrupt
+    raise RuntimeError
+
+
+TOOLS = {tool.name: tool for tool in (price, post, wait, block, meet, release, explode)}
+
+
+def run(*calls: tuple[str, dict], timeout_s: float = 5.0):
+    made = [ToolCall(f"call_{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
+    return asyncio.run(run_calls(TOOLS, made, timeout_s))
+
+
+def run_one(name: str, timeout_s: float = 5.0, **arguments):
+    return run((name, arguments), timeout_s=timeout_s)[0]
+
+
+def test_results_come_in_the_order_of_the_calls():
+    slow, fast = run(("wait", {"seconds": 0.1}), ("price", {"item": "tea", "count": 2}))
+    assert (slow.content, fast.content) == ("done", "4.0")
+    assert slow.call.id == "call_0"
+    assert slow.seconds >= 0.1
+
+
+def test_all_calls_of_a_turn_run_at_once_and_the_loop_stays_free():
+    results = run(*[("meet", {})] * 40, ("release", {}), timeout_s=120.0)
+    assert all(result.ok for result in results), results[0].content
+
+
+def test_values_that_are_not_text_become_json():
+    result = run_one("post", parcel={"weight": 2, "unit": "g"}, units=["kg"])
+    assert result.ok, result.content
+    assert json.loads(result.content) == {
+        "parcel": {"weight": 2.0, "unit": "g"},
+        "units": ["kg"],
+        "straße": "Löwe",
+    }
+    assert "Löwe" in result.content
+
+
+def test_an_int_is_a_good_float():
+    assert run_one("price", item="tea", discount=1).content == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "missing argument 'item'"),
+        ({"item": "tea", "cont": 2}, "unknown argument 'cont' (Did you mean 'count'?)"),
+        ({"item": "tea", "count": "2"}, "'count'"),
+        ({"item": "tea", "count": 2.5}, "'count'"),
+        ({"item": "tea", "count": True}, "'count'"),
+        ({"item": 3}, "'item'"),
+        ({"item": None}, "'item'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_told_to_the_model(arguments, words):
+    result = run_one("price", **arguments)
+    assert not result.ok
+    assert result.content.startswith("Error: ")
+    assert words in result.content
+    assert "price takes item: string, count: integer (optional)" in result.content
+
+
+def test_a_wrong_value_inside_of_an_argument_is_located():
+    assert "'parcel'['weight']" in run_one("post", parcel={"weight": "heavy"}).content
+
+
+def test_a_malformed_call_is_answered_with_its_error():
+    result = asyncio.run(run_calls(TOOLS, [ToolCall("c", "", error="not valid JSON")], 1))[0]
+    assert (result.ok, result.content) == (False, "Error: not valid JSON")
+
+
+def test_an_unknown_tool_is_answered_with_the_known_ones():
+    content = run_one("prize").content
+    assert content == (
+        "Error: there is no tool 'prize'. Did you mean 'price'? The tools are: price, post, wait, block, meet, "
+        "release, explode."
+    )
+
+
+def test_without_any_tools_the_answer_says_so():
+    result = asyncio.run(run_calls({}, [ToolCall("c", "price")], 1))[0]
+    assert result.content == "Error: there is no tool 'price'. There are no tools."
+
+
+@pytest.mark.parametrize("kind", ["value", "exit", "stop", "other"])
+def test_a_tool_that_raises_is_answered_shortly(kind):
+    result = run_one("explode", kind=kind)
+    assert not result.ok
+    assert result.content.startswith("Error: explode raised ")
+    assert len(result.content) < 320
+    assert result.raised
+
+
+def test_a_call_that_is_wrong_is_not_a_tool_that_failed():
+    assert not any(run_one(name, **arguments).raised for name, arguments in (("price", {}), ("prize", {"item": "tea"})))
+
+
+@pytest.mark.parametrize(("name", "words"), [("wait", " and was stopped"), ("block", "")])
+def test_a_tool_past_its_time_is_answered(name, words):
+    result = run_one(name, seconds=2.0, timeout_s=0.05)
+    RELEASED.set()  # so that its thread is free again
+    RELEASED.clear()
+    assert (result.ok, result.content) == (False, f"Error: {name} took longer than 0.05 s{words}")
+    assert result.seconds < 1.5
+
+
+def test_an_interrupt_passes_through():
+    with pytest.raises(KeyboardInterrupt):
+        run_one("explode", kind="interrupt")
+
+
+def test_cancellation_passes_through():
+    async def cancel_it():
+        task = asyncio.create_task(run_calls(TOOLS, [ToolCall("c", "wait", {"seconds": 30})], 60))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_it())
+
+
+def test_a_huge_result_is_cut_and_says_so():
+    @function_tool
+    def dump() -> str:
+        """Give far too much."""
+        return "x" * 10_000_000
+
+    result = asyncio.run(run_calls({"dump": dump}, [ToolCall("c", "dump")], 5, max_result_chars=1000))[0]
+    assert result.ok
+    assert result.content == "x" * 1000 + "\n[cut off: these are the first 1000 of 10000000 characters]"
+
+
+def test_text_that_no_tokenizer_takes_is_mended():
+    @function_tool
+    def broken() -> str:
+        """Give half a character."""
+        return "a\ud800b"
+
+    result = asyncio.run(run_calls({"broken": broken}, [ToolCall("c", "broken")], 5))[0]
+    assert result.content == "a?b"
+
+
+def test_a_result_without_a_text_form_is_not_told_as_an_exception_of_the_tool():
+    @function_tool
+    def picture() -> bytes:
+        """Give a picture."""
+        return b"\xff\xd8"
+
+    result = asyncio.run(run_calls({"picture": picture}, [ToolCall("c", "picture")], 5))[0]
+    assert not result.ok
+    assert result.content.startswith("Error: picture returned bytes, which has no text form (UnicodeDecodeError")
+
+
+def test_the_types_of_optional_arguments_are_told_to_the_model():
+    @function_tool
+    def send(parcel: Parcel | None = None, count: int | str | None = None, others: list[Parcel] | None = None) -> str:
+        """Send it."""
+        return "sent"
+
+    result = asyncio.run(run_calls({"send": send}, [ToolCall("c", "send", {"count": []})], 5))[0]
+    takes = "parcel: object or null (optional), count: integer or string or null (optional), others: array or null"
+    assert f"send takes {takes} (optional)" in result.content
+
+
+def test_a_hung_tool_does_not_keep_the_process_from_ending():
+    script = """
+import asyncio, time
+from palestra.core.types import ToolCall
+from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.tool import function_tool
+
+def hang() -> str:
+    'Hang.'
+    time.sleep(600)
+
+print(asyncio.run(run_calls({"hang": function_tool(hang)}, [ToolCall("c", "hang")], 0.05))[0].content)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "took longer" in ended.stdout
+    assert ended.stderr == ""
+
+
+RAW = Tool(
+    "raw",
+    "A tool with a schema of its own.",
+    {
+        "type": "object",
+        "properties": {
+            "mode": {"enum": ["a", "b"]},
+            "size": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "place": {"$ref": "#/$defs/Place"},
+            "anything": {},
+        },
+        "required": ["mode"],
+        "$defs": {
+            "Place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    lambda **arguments: arguments,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "a", "size": None, "tags": ["x"], "place": {"x": 1}, "anything": [{}]}, None),
+        ({"mode": "c"}, 'should be one of ["a", "b"], got "c"'),
+        ({"mode": "a", "size": "3"}, "should be of type integer"),
+        ({"mode": "a", "size": True}, "should be of type integer"),
+        ({"mode": "a", "tags": ["x", 1]}, "item 1 should be of type string, got 1"),
+        ({"mode": "a", "tags": "x"}, "should be of type array"),
+        ({"mode": "a", "place": {"x": "1"}}, "key 'x' should be of type number"),
+        ({"mode": "a", "place": {}}, "needs the key 'x'"),
+        ({"mode": "a", "place": {"x": 1, "y": 2}}, "has the unknown key 'y'"),
+        ({"mode": "a", "moed": 1}, "unknown argument 'moed'"),
+    ],
+    ids=str,
+)
+def test_a_bare_json_schema_is_checked_too(arguments, words):
+    result = asyncio.run(run_calls({"raw": RAW}, [ToolCall("c", "raw", arguments)], 5))[0]
+    if words is None:
+        assert result.ok, result.content
+        assert json.loads(result.content) == arguments
+    else:
+        assert not result.ok
+        assert words in result.content

@@ -1,0 +1,93 @@
+import asyncio
+
+import pytest
+
+from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.tool import Tool, as_tool, function_tool, tools_by_name
+from palestra.core.errors import PalestraError
+from palestra.core.types import ToolCall
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def test_the_plain_decorator_keeps_the_function_callable():
+    tool = function_tool(add)
+    assert isinstance(tool, Tool)
+    assert tool(2, b=3) == 5
+
+
+def test_the_decorator_with_arguments_overrides_name_and_description():
+    @function_tool(name="plus", description="Sum up.")
+    def other(a: int) -> int:
+        """Not this."""
+        return a
+
+    assert (other.name, other.description) == ("plus", "Sum up.")
+
+
+def test_the_schema_has_the_form_of_openai():
+    schema = function_tool(add).schema
+    assert schema["type"] == "function"
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["description"] == "Add two numbers."
+    assert schema["function"]["parameters"]["required"] == ["a"]
+
+
+def test_as_tool_gives_our_tool_back_and_wraps_functions():
+    tool = function_tool(add)
+    assert as_tool(tool) is tool
+    assert as_tool(add).name == "add"
+
+
+@pytest.mark.parametrize("thing", [3, "add", object()], ids=["int", "str", "object"])
+def test_as_tool_refuses_what_is_no_tool(thing):
+    with pytest.raises(PalestraError, match="is not a tool"):
+        as_tool(thing)
+
+
+def test_a_class_is_no_tool():
+    with pytest.raises(PalestraError, match="pass the function itself"):
+        as_tool(dict)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(PalestraError, match="two tools are named 'add'"):
+        tools_by_name([as_tool(add), as_tool(add)])
+
+
+class TestOpenAIAgents:
+    @pytest.fixture
+    def sdk(self):
+        return pytest.importorskip("agents", reason="openai-agents is not installed")
+
+    def run(self, tool, **arguments):
+        return asyncio.run(run_calls({tool.name: tool}, [ToolCall("c", tool.name, arguments)], 10))[0]
+
+    def test_a_function_tool_of_the_sdk_runs_with_its_own_schema(self, sdk):
+        tool = as_tool(sdk.function_tool(add))
+        assert tool.parameters["properties"]["a"]["type"] == "integer"
+        assert self.run(tool, a=2, b=3).content == "5"
+
+    def test_a_default_counts_although_the_strict_schema_requires_all(self, sdk):
+        assert self.run(as_tool(sdk.function_tool(add)), a=2).content == "3"
+
+    def test_wrong_arguments_are_found_before_the_sdk_converts_them(self, sdk):
+        result = self.run(as_tool(sdk.function_tool(add)), a="2")
+        assert not result.ok
+        assert "'a' should be of type integer" in result.content
+
+    def test_an_exception_that_the_sdk_turns_into_text_is_still_a_failure(self, sdk):
+        @sdk.function_tool
+        def explode(a: int) -> int:
+            """Explode."""
+            raise ValueError("boom")
+
+        result = self.run(as_tool(explode), a=1)
+        assert not result.ok
+
+    def test_a_hosted_tool_is_refused(self, sdk):
+        with pytest.raises(PalestraError, match="hosted tools"):
+            as_tool(sdk.WebSearchTool())

@@ -1,0 +1,252 @@
+"""Our losses on a Tinker server have the gradients that they have here; what a server cannot forget is made again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_tinker import VOCABULARY, FakeServer, scored
+
+from palestra.algo.echo import world_model_loss
+from palestra.algo.losses import Objective, policy_loss, token_weights
+from palestra.algo.step_loss import StepLoss
+from palestra.backends.tinker.learner import TinkerLearner, gradient_norm
+from palestra.backends.tinker.model import TinkerModel
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Array, Sample
+from palestra.learner.base import Batch
+
+RNG = np.random.default_rng(0)
+CONFIG = RunConfig.build({"backend": "tinker", "train.beta": 0.1})
+
+
+def learner_on(server: FakeServer) -> TinkerLearner:
+    return TinkerLearner(TinkerModel(server.connect, lambda service: service.create(), server.rest), config=CONFIG)
+
+
+def rows(count: int = 4) -> list[Sample]:
+    """A prompt of 3 tokens, then the model's with a tool result of 2 among them."""
+    made = []
+    for i in range(count):
+        n = 6 + i
+        policy = [False] * 3 + [j not in (1, 2) for j in range(n)]
+        echo = [False] * 3 + [j in (1, 2) for j in range(n)]
+        ids = RNG.integers(0, VOCABULARY, 3 + n)
+        logprobs = np.where(policy, RNG.uniform(-4, -1, 3 + n), 0.0)
+        made.append(Sample(ids, policy, echo, logprobs, RNG.normal(size=3 + n), i // 2, 3))  # type: ignore[arg-type]
+    return made
+
+
+def old_of(samples: list[Sample], known: float = 1.0) -> list[Array]:
+    """Near the uniform policy of the beginning, so that some ratios are clipped and some are not."""
+    uniform = -np.log(VOCABULARY)
+    return [
+        np.where(RNG.uniform(size=len(s.token_ids)) < known, uniform + RNG.normal(0, 0.4, len(s.token_ids)), np.nan)
+        for s in samples
+    ]
+
+
+def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
+    """Of the bigram table at 0, by our own loss over all tokens at once."""
+    table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
+    samples = batch.samples
+    row_logprobs = [scored(table, s.token_ids[:-1].tolist(), torch.tensor(s.token_ids[1:]).long()) for s in samples]
+
+    def flat(values: Any, mask: str) -> torch.Tensor:
+        pairs = zip(values, samples, strict=True)
+        return torch.cat([torch.tensor(np.asarray(v))[1:][getattr(s, mask)[1:].copy()] for v, s in pairs]).double()
+
+    def picked(mask: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        masks = [torch.from_numpy(getattr(s, mask)[1:].copy()) for s in samples]
+        own = torch.cat([lp[m] for lp, m in zip(row_logprobs, masks, strict=True)])
+        lengths = torch.tensor([int(m.sum()) for m in masks])
+        return own, torch.repeat_interleave(torch.arange(len(samples)), lengths), lengths
+
+    own, row, lengths = picked("policy_mask")
+
+    def known(values: Any) -> torch.Tensor:
+        found = flat(values, "policy_mask")
+        return torch.where(found.isnan(), own.detach(), found)
+
+    token_loss, _ = policy_loss(
+        loss.objective,
+        own,
+        None if batch.old_logprobs is None else known(batch.old_logprobs),
+        row,
+        flat([s.advantages for s in samples], "policy_mask"),
+        rows=len(samples),
+        sampler_logprobs=known([s.logprobs for s in samples]),
+        ref_logprobs=None if batch.ref_logprobs is None else known(batch.ref_logprobs),
+    )
+    weights = token_weights(
+        loss.objective.loss,
+        row,
+        lengths,
+        rows_total=loss.rows,
+        tokens_total=loss.tokens_total,
+        max_completion_length=16,
+    )
+    total = (token_loss * weights).sum()
+    if loss.echo_tokens:
+        own, row, lengths = picked("echo_mask")
+        total = total + loss.echo_coefficient * world_model_loss(
+            own,
+            row,
+            lengths,
+            normalization=loss.echo_normalization,
+            tokens_total=loss.echo_tokens,
+            rows_total=loss.echo_rows,
+            max_sequence_length=loss.longest_row,
+        )
+    total.backward()
+    assert table.grad is not None
+    return table.grad
+
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+# how the old logprobs are known -> which requests a step sends for the losses that the server has itself
+KNOWN = {"on-policy": None, "all": 1.0, "some": 0.5}
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("echo", [0.0, 0.2])
+def test_every_loss_has_the_gradient_that_it_has_here(loss: Any, known: str, echo: float) -> None:
+    samples, server = rows(), FakeServer()
+    share = KNOWN[known]
+    batch = Batch(samples, None if share is None else old_of(samples, share))
+    terms = StepLoss.of(samples, Objective(loss=loss), max_completion_length=16, echo_coefficient=echo)
+    learner = learner_on(server)
+    learner.forward_backward(batch, terms)
+    found = learner.model._client.weights.grad
+    torch.testing.assert_close(found, expected_gradient(batch, terms), atol=1e-8, rtol=1e-5)
+    native = {"cispo": "cispo"}.get(loss, "ppo") if loss not in ("sapo", "vespo", "gspo") else "cross_entropy"
+    expected = [native if known == "all" else "cross_entropy"]
+    expected += ["cross_entropy"] if echo and expected[0] != "cross_entropy" else []
+    assert server.log[2:] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"beta": 0.1, "kl_bias_correction": True},
+        {"delta": 1.5},
+        {"importance_correction": "token_truncate"},
+        {"importance_correction": "sequence_mask"},
+        {"off_policy_mask_threshold": 0.5},
+        {"ratio": "sequence"},
+        {"epsilon": 0.05, "epsilon_high": 0.01},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_every_option_of_the_objective_has_its_gradient(options: dict[str, Any]) -> None:
+    samples = rows()
+    learner, batch = learner_on(FakeServer()), Batch(samples, old_of(samples))
+    if "beta" in options:
+        batch.ref_logprobs = [row - 0.3 for row in learner.forward(batch, reference=True)]
+    terms = StepLoss.of(samples, Objective(**options), max_completion_length=16)
+    learner.forward_backward(batch, terms)
+    found = learner.model._client.weights.grad
+    torch.testing.assert_close(found, expected_gradient(batch, terms), atol=1e-8, rtol=1e-5)
+
+
+def step(learner: TinkerLearner, samples: list[Sample]) -> tuple[float, dict[str, float]]:
+    found = learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    norm = learner.optim_step(0.1, max_grad_norm=1.0)
+    return norm, found.metrics()
+
+
+def test_metrics_are_those_of_the_local_learner() -> None:
+    norm, metrics = step(learner_on(FakeServer()), rows())
+    assert norm > 0
+    assert {"loss", "policy_loss", "ratio_mean", "kl_sampler", "sampler_gap_max", "tokens_computed"} <= set(metrics)
+    assert metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
+
+
+def test_other_work_is_done_before_the_servers_answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, samples, said = learner_on(FakeServer()), rows(), list[str]()
+    answer = learner.model.answer
+    monkeypatch.setattr(learner.model, "answer", lambda change: said.append("answer") or answer(change))
+    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: said.append("other work"))
+    assert said[0] == "other work"
+    assert set(said[1:]) == {"answer"}
+
+
+@pytest.mark.parametrize("where", ["before it is sent", "in the answer"])
+def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> None:
+    server, samples = FakeServer(), rows()
+    learner = learner_on(server)
+    step(learner, samples)
+    before = learner.model._client.weights.detach().clone()
+    terms = StepLoss.of(samples, Objective(), max_completion_length=16)
+    learner.forward_backward(Batch(samples[:2]), terms)
+    if where == "before it is sent":
+        bad = replace(samples[3], advantages=float("nan"))  # type: ignore[arg-type]
+        with pytest.raises(PalestraError, match="group 1: the loss is nan, expected a finite number"):
+            learner.forward_backward(Batch([bad]), terms)
+    else:
+        found = learner.forward_backward(Batch(samples[2:]), terms)
+        found.computed = replace(found.terms, row_losses=np.array([1.0, np.nan]))
+        with pytest.raises(PalestraError, match="group 1: the loss is nan"):
+            learner.optim_step(0.1, max_grad_norm=1.0)
+    assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0  # nothing is left of it
+    assert torch.equal(learner.model._client.weights.detach(), before)
+    assert learner.model._client.weights.grad is None
+
+
+def test_an_entropy_bonus_is_refused_by_name() -> None:
+    samples = rows()
+    terms = StepLoss.of(samples, Objective(), max_completion_length=16, entropy_coefficient=0.1)
+    with pytest.raises(PalestraError, match=r"entropy_coefficient = 0\.1: .*set train\.entropy_coefficient to 0"):
+        learner_on(FakeServer()).forward_backward(Batch(samples), terms)
+
+
+def test_a_checkpoint_holds_the_path_of_a_state_that_is_loaded_with_its_optimizer(tmp_path: Path) -> None:
+    server, samples = FakeServer(), rows()
+    learner = learner_on(server)
+    step(learner, samples)
+    aside = tmp_path / ".step-000001.partial"
+    aside.mkdir()
+    learner.save(aside)
+    expected = step(learner, samples)
+    resumed = learner_on(server)
+    resumed.load(aside)
+    assert step(resumed, samples) == expected
+    assert torch.equal(resumed.model._client.weights, learner.model._client.weights)
+
+
+def test_states_of_pruned_checkpoints_are_deleted_at_the_server(tmp_path: Path) -> None:
+    server = FakeServer()
+    learner = learner_on(server)
+    for name in ("step-000001", "step-000002", "step-000003"):
+        step(learner, rows())
+        aside = tmp_path / f".{name}.partial"
+        aside.mkdir()
+        learner.save(aside)
+        aside.rename(tmp_path / name)
+        for old in sorted(tmp_path.iterdir())[:-1]:
+            (old / "tinker.json").unlink()
+            old.rmdir()
+    assert [path.rpartition("/")[2][:11] for path in server.states] == ["step-000002", "step-000003"]
+
+
+def test_a_checkpoint_of_another_backend_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PalestraError, match=r"has no state of a Tinker server .*trained by another backend"):
+        learner_on(FakeServer()).load(tmp_path)
+
+
+def test_the_norm_is_found_by_whatever_name_the_server_has_for_it() -> None:
+    assert gradient_norm({"grad_norm": 2.0, "lr": 1.0}) == 2.0
+    assert gradient_norm({"unclipped_grad_l2:mean": 3.0}) == 3.0
+    assert np.isnan(gradient_norm({}))

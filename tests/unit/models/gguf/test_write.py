@@ -1,0 +1,238 @@
+"""What a GGUF file says, and that it is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_models import sharp
+
+from palestra.core.errors import PalestraError
+from palestra.models.export.gguf import to_gguf
+from palestra.models.export.source import open_source
+from palestra.models.gguf.architectures import ARCHITECTURES
+from palestra.models.gguf.config import config_to_gguf
+from palestra.models.gguf.llama_quantize import find_llama_quantize
+from palestra.models.gguf.write import write_gguf
+
+
+def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:
+    return write_gguf(model.state_dict(), model.config, tokenizer, path, **options)
+
+
+def fields(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    return {key: field.contents() for key, field in GGUFReader(path).fields.items()}
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_file_carries_shape_tokenizer_and_template(tiny: Any, tmp_path: Path) -> None:
+    said = fields(write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", name="my model"))
+    assert said["general.architecture"] == "qwen3"
+    assert said["general.name"] == "my model"
+    assert said["qwen3.context_length"] == 2048
+    assert said["qwen3.attention.key_length"] == 32
+    assert said["tokenizer.ggml.eos_token_id"] == 2
+    assert said["tokenizer.ggml.add_bos_token"] is False
+    assert said["tokenizer.chat_template"] == tiny.tokenizer.chat_template
+    assert left_in(tmp_path) == ["tiny.gguf"]
+
+
+def test_tied_embeddings_are_written_once_and_vectors_stay_exact(tiny: Any, tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    path = write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", type="q8_0")
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    assert "output.weight" not in tensors
+    assert tensors["token_embd.weight"].tensor_type.name == "Q8_0"
+    norm = tensors["output_norm.weight"]
+    assert norm.tensor_type.name == "F32"
+    assert torch.equal(torch.tensor(norm.data), tiny.model.model.norm.weight.detach())
+
+
+def test_rows_that_blocks_do_not_divide_stay_16_bit(tiny: Any, tmp_path: Path) -> None:
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    path = write(model, tiny.tokenizer, tmp_path / "odd.gguf", type="q8_0")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    assert (types["blk.0.ffn_up.weight"], types["blk.0.ffn_down.weight"]) == ("Q8_0", "F16")
+
+
+def test_a_window_that_llama_cpp_lacks_ends_the_context() -> None:
+    model, _ = sharp("mistral")
+    assert (model.config.max_position_embeddings, model.config.sliding_window) == (256, 128)
+    assert config_to_gguf(model.config)["context_length"] == 128
+    gemma, _ = sharp("gemma2")
+    assert config_to_gguf(gemma.config)["context_length"] == 256
+
+
+def test_other_steps_between_full_layers_are_told() -> None:
+    from transformers import Gemma3TextConfig
+
+    every_second = Gemma3TextConfig(
+        num_hidden_layers=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    said = config_to_gguf(every_second)
+    assert said["attention.sliding_window_pattern"] == 2
+    assert said["rope.freq_base_swa"] == 10_000.0
+    assert said["rope.freq_base"] == 1_000_000.0
+    irregular = Gemma3TextConfig(
+        num_hidden_layers=3, head_dim=256, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+    )
+    with pytest.raises(PalestraError, match="full attention at regular intervals"):
+        config_to_gguf(irregular)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=1024))
+    with pytest.raises(PalestraError, match="'gpt2' cannot be written as GGUF") as refused:
+        write(model, tiny.tokenizer, tmp_path / "gpt2.gguf")
+    assert all(row.model_type in str(refused.value) for row in ARCHITECTURES)
+    assert left_in(tmp_path) == []
+
+
+def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:
+    from transformers import Gemma2Config, Qwen3Config
+
+    with pytest.raises(PalestraError, match="query_pre_attn_scalar=144"):
+        config_to_gguf(Gemma2Config(query_pre_attn_scalar=144))
+    config = Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(PalestraError, match="rope type 'dynamic'"):
+        config_to_gguf(config)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tiny: Any, tmp_path: Path) -> None:
+    tiny.tokenizer.chat_template = None
+    with pytest.raises(PalestraError, match="has no chat template"):
+        write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf")
+    assert left_in(tmp_path) == []
+
+
+def test_numbers_beyond_16_bits_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        tiny.model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e6
+    with pytest.raises(PalestraError, match=r"blk\.1\.ffn_up\.weight has numbers that f16 cannot hold"):
+        write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", type="f16")
+    assert left_in(tmp_path) == []
+
+
+def test_too_little_space_is_seen_before_anything_is_written(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 2**20, 2**20))
+    with pytest.raises(PalestraError, match=r"has 1 MiB free, and the export needs about \d+ MiB"):
+        write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf")
+    assert left_in(tmp_path) == []
+
+
+def test_a_model_folder_is_read_tensor_by_tensor(tiny: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny.model.save_pretrained(folder, max_shard_size="500KB")
+    tiny.tokenizer.save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").exists()
+    source = open_source(str(folder))
+    assert not isinstance(source.weights, dict)
+    from_folder = to_gguf(source, tmp_path / "a.gguf", type="f16")
+    from_memory = write(tiny.model, tiny.tokenizer, tmp_path / "b.gguf", type="f16", name=source.name)
+    assert from_folder.read_bytes() == from_memory.read_bytes()
+
+
+def test_broken_weights_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(PalestraError, match=r"model\.safetensors cannot be read"):
+        open_source(str(tmp_path))
+
+
+def test_missing_and_broken_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PalestraError, match=r"none\.gguf"):
+        open_source(str(tmp_path / "none.gguf"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\xff" * 200)
+    with pytest.raises(PalestraError, match=r"broken\.gguf"):
+        open_source(str(broken))
+
+
+def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source("palestra/tiny")
+    with pytest.raises(PalestraError, match="no GGUF type 'q4_m'"):
+        to_gguf(source, tmp_path / "a.gguf", type="q4_m")
+    for name in ("PATH", "HOME", "LLAMA_CPP_PATH"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(PalestraError, match="LLAMA_CPP_PATH"):
+        to_gguf(source, tmp_path / "a.gguf", type="q4_k_m")
+    with pytest.raises(PalestraError, match=r"llama_cpp_path=.* has no llama-quantize"):
+        to_gguf(source, tmp_path / "a.gguf", type="q4_k_m", llama_cpp=str(tmp_path))
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("home", ["", "code", "projects"])
+def test_llama_cpp_is_found_where_people_keep_it_and_a_checkout_without_a_build_is_told(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
+        monkeypatch.setenv(name, value)
+    checkout = tmp_path / home / "llama.cpp"
+    checkout.mkdir(parents=True)
+    (checkout / "CMakeLists.txt").touch()
+    with pytest.raises(PalestraError, match=rf"{checkout} has not built yet; build it there with: cmake -B build"):
+        find_llama_quantize()
+    assert stand_in(checkout, "") == find_llama_quantize()
+
+
+def stand_in(folder: Path, body: str) -> Path:
+    program = folder / "build" / "bin" / "llama-quantize"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!{sys.executable}\nimport json, shutil, sys\n{body}\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_other_types_go_through_llama_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls.json"
+    stand_in(
+        tmp_path / "llama.cpp",
+        f"json.dump(sys.argv[1:], open({str(calls)!r}, 'w'))\nshutil.copy(sys.argv[1], sys.argv[2])",
+    )
+    monkeypatch.setenv("LLAMA_CPP_PATH", str(tmp_path / "llama.cpp"))
+    out = tmp_path / "out"
+    path = to_gguf(open_source("palestra/tiny"), out / "tiny.gguf", type="Q4_K_M")
+    whole, aside, type_name = json.loads(calls.read_text())
+    assert type_name == "Q4_K_M"
+    assert Path(whole).parent == Path(aside).parent == out
+    assert fields(path)["general.file_type"] == 1  # the stand-in passed the f16 file on
+    assert left_in(out) == ["tiny.gguf"]
+
+
+def test_a_failing_llama_quantize_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    stand_in(tmp_path / "llama.cpp", "print('first', file=sys.stderr)\nsys.exit('bad tensor')")
+    out = tmp_path / "out"
+    with pytest.raises(PalestraError, match=r"could not make q4_k_m \(exit 1\): bad tensor"):
+        to_gguf(open_source("palestra/tiny"), out / "a.gguf", type="q4_k_m", llama_cpp=str(tmp_path / "llama.cpp"))
+    assert left_in(out) == []

@@ -1,0 +1,123 @@
+"""Text in llama.cpp becomes the token ids that it becomes in the Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("xllamacpp")
+pytest.importorskip("gguf")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from llama_cpp import LlamaCpp, serve_tokenizer
+from small_tokenizers import CORPUS, LLAMA3, QWEN2, make_byte_level, make_sentencepiece, unicode_strings
+
+from palestra.core.errors import PalestraError
+from palestra.models.gguf.tokenizer import tokenizer_to_gguf
+from palestra.models.loading import SMOLLM2, load_tokenizer
+
+# The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
+# splits text as this tokenizer does; its pieces of JSON are found first there, wherever they stand.
+AFTER_PUNCTUATION = re.compile(r"""([^\w\s]|_)(": |, "|"?\}\}\n|\n?\{"name": ")""")
+
+
+def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]:
+    return [text for text in texts if server.tokenize(text) != tokenizer(text, add_special_tokens=False).input_ids]
+
+
+def test_the_embedded_models_tokens_are_the_same_for_1000_strings(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    # Its tokenizer composes characters first (NFC), which no GGUF can ask of llama.cpp.
+    texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(1100)]
+    texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:1000]
+    assert len(texts) == 1000
+    assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
+
+
+def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    from palestra import demo
+
+    tools = [tool.schema for tool in demo.agent.tools]
+    call = {"name": "multiply", "arguments": '{"a": 3, "b": 17}'}
+    texts = [
+        tiny_tokenizer.apply_chat_template(
+            [
+                {"role": "system", "content": demo.agent.instructions},
+                {"role": "user", "content": case["question"]},
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}] * 2},
+                {"role": "tool", "content": str(case["total"])},
+                {"role": "tool", "content": "no item 'lamp'"},
+                {"role": "assistant", "content": f"That is {case['total']}."},
+            ],
+            tools=tools,
+            tokenize=False,
+        )
+        for case in demo.make_cases(50, held_out=True, seed=3)
+    ]
+    assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
+
+
+def test_smollm2s_tokens_are_the_same_for_1000_strings(tmp_path: Path) -> None:
+    try:
+        tokenizer = load_tokenizer(SMOLLM2)
+    except PalestraError as missing:
+        pytest.skip(str(missing))
+    assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), unicode_strings(1000)) == []
+
+
+KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "qwen2": ("qwen2", make_byte_level),
+    "gpt-2": ("gpt-2", lambda: make_byte_level(None)),
+    "smollm": ("smollm", lambda: make_byte_level(None, digits=True)),
+    "llama 3": ("llama-bpe", lambda: make_byte_level(LLAMA3, ignore_merges=True, bos=True)),
+    "phi 4": ("dbrx", lambda: make_byte_level(LLAMA3)),
+    "llama 2": ("default", make_sentencepiece),
+    "gemma": ("default", lambda: make_sentencepiece(space_prefix=False)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_tokenizer_is_known_to_llama_cpp(kind: str, tmp_path: Path) -> None:
+    pre, make = KINDS[kind]
+    tokenizer = make()
+    assert tokenizer_to_gguf(tokenizer, len(tokenizer))["tokenizer.ggml.pre"] == pre
+    assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), [*unicode_strings(150, seed=1), *CORPUS]) == []
+
+
+def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
+    with pytest.raises(PalestraError, match=r"no pre-tokenizer that splits like this one: .*abc"):
+        tokenizer_to_gguf(make_byte_level("abc|" + QWEN2), 480)
+
+
+def test_a_unigram_tokenizer_is_refused_by_name() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)])))
+    with pytest.raises(PalestraError, match="a Unigram tokenizer cannot be written as GGUF"):
+        tokenizer_to_gguf(tokenizer, 1)
+
+
+def test_tags_of_tool_calls_are_text_and_turn_marks_are_not(tiny_tokenizer: Any) -> None:
+    from gguf import TokenType
+
+    size = len(tiny_tokenizer)
+    metadata = tokenizer_to_gguf(tiny_tokenizer, size + 6)
+    types = metadata["tokenizer.ggml.token_type"]
+    kinds = dict(zip(metadata["tokenizer.ggml.tokens"], types, strict=True))
+    assert kinds["<tool_call>"] == kinds["<think>"] == TokenType.USER_DEFINED
+    assert kinds["<|im_start|>"] == kinds["<|im_end|>"] == TokenType.CONTROL
+    assert types[size:] == [TokenType.UNUSED] * 6
+    ids = {key: value for key, value in metadata.items() if key.endswith("_token_id")}
+    assert ids == {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0}
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_a_beginning_is_added_only_where_the_tokenizer_adds_it() -> None:
+    assert tokenizer_to_gguf(make_sentencepiece(), 600)["tokenizer.ggml.add_bos_token"] is True
+    assert tokenizer_to_gguf(make_byte_level(), 480)["tokenizer.ggml.add_bos_token"] is False

@@ -1,0 +1,32 @@
+"""A gateway on loopback, for the tests of this folder that talk to one by HTTP."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from palestra.core.types import Problem, SamplingParams
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.completer import Completer
+
+
+def with_gateway(model: Completer, agent: Callable[[Gateway], Awaitable[Any]], **options: Any) -> Any:
+    """What `agent(gateway)` returns; a gateway runs meanwhile, in the same event loop."""
+
+    async def run() -> Any:
+        gateway = Gateway(model, options.pop("sampling", SamplingParams(max_new_tokens=200)), **options)
+        await gateway.start()
+        try:
+            return await agent(gateway)
+        finally:
+            await gateway.close()
+
+    return asyncio.run(run())
+
+
+def with_attempt(model: Completer, agent: Callable[[Attempt], Awaitable[Any]], **options: Any) -> Any:
+    return with_gateway(model, lambda gateway: agent(open_attempt(gateway)), **options)
+
+
+def open_attempt(gateway: Gateway, sibling: int = 0) -> Attempt:
+    return gateway.open(Problem("p", ""), seed_key=f"0/0/{sibling}")

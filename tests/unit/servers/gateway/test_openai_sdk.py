@@ -1,0 +1,287 @@
+"""The official openai client against gateways: Chat Completions and Responses, whole and streamed, and errors."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from palestra.servers.openai.loading import load_completer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from real_gateway import open_attempt, with_attempt, with_gateway
+from scripted_model import END, TOOL, call, completer
+
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+FLAT_TOOL = {"type": "function", "strict": True, **TOOL["function"]}
+CALLS = "<think>hm</think>Let me see.\n" + call('{"a": 2, "b": "é"}') + "\n" + call("{}", "other") + END
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_completer("palestra/tiny")
+
+
+def client_of(attempt):
+    return openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key, max_retries=0)
+
+
+async def collected(stream):
+    return [event async for event in stream]
+
+
+def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(model):
+    async def agent(gateway):
+        one, other = open_attempt(gateway, 0), open_attempt(gateway, 1)
+
+        async def ask(base_url, api_key):
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                return await client.chat.completions.create(model="any", messages=[QUESTION], max_tokens=3)
+
+        await ask(one.base_url, one.api_key)
+        await ask(f"{gateway.url}/v1", one.api_key)
+        await ask(one.base_url, "sk-of-my-own")
+        assert one.counts.requests == 3
+        assert other.counts.requests == 0
+        for base_url, key in [(one.base_url, other.api_key), (f"{gateway.url}/v1", "sk-of-my-own")]:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(base_url, key)
+        assert len(await one.finish()) == 3
+        for base_url in (one.base_url, f"{gateway.url}/v1"):
+            with pytest.raises(openai.AuthenticationError, match="has ended"):
+                await ask(base_url, one.api_key)
+        await ask(other.base_url, other.api_key)
+
+    with_gateway(model, agent)
+
+
+def test_a_streamed_chat_is_the_same_as_a_whole_one(model):
+    """By the same seed, with a tool call that is required."""
+    fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL], "tool_choice": "required", "logprobs": True}
+
+    async def whole(attempt):
+        return (await client_of(attempt).chat.completions.create(**fields)).choices[0]
+
+    async def streamed(attempt):
+        client = client_of(attempt)
+        async with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
+            events = await collected(stream)
+            return events, (await stream.get_final_completion())
+
+    choice = with_attempt(model, whole)
+    events, final = with_attempt(model, streamed)
+    (called,) = {c.function.name for c in choice.message.tool_calls}
+    assert called == "add"
+    assert choice.finish_reason == final.choices[0].finish_reason == "tool_calls"
+    arguments = [[c.function.arguments for c in m.message.tool_calls] for m in (choice, final.choices[0])]
+    assert arguments[0] == arguments[1]
+    assert [t.logprob for t in choice.logprobs.content] == [t.logprob for t in final.choices[0].logprobs.content]
+    assert final.usage.completion_tokens == len(choice.logprobs.content)
+    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
+
+
+def test_chat_answers_have_text_thinking_and_parallel_calls_apart(tiny_tokenizer):
+    async def agent(attempt):
+        client = client_of(attempt)
+        fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL]}
+        whole = (await client.chat.completions.create(**fields)).choices[0].message
+        chunks = await collected(await client.chat.completions.create(**fields, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert whole.content == "".join(d.content or "" for d in deltas).rstrip() == "Let me see."
+        assert whole.reasoning_content == "".join(getattr(d, "reasoning_content", "") for d in deltas) == "hm"
+        calls = [c for d in deltas for c in d.tool_calls or ()]
+        assert [c.function.name for c in whole.tool_calls] == [c.function.name for c in calls] == ["add", "other"]
+        assert json.loads(whole.tool_calls[0].function.arguments) == {"a": 2, "b": "é"}
+        assert len({c.id for c in [*whole.tool_calls, *calls]}) == 4
+
+    with_attempt(completer(tiny_tokenizer, [CALLS] * 2), agent)
+
+
+def test_stop_sequences_limits_and_choices(model, tiny_tokenizer):
+    async def agent(attempt):
+        create = client_of(attempt).chat.completions.create
+        short = await create(
+            model="any", messages=[QUESTION], max_completion_tokens=2, n=3, top_logprobs=2, logprobs=True
+        )
+        assert [c.finish_reason for c in short.choices] == ["length"] * 3
+        assert all(len(t.top_logprobs) == 2 for c in short.choices for t in c.logprobs.content)
+        assert short.usage.completion_tokens == 6
+
+    with_attempt(model, agent)
+
+    async def stops(attempt):
+        create = client_of(attempt).chat.completions.create
+        fields = {"model": "any", "messages": [QUESTION], "stop": [" two"]}
+        whole = (await create(**fields)).choices[0]
+        chunks = await collected(await create(**fields, stream=True))
+        assert whole.message.content == "".join(c.choices[0].delta.content or "" for c in chunks) == "One"
+        assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+
+    with_attempt(completer(tiny_tokenizer, ["One two"] * 2), stops)
+
+
+def test_answers_keep_to_a_json_schema_in_both_dialects(model):
+    async def agent(attempt):
+        client = client_of(attempt)
+        schema = {"name": "number", "schema": SCHEMA, "strict": True}
+        fields = {"model": "any", "max_tokens": 100}
+        chat = await client.chat.completions.create(
+            messages=[QUESTION], response_format={"type": "json_schema", "json_schema": schema}, **fields
+        )
+        response = await client.responses.create(
+            model="any", input="What is 2 + 3?", text={"format": {"type": "json_schema", **schema}}
+        )
+        for text in (chat.choices[0].message.content, response.output_text):
+            assert set(json.loads(text)) == {"x"}
+
+    with_attempt(model, agent)
+
+
+def test_a_conversation_of_responses_is_one_row_by_history_and_by_id(tiny_tokenizer):
+    """The whole history sent again, or the id of the response before: both go on from the very tokens."""
+    script = [CALLS, f"It is 5.{END}", f"Bye.{END}"]
+
+    async def agent(attempt):
+        create = client_of(attempt).responses.create
+        fields = {"model": "any", "tools": [FLAT_TOOL], "instructions": "Add."}
+        first = await create(input="What is 2 + 3?", **fields)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+        results = [{"type": "function_call_output", "call_id": c.call_id, "output": c.name} for c in calls]
+        history = [QUESTION, *(item.model_dump() for item in first.output), *results]
+        second = await create(input=history, **fields)
+        assert second.output_text == "It is 5."
+        assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
+        third = await create(input="Thanks.", previous_response_id=second.id, **fields)
+        assert third.previous_response_id == second.id
+        with pytest.raises(openai.BadRequestError, match="is no response that this attempt stored"):
+            await create(input="Thanks.", previous_response_id="resp_other", **fields)
+        return await attempt.finish(), attempt.counts
+
+    model = completer(tiny_tokenizer, script)
+    (rollout,), counts = with_attempt(model, agent)
+    assert [t.token_ids.tolist() for t in rollout.turns if t.maker == "model"] == model.policy.sampled
+    assert (counts.lineages, counts.recomputed_tokens, counts.retokenised_turns) == (1, 0, 0)
+
+
+def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer):
+    async def agent(attempt):
+        client = client_of(attempt)
+        async with client.responses.stream(model="any", input="What is 2 + 3?", tools=[FLAT_TOOL]) as stream:
+            events = await collected(stream)
+            return events, await stream.get_final_response()
+
+    events, final = with_attempt(completer(tiny_tokenizer, [CALLS]), agent)
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta").rstrip() == "Let me see."
+    done = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
+    assert done == [item.arguments for item in final.output if item.type == "function_call"]
+    assert final.status == "completed"
+    assert final.output_text == "Let me see."
+    assert {e.type for e in events} >= {"response.created", "response.output_item.added", "response.completed"}
+
+
+def test_the_models_can_be_asked_for(model):
+    async def agent(attempt):
+        client = client_of(attempt)
+        assert [m.id async for m in client.models.list()] == ["palestra/tiny"]
+        assert (await client.models.retrieve("gpt-5")).id == "gpt-5"
+
+    with_attempt(model, agent)
+
+
+CHAT = {"model": "any", "messages": [QUESTION]}
+RESPONSE = {"model": "any", "input": "hi"}
+NO_SCHEMA = {"type": "json_schema", "json_schema": "x"}
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
+
+
+MALFORMED = [
+    ("chat/completions", {"model": "any"}, "messages"),
+    ("chat/completions", {**CHAT, "messages": []}, "messages"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "king", "content": "x"}]}, "king"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+    ("chat/completions", {**CHAT, "temprature": 1}, "Did you mean 'temperature'"),
+    ("chat/completions", {**CHAT, "temperature": -1}, "temperature"),
+    ("chat/completions", {**CHAT, "logit_bias": {"1": 2}}, "logit_bias"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "web_search"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, "no tools"),
+    ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": 3}}, "form"),
+    ("chat/completions", {**CHAT, "response_format": NO_SCHEMA}, "form"),
+    ("chat/completions", {**CHAT, "response_format": BAD_SCHEMA}, "schema"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, "context"),
+    ("responses", {"model": "any"}, "input"),
+    ("responses", {**RESPONSE, "input": [{"type": "computer_call"}]}, "computer_call"),
+    ("responses", {**RESPONSE, "input": []}, "empty"),
+    ("responses", {**RESPONSE, "background": True}, "background"),
+    ("responses", {**RESPONSE, "include": ["file_search_call.results"]}, "include"),
+]
+
+
+def test_a_malformed_request_is_refused_with_a_sentence(model):
+    async def agent(attempt):
+        client = client_of(attempt)
+        for path, body, says in MALFORMED:
+            for stream in ({}, {"stream": True}):
+                with pytest.raises(openai.BadRequestError, match=says) as refused:
+                    await client.post(f"/{path}", body={**body, **stream}, cast_to=object)
+                assert refused.value.body["type"] == "invalid_request_error"
+
+    with_attempt(model, agent)
+
+
+def test_what_is_no_json_at_all_is_refused(model):
+    async def agent(attempt):
+        client = client_of(attempt)
+        for content in (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff"):
+            with pytest.raises(openai.BadRequestError):
+                await client.post("/chat/completions", content=content, cast_to=object)
+        for method, path, error in (("get", "/chat/completions", 405), ("post", "/nothing", 404)):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await getattr(client, method)(path, cast_to=object)
+            assert refused.value.status_code == error
+
+    with_attempt(model, agent)
+
+
+def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):
+    async def agent(attempt):
+        client = client_of(attempt)
+        fields = {"model": "any", "messages": [QUESTION], "extra_body": {"ignore_eos": True}}
+        whole = asyncio.ensure_future(client.chat.completions.create(**fields))
+        stream = await client.chat.completions.create(**fields, stream=True)
+        await anext(stream)
+        while attempt.requests != 2:
+            await asyncio.sleep(0.01)
+        assert await attempt.finish() == []
+        with pytest.raises(openai.APIStatusError, match="has ended"):
+            await whole
+        with pytest.raises(openai.APIError, match="has ended"):
+            await collected(stream)
+
+    with_attempt(model, agent)
+    assert not model.policy.engine.busy
+
+
+def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer):
+    def talk(attempt, i):
+        with openai.OpenAI(base_url=attempt.base_url, api_key=attempt.api_key, max_retries=0) as client:
+            messages = [{"role": "user", "content": f"Question {i % 10}?"}]
+            for _ in range(2):
+                answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+                messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+
+    async def agent(attempt):
+        await asyncio.gather(*(asyncio.to_thread(talk, attempt, i) for i in range(20)))
+        return await attempt.finish(), attempt.counts
+
+    model = completer(tiny_tokenizer, lambda i: f"{i}.{END}")
+    rows, counts = with_attempt(model, agent)
+    trained = [t.token_ids.tolist() for row in rows for t in row.turns if t.maker == "model"]
+    assert sorted(trained) == sorted(model.policy.sampled)
+    assert (len(rows), counts.turns, counts.recomputed_tokens, counts.retokenised_turns) == (20, 40, 0, 0)

@@ -1,0 +1,102 @@
+"""Our codec against the SDK's generated classes, in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Turn
+from palestra.servers.tinker import messages
+from palestra.servers.tinker.protobuf import block, integer
+
+tinker = pytest.importorskip("tinker")
+from tinker.proto import request_conv, response_conv  # noqa: E402
+from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
+from tinker.types import ForwardBackwardInput, ForwardBackwardRequest  # noqa: E402
+
+types = tinker.types
+
+
+def encoded(data: list[Any], loss_fn: str = "ppo", config: dict[str, Any] | None = None) -> bytes:
+    content = ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
+    request = ForwardBackwardRequest(model_id="s:train:0", seq_id=3, forward_backward_input=content)
+    return bytes(request_conv.forward_backward_request_to_proto(request).SerializeToString())
+
+
+def datum(**inputs: Any) -> Any:
+    return types.Datum(model_input=types.ModelInput.from_ints([5, 6, 70000]), loss_fn_inputs=inputs)
+
+
+def test_a_request_of_the_sdk_is_read_as_it_was_written() -> None:
+    rows = [datum(target_tokens=[6, 70000, 1], advantages=[0.0, 0.5, -0.25])]
+    found = messages.read_forward_backward(encoded(rows * 2, config={"clip_low_threshold": 0.9}))
+    assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("s:train:0", 3, "ppo", False)
+    assert found.loss_fn_config == {"clip_low_threshold": 0.9}
+    assert len(found.data) == 2
+    assert found.data[1].token_ids.tolist() == [5, 6, 70000]
+    assert found.data[1].inputs["target_tokens"].values.tolist() == [6, 70000, 1]
+    assert found.data[1].inputs["advantages"].values.tolist() == [0.0, 0.5, -0.25]
+
+
+def test_what_our_own_client_writes_the_sdks_classes_read() -> None:
+    row = messages.Datum(
+        np.array([5, 6], np.int32), {"weights": messages.Tensor(np.array([0.5, 1.0], np.float32), (2,))}
+    )
+    request = messages.ForwardBackwardRequest("m", 7, [row], "cross_entropy", {"beta": 0.5}, forward_only=True)
+    found = pb.ForwardBackwardRequest.FromString(messages.write_forward_backward(request))
+    assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("m", 7, "cross_entropy", True)
+    assert dict(found.loss_fn_config) == {"beta": 0.5}
+    assert np.frombuffer(found.data[0].loss_fn_inputs["weights"].dense, np.float32).tolist() == [0.5, 1.0]
+    assert found.data[0].model_input[0].encoded_text.tokens == np.array([5, 6], np.int32).tobytes()
+
+
+def test_sparse_and_two_dimensional_targets_are_read_with_their_places() -> None:
+    sparse = types.TensorData(
+        data=[7, 8, 9], dtype="int64", shape=[3, 2], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 1, 1]
+    )
+    dense = types.TensorData(data=[[1, 2], [3, 4], [5, 6]], dtype="int64", shape=[3, 2])
+    found = messages.read_forward_backward(encoded([datum(target_tokens=sparse), datum(target_tokens=dense)]))
+    first, second = (row.inputs["target_tokens"] for row in found.data)
+    assert (first.values.tolist(), first.shape, first.places.tolist()) == ([7, 8, 9], (3, 2), [0, 1, 5])
+    assert (second.values.tolist(), second.shape) == ([1, 2, 3, 4, 5, 6], (3, 2))
+
+
+def test_outputs_of_any_shape_reach_the_sdk() -> None:
+    rows = [np.array([-1.0, -2.0]), np.array([-3.0]), np.array([[-1.0, -2.0]])]
+    found = response_conv.deserialize_forward_backward_output(messages.write_outputs(rows, {"loss:sum": 2.5}))
+    assert found.metrics == {"loss:sum": 2.5}
+    assert [out["logprobs"].tolist() for out in found.loss_fn_outputs] == [[-1.0, -2.0], [-3.0], [[-1.0, -2.0]]]
+    empty = response_conv.deserialize_forward_backward_output(messages.write_outputs([], {"loss:sum": 0.0}))
+    assert empty.loss_fn_outputs == []
+
+
+def test_samples_reach_the_sdk_with_everything_that_was_asked_for() -> None:
+    top = messages.TopK(np.array([[1, 2]]), np.array([[-0.5, -1.5]]))
+    targets = messages.Tensor(np.array([-1.0, -2.0], np.float32), (1, 2))
+    turns = [Turn("model", [4, 5], [-0.5, -0.25], 0, "stop"), Turn("model", [6], [-1.0], 0, "length")]
+    response = messages.SampleResponse(turns, [top, top], np.array([np.nan, -2.0]), top, targets)
+    found = response_conv.deserialize_sample_response(messages.write_sample(response))
+    assert [sequence.tokens for sequence in found.sequences] == [[4, 5], [6]]
+    assert [sequence.stop_reason for sequence in found.sequences] == ["stop", "length"]
+    assert found.sequences[0].logprobs == [-0.5, -0.25]
+    assert found.prompt_logprobs == [None, -2.0]
+    assert found.target_prompt_logprobs.tolist() == [[-1.0, -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"\xff\xff", "ends too early"),
+        (block(3, block(2, block(1, "x") + integer(2, 1))), "holds a number"),
+        (block(3, block(1, block(2, b"png"))), "an image; this server takes text tokens alone"),
+        (block(3, block(1, block(1, block(1, b"abc")))), "has 3 bytes"),
+        (block(1, b"\xff"), "not UTF-8"),
+        (b"\x0b", "wire type 3"),
+    ],
+)
+def test_what_is_no_message_is_refused_with_a_sentence(body: bytes, words: str) -> None:
+    with pytest.raises(PalestraError, match=words):
+        messages.read_forward_backward(body)

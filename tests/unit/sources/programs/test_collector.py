@@ -1,0 +1,249 @@
+"""Programs as agents at a real gateway over the embedded model: groups, scores, rows and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from palestra import EvalSuite, demo
+from palestra.agents.programs import ProgramLimits, function_agent
+from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.tool import tools_by_name
+from palestra.core.config import RunConfig
+from palestra.core.types import Message, Problem, ToolCall
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.rollout.rewards import RewardFunctions
+from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.openai.loading import load_completer
+from palestra.sources.programs.collector import ProgramCollector, case_of, hidden_columns
+from palestra.sources.programs.outside import OutsideAgent
+from palestra.train.limits import attempt_limits
+from palestra.train.tasks import agent_collector
+
+CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 120, "rollout.group_size": 2})
+TOOLS = tools_by_name(demo.agent.tools)
+SCHEMAS = [tool.schema for tool in demo.agent.tools]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_completer("palestra/tiny")
+
+
+async def shop_assistant(case, base_url, api_key):
+    """The demo's agent as a loop of its own, by plain HTTP."""
+    messages = [{"role": "system", "content": demo.agent.instructions}, {"role": "user", "content": case["input"]}]
+    async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
+        for _ in range(6):
+            body = {"model": "any", "messages": messages, "tools": SCHEMAS}
+            answer = await client.post("/chat/completions", json=body, timeout=60)
+            answer.raise_for_status()
+            reply = answer.json()["choices"][0]["message"]
+            messages.append(reply)
+            for call in reply.get("tool_calls") or ():
+                asked = ToolCall(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+                (result,) = await run_calls(TOOLS, [asked], 10.0)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
+            if not reply.get("tool_calls"):
+                return reply["content"]
+
+
+def collected(
+    model, program, cases=2, suite=demo.suite, group_size=2, measures=None, beside=None, timeout_s=30.0, rewards=()
+):
+    """The groups of a program; `beside(gateway)` runs meanwhile."""
+    environment = SuiteEnvironment(
+        demo.agent, suite, None, measures, measures_required=not (program.posts_reward or rewards)
+    )
+
+    async def run():
+        sampling = attempt_limits(CONFIG, training=True).sampling
+        gateway = Gateway(model, sampling, routes=program.routes())
+        limits = ProgramLimits(timeout_s)
+        collector = ProgramCollector(
+            environment, program, gateway, sampling, limits, 8, asyncio.Semaphore(8), RewardFunctions(rewards)
+        )
+        keys = [f"0/{i}" for i in range(cases)]
+        work = [collector.collect(environment.problems("train")[:cases], group_size, keys)]
+        await gateway.start()
+        try:
+            async with asyncio.timeout(200):
+                return (await asyncio.gather(*work, *([beside(gateway)] if beside else [])))[0]
+        finally:
+            await gateway.close()
+
+    return asyncio.run(run())
+
+
+def tokens(group):
+    return [[(turn.maker, turn.token_ids.tolist()) for turn in r.turns if len(turn.token_ids)] for r in group.rollouts]
+
+
+def test_a_program_gives_the_very_rollouts_of_our_own_loop(model):
+    environment = SuiteEnvironment(demo.agent, demo.suite)
+    collector = agent_collector(environment, model.policy, model.chat, CONFIG, training=True)
+    native = asyncio.run(collector.collect(environment.problems("train")[:4], 2, [f"0/{i}" for i in range(4)]))
+    groups = collected(model, function_agent(shop_assistant), cases=4)
+    pairs = [
+        (a, b)
+        for mine, other in zip(groups, native, strict=True)
+        for a, b in zip(tokens(mine), tokens(other), strict=True)
+    ]
+    same = [
+        [ids for maker, ids in a if maker == "model"] == [ids for maker, ids in b if maker == "model"] for a, b in pairs
+    ]
+    assert sum(same) >= 7  # a malformed call is told to the model by our loop; a client sees it as text
+    for mine, other in zip(groups, native, strict=True):
+        for a, b in zip(mine.rollouts, other.rollouts, strict=True):
+            if not any(call.error for message in b.messages for call in message.tool_calls):
+                assert [i for turn in a.turns for i in turn.token_ids] == [
+                    i for turn in b.turns for i in turn.token_ids
+                ]
+                assert a.reward == b.reward
+    assert all(group.metrics["agent/rows_per_attempt"] == 1.0 for group in groups)
+    assert all(group.metrics["agent/retokenised_turns"] == 0.0 for group in groups)
+
+
+def test_each_conversation_of_a_subagent_is_a_row_and_the_answer_is_that_of_the_last(model):
+    async def with_helper(case, base_url, api_key):
+        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
+            for role in ("helper", "manager"):
+                messages = [{"role": "system", "content": role}, {"role": "user", "content": case["input"]}]
+                await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 4})
+
+    (group,) = collected(model, function_agent(with_helper), cases=1)
+    assert group.metrics["agent/rows_per_attempt"] == 2.0
+    for rollout in group.rollouts:
+        assert rollout.messages[0].text == "manager"
+        assert [lineage.messages[0].text for lineage in rollout.lineages] == ["helper"]
+        assert len(rollout.conversations) == 2
+
+
+def test_measures_see_what_the_program_returned_and_how_it_ended(model):
+    async def says(case, base_url, api_key):
+        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
+            messages = [{"role": "user", "content": case["input"]}]
+            await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 2})
+        return {"answer": case["input"]}
+
+    def right(ctx):
+        return ctx.program.result == {"answer": ctx.case.input} and ctx.program.exit_code == 0
+
+    (group,) = collected(model, function_agent(says), cases=1, measures=[right])
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+
+
+def test_a_program_that_gives_up_after_the_model_spoke_is_scored_and_its_words_are_kept(model):
+    async def gives_up(case, base_url, api_key):
+        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
+            messages = [{"role": "user", "content": case["input"]}]
+            await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 2})
+        raise RuntimeError("what the model said is no JSON")
+
+    (group,) = collected(model, function_agent(gives_up), cases=1)
+    for rollout in group.rollouts:
+        assert rollout.error is None
+        assert rollout.reward == 0.0
+        assert "no JSON" in rollout.info["stderr"]
+
+
+def test_an_agent_elsewhere_takes_cases_and_posts_rewards(model):
+    seen = {}
+
+    async def worker(gateway):
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            for number in range(4):
+                taken = (await client.post("/attempts")).json()
+                seen[taken["id"]] = taken
+                key = {"Authorization": f"Bearer {taken['api_key']}"}
+                if number == 0:  # takes a case, posts without asking the model
+                    posted = await client.post(f"/attempts/{taken['id']}/reward", json={"reward": 1}, headers=key)
+                    assert posted.status_code == 200
+                    continue
+                other = next(iter(seen.values()))["api_key"]
+                wrong = await client.post(
+                    f"/attempts/{taken['id']}/reward", json={"reward": 1}, headers={"Authorization": f"Bearer {other}"}
+                )
+                assert wrong.status_code == 401
+                messages = [{"role": "user", "content": taken["case"]["input"]}]
+                body = {"model": "m", "messages": messages, "max_tokens": 2}
+                (await client.post(f"{taken['base_url']}/chat/completions", json=body, headers=key)).raise_for_status()
+                bad = await client.post(f"/attempts/{taken['id']}/reward", content="{nonsense", headers=key)
+                assert bad.status_code == 400
+                reward = {"reward": number / 4}
+                await client.post(f"/attempts/{taken['id']}/reward", json=reward, headers=key)
+
+    groups = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), measures=(), beside=worker)
+    rewards = sorted(r.reward for group in groups for r in group.rollouts)
+    assert rewards == [0.0, 0.25, 0.5, 0.75]
+    silent = [r for group in groups for r in group.rollouts if r.error]
+    assert len(silent) == 1
+    assert "without asking the model" in silent[0].error
+
+
+def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
+    async def forgetful(gateway):
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            for _ in range(2):
+                await client.post("/attempts")
+
+    (group,) = collected(
+        model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, measures=(), beside=forgetful, timeout_s=0.2
+    )
+    assert all("longer than 0.2 s" in rollout.error for rollout in group.rollouts)
+
+
+def test_a_case_tells_nothing_of_what_is_expected():
+    suite = EvalSuite.from_records([{"q": "2 + 2?", "total": 4, "hint": "add"}], lambda r: r["q"], lambda r: r["total"])
+    hidden = hidden_columns(suite.cases)
+    assert case_of(suite.cases[0], hidden) == {"id": "suite-0", "input": "2 + 2?", "q": "2 + 2?", "hint": "add"}
+    plain = EvalSuite.from_records([{"input": "2 + 2?", "expect": "4"}])
+    assert case_of(plain.cases[0]) == {"id": "suite-0", "input": "2 + 2?"}
+    said = Problem("p", (Message("user", "hi"),))
+    assert case_of(said)["input"] == [{"role": "user", "content": "hi"}]
+
+
+def test_a_context_that_cannot_be_made_fails_its_attempts_and_reward_functions_may_stand_alone(model):
+    def broken(record):
+        raise KeyError("no database")
+
+    suite = EvalSuite(demo.suite.cases[:1], demo.suite.measures, context_fn=broken)
+    (group,) = collected(model, function_agent(shop_assistant), cases=1, suite=suite)
+    assert all("no database" in rollout.error for rollout in group.rollouts)
+    bare = EvalSuite(demo.suite.cases[:1])
+    (group,) = collected(
+        model, function_agent(shop_assistant), cases=1, suite=bare, rewards=[lambda completions: [0.5] * 2]
+    )
+    assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
+
+
+def test_a_column_that_happens_to_equal_the_answer_is_kept():
+    records = [{"input": "1 + 2?", "level": 3, "expect": 3}, {"input": "1 + 1?", "level": 1, "expect": 2}]
+    suite = EvalSuite.from_records(records)
+    hidden = hidden_columns(suite.cases)
+    assert [case_of(case, hidden)["level"] for case in suite.cases] == [3, 1]
+    assert all("expect" not in case_of(case, hidden) for case in suite.cases)
+    computed = EvalSuite.from_records(
+        [{"input": "1 + 2?", "level": 3, "sum": 3}, {"input": "1 + 1?", "level": 1, "sum": 2}],
+        expect_fn=lambda record: record["sum"],
+    )
+    assert hidden_columns(computed.cases) == {"expect", "sum"}
+
+
+def test_a_posted_error_fails_the_attempt(model):
+    async def agent(gateway):
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            for body in ({"error": "db down"}, {"reward": 0.5}):
+                taken = (await client.post("/attempts")).json()
+                headers = {"Authorization": f"Bearer {taken['api_key']}"}
+                ask = {"model": "m", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+                await client.post(f"{taken['base_url']}/chat/completions", json=ask, headers=headers)
+                await client.post(f"/attempts/{taken['id']}/reward", json=body, headers=headers)
+
+    (group,) = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, beside=agent)
+    errors = [rollout.error for rollout in group.rollouts]
+    assert sorted(error is None for error in errors) == [False, True]
+    assert any(error and "db down" in error for error in errors)

@@ -1,0 +1,147 @@
+"""Groups from the wire as samples of the learner: masks, prompts, advantages, logprobs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
+from palestra.sources.wire.groups import ModelLimits, read_group, write_group
+from palestra.train.samples import to_samples
+
+LIMITS = ModelLimits(vocabulary=100, context_tokens=16)
+
+
+def posted(**changes):
+    return {
+        "tokens": [[1, 2, 3, 7, 8], [1, 2, 4, 9]],
+        "masks": [[-100, -100, -100, 7, 8], [-100, -100, -100, 9]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, 1.0, 1.0, -0.5, -0.25], [1.0, 1.0, 1.0, -0.75]],
+    } | changes
+
+
+def samples(group, advantages):
+    return to_samples([group], [advantages], True)
+
+
+def test_tokens_masks_and_logprobs_come_through():
+    group = read_group(posted(), "g", LIMITS, 4)
+    first, second = samples(group, [1.0, -1.0])
+    assert [r.advantages for r in group.rollouts] == [None, None]
+    assert first.token_ids.tolist() == [1, 2, 3, 7, 8]
+    assert first.policy_mask.tolist() == [False, False, False, True, True]
+    assert first.logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.25]
+    assert second.policy_mask.tolist() == [False, False, False, True]
+    assert group.rewards == [1.0, 0.0]
+    assert first.versions[first.policy_mask].tolist() == [4, 4]
+
+
+def test_prompt_is_shared_only_as_far_as_siblings_agree():
+    group = read_group(posted(), "g", LIMITS, 0)
+    assert [s.prompt_length for s in samples(group, [0.0, 0.0])] == [2, 2]
+    same = posted(tokens=[[1, 2, 3, 7, 8], [1, 2, 3, 9]])
+    group = read_group(same, "g", LIMITS, 0)
+    assert [s.prompt_length for s in samples(group, [0.0, 0.0])] == [3, 3]
+
+
+def test_several_turns_are_trained_and_what_lies_between_is_not():
+    turns = posted(
+        tokens=[[1, 7, 2, 8]], masks=[[-100, 7, -100, 8]], scores=[1.0], inference_logprobs=[[1.0, -0.5, 1.0, -0.1]]
+    )
+    group = read_group(turns, "g", LIMITS, 0)
+    (sample,) = samples(group, [1.0])
+    assert sample.policy_mask.tolist() == [False, True, False, True]
+
+
+def test_first_token_is_never_trained():
+    whole = posted(masks=[[1, 2, 3, 7, 8], [1, 2, 4, 9]], inference_logprobs=[])
+    group = read_group(whole, "g", LIMITS, 0)
+    assert [bool(s.policy_mask[0]) for s in samples(group, [0.0, 0.0])] == [False, False]
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [[1.0] * 5, [1.0] * 4]])
+def test_missing_logprobs_are_nan_for_the_learner_to_compute(logprobs):
+    group = read_group(posted(inference_logprobs=logprobs), "g", LIMITS, 0)
+    first, _ = samples(group, [1.0, 0.0])
+    assert first.policy_mask.any()
+    assert all(math.isnan(value) for value in first.logprobs[first.policy_mask])
+
+
+def test_advantages_that_were_posted_are_kept_and_train_their_own_tokens():
+    group = read_group(posted(advantages=[[9.0, 0.0, 0.0, 2.0, -1.0], [0.0, 0.0, 0.0, 3.0]]), "g", LIMITS, 0)
+    rows = samples(group, [7.0, 7.0])
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 7, 8], [1, 2, 4, 9]]
+    assert [row.advantages.tolist() for row in rows] == [[0.0, 0.0, 0.0, 2.0, -1.0], [0.0, 0.0, 0.0, 3.0]]
+    assert [row.policy_mask[3:].tolist() for row in rows] == [[True, True], [True]]
+
+
+def test_forty_different_advantages_stay_in_one_sequence():
+    ids, advantages = list(range(41)), [float(i) for i in range(41)]
+    columns = posted(tokens=[ids], masks=[[-100, *ids[1:]]], scores=[1.0], advantages=[advantages])
+    columns["inference_logprobs"] = None
+    (sample,) = samples(read_group(columns, "g", ModelLimits(vocabulary=100, context_tokens=64), 0), [0.0])
+    assert sample.token_ids.tolist() == ids
+    assert sample.advantages.tolist() == advantages
+    assert int(sample.policy_mask.sum()) == 40
+
+
+def test_override_masks_one_sequence_and_leaves_it_in_the_baseline():
+    group = read_group(posted(overrides=[{"set_advantage_to_zero": True}, {}]), "g", LIMITS, 0)
+    first, second = samples(group, [1.0, -1.0])
+    assert not first.policy_mask.any()
+    assert second.policy_mask.any()
+    assert group.rewards == [1.0, 0.0]
+
+
+def test_what_the_model_cannot_take_is_refused():
+    with pytest.raises(PalestraError, match="vocabulary"):
+        read_group(posted(), "g", ModelLimits(vocabulary=9, context_tokens=16), 0)
+    with pytest.raises(PalestraError, match="holds 4"):
+        read_group(posted(), "g", ModelLimits(vocabulary=100, context_tokens=4), 0)
+
+
+def attempt(reward: float, *ids: int, **more) -> Rollout:
+    """A call, a tool's result of three tokens, and an answer."""
+    turns = (
+        Turn("template", (1, 2, 3)),
+        Turn("model", ids, tuple(-0.1 * i for i in ids), 4),
+        Turn("environment", (20, 21, 22)),
+        Turn("model", (9,), (0.0,), 4),
+    )
+    call = Message("assistant", "", (ToolCall("c", "add", {"a": 1}),))
+    messages = (Message("user", "1 + 1?"), call, Message("tool", "2", tool_call_id="c", name="add"))
+    return Rollout("p", turns, messages, **({"stop": "answered", "reward": reward} | more))
+
+
+def test_a_group_that_is_written_and_read_trains_the_same():
+    group = Group("p", (attempt(1.0, 5, 6), attempt(0.25, 7), attempt(0.0, 8, 4, 5, stop="truncated")))
+    again = read_group(write_group(group, 0, mask_truncated=True), "p", LIMITS, 4)
+    assert [r.advantages for r in again.rollouts] == [None] * 3
+    assert again.rewards == group.rewards
+    assert [r.messages for r in again.rollouts] == [r.messages for r in group.rollouts]
+    advantages = [1.0, -0.5, -0.5]
+    assert samples(again, advantages) == samples(group, advantages)
+
+
+def test_truncated_attempts_train_where_the_settings_say_so():
+    group = Group("p", (attempt(1.0, 5), attempt(0.0, 7, stop="truncated")))
+    assert write_group(group, 0, mask_truncated=False)["masks"][1] == [-100, -100, -100, 7, -100, -100, -100, 9]
+    assert set(write_group(group, 0, mask_truncated=True)["masks"][1]) == {-100}
+
+
+def test_a_failed_attempt_trains_nothing_and_leaves_the_baseline():
+    failed = Rollout("p", (Turn("template", (1, 2, 3)),), (), "failed", error="the tool broke")
+    columns = write_group(Group("p", (attempt(1.0, 5), failed, attempt(0.5, 7))), 3, mask_truncated=True)
+    assert columns["scores"] == [1.0, 0.75, 0.5]
+    assert columns["masks"][1] == [-100, -100, -100]
+    assert columns["env_id"] == 3
+    group = read_group(columns, "p", LIMITS, 4)
+    assert [bool(s.policy_mask.any()) for s in samples(group, [1.0, 0.0, -1.0])] == [True, True]
+    assert [r.error for r in group.rollouts] == [None, "the tool broke", None]
+    del columns["errors"]  # as a trainer sees it that does not know our columns
+    del columns["turns"]
+    group = read_group(columns, "p", LIMITS, 4)
+    assert [bool(s.policy_mask.any()) for s in samples(group, [1.0, 0.0, -1.0])] == [True, False, True]

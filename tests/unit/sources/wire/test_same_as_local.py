@@ -1,0 +1,104 @@
+"""Groups of our environments train the same and report the same, over the wire or in the trainer's own process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.types import Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.learner.local import LocalLearner
+from palestra.models.loading import load_model
+from palestra.sources.wire.groups import ModelLimits, read_group, write_group
+from palestra.sources.wire.types import ScoredGroup
+from palestra.train.metrics import rollout_metrics
+from palestra.train.samples import group_advantages, trainable_samples
+from palestra.train.schedule import coefficients_at
+from palestra.train.update import update
+
+NOW = 5
+CONFIG = RunConfig.build({"rollout.temperature": 1.0, "train.learning_rate": 1e-3, "echo.coefficient": 0.5})
+
+
+def rollout(reward: float, *calls: bool, **more) -> Rollout:
+    """Some tool calls, True for each that goes well, and an answer; sampled by an earlier and the current policy."""
+    turns, messages, results = [Turn("template", (1, 2, 3))], [Message("user", "1 + 1?")], []
+    for i, ok in enumerate(calls):
+        call = ToolCall(f"c{i}", "add", {"a": 1, "b": i})
+        result = ToolResult(call, "2" if ok else "Error: no", ok, 0.25)
+        turns += [Turn("model", (40 + i, 41), (-20.0, -1.25), NOW - 1), Turn("template", (19,))]
+        turns += [Turn("environment", (20, 21 + i, 22)), Turn("template", (19, 18))]
+        messages += [Message("assistant", "", (call,)), Message("tool", result.content, tool_call_id=call.id)]
+        results.append(result)
+    turns.append(Turn("model", (9, 10 + int(4 * reward)), (-0.75, -0.001), (NOW - 1, NOW)))
+    messages.append(Message("assistant", "It is 2."))
+    scores = {"right": Score(reward, reward >= 1), "short": Score(1.0, True, error=reward == 0.25)}
+    whole = {"stop": "answered", "tool_results": tuple(results), "scores": scores, "reward": reward, "seconds": 0.5}
+    return Rollout("p", tuple(turns), tuple(messages), **(whole | more))
+
+
+GROUPS = [
+    Group("a", (rollout(1.0, True), rollout(0.25, True, False), rollout(0.0, stop="truncated"))),
+    Group("b", (rollout(0.5, False, stop="tool_limit"), rollout(1.0), rollout(0.0, stop="failed", error="broken"))),
+]
+
+
+def over_the_wire(group: Group) -> Group:
+    """As `env serve` posts it, the API stores it and the trainer reads it."""
+    body = json.dumps(write_group(group, 0, mask_truncated=True))
+    stored = ScoredGroup.model_validate_json(body).model_dump_json()
+    limits = ModelLimits(vocabulary=1024, context_tokens=512)
+    return read_group(json.loads(stored), group.problem_id, limits, policy_version=NOW - 3)
+
+
+def step(groups: list[Group]) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of the rollouts, and of one update of the embedded model."""
+    advantages = group_advantages(groups, CONFIG.train, {})
+    samples = trainable_samples(groups, advantages, CONFIG.train)
+    learner = LocalLearner(load_model("palestra/tiny").model, config=CONFIG)
+    learned = update(learner, samples, CONFIG, coefficients_at(0, CONFIG, None, 0.0), NOW)
+    return rollout_metrics(groups, advantages, NOW), learned
+
+
+@pytest.fixture(scope="module")
+def local() -> tuple[dict[str, float], dict[str, float]]:
+    return step(GROUPS)
+
+
+@pytest.fixture(scope="module")
+def wired() -> tuple[dict[str, float], dict[str, float]]:
+    return step([over_the_wire(group) for group in GROUPS])
+
+
+def test_rollouts_report_the_same_metrics(local, wired):
+    assert wired[0] == local[0]
+
+
+def test_tools_and_truncation_are_counted(wired):
+    metrics = wired[0]
+    assert metrics["tool_calls_mean"] == 4 / 5
+    assert metrics["tool_error_rate"] == 2 / 4
+    assert metrics["truncation_rate"] == 1 / 5
+    assert metrics["rollout_failures"] == 1
+    assert metrics["measure_errors"] == 1
+    assert metrics["staleness_max"] == 1
+    assert metrics["pass_rate/right"] == 2 / 5
+
+
+def test_an_update_learns_the_same_with_echo_on_tool_results(local, wired):
+    timed = {"train_seconds", "train_tokens_per_s"}
+    assert {k: v for k, v in wired[1].items() if k not in timed} == {
+        k: v for k, v in local[1].items() if k not in timed
+    }
+    assert wired[1]["echo_loss"] > 0
+    assert wired[1]["ratio_max"] > 1.0, "tokens of the earlier version have the sampler's logprobs"
+
+
+def test_columns_of_the_protocol_alone_have_no_tools_and_no_echo():
+    """The control: without our own columns nobody can know."""
+    bare = [{k: write_group(g, 0, mask_truncated=True)[k] for k in ("tokens", "masks", "scores")} for g in GROUPS]
+    limits = ModelLimits(vocabulary=1024, context_tokens=512)
+    metrics, learned = step([read_group(columns, "p", limits, NOW - 1) for columns in bare])
+    assert metrics["tool_calls_mean"] == metrics["truncation_rate"] == 0
+    assert "echo_loss" not in learned
