@@ -130,6 +130,7 @@ _TRAITS: dict[str, TextOf] = {
     "no_call": _trait(lambda r: bool(r.tool_names) and not r.tool_results),
     "context_full": _trait(lambda r: r.stop == "context_full"),
     "truncated": _trait(lambda r: r.stop == "truncated" and not loops(r)),
+    "tool_limit": _trait(lambda r: r.stop == "tool_limit"),
     "looping": _trait(lambda r: r.cut_off and loops(r)),
     "guess": _trait(lambda r: bool(r.tool_names) and r.reward > 0 and not called_successfully(r)),
     "reward_for_failed_calls": _trait(lambda r: r.reward > 0 and bool(r.tool_results) and not called_successfully(r)),

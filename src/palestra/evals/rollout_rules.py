@@ -18,6 +18,8 @@ from palestra.evals.evidence import (
 )
 from palestra.evals.rollout_stats import CALL_PROBLEM_RATES, CallProblem
 
+_AT_TOOL_LIMIT = 0.5  # of the rollouts
+_REPEATED_CALLS = 0.3  # of the calls
 _CUT_OFF_RATE = 0.3
 _FAILURE_RATE = 0.1
 _UNREAD_CALLS = 0.3  # of the rollouts
@@ -123,6 +125,28 @@ def _call_remedies(e: Evidence, problem: CallProblem) -> tuple[Remedy, ...]:
     return (Remedy("read the tool's message in the example, and fix the tool or its description"),)
 
 
+def _tool_limit(e: Evidence) -> Iterator[Finding]:
+    """Rollouts that call tools until the limit of rounds, so that they never answer."""
+    rate, repeated = e.mean("tool_limit_rate"), e.mean("repeated_call_rate")
+    if rate <= _AT_TOOL_LIMIT or e.mean("pass_rate") > SOLVED:
+        return
+    rounds = e.facts.value("rollout.max_tool_rounds")
+    known = rounds is not None and e.facts.allows("rollout.max_tool_rounds")
+    limit = f"rollout.max_tool_rounds={rounds}" if known else "the limit of tool rounds"
+    ended = f"{rate:.0%} of the rollouts {e.when} called tools until {limit} and gave no answer"
+    if repeated > _REPEATED_CALLS:
+        yield e.finding(
+            "repeated_calls",
+            f"{ended}; {repeated:.0%} of all calls repeat an earlier one of the same rollout, so more rounds would not "
+            "help",
+            WORKED_EXAMPLE,
+            example="tool_limit",
+        )
+    else:
+        more = Remedy("raise rollout.max_tool_rounds", "rollout.max_tool_rounds")
+        yield e.finding("tool_limit", ended, more, example="tool_limit")
+
+
 def _cut_off(e: Evidence) -> Iterator[Finding]:
     rate = e.mean("truncation_rate")
     if rate <= _CUT_OFF_RATE:
@@ -178,4 +202,4 @@ def _looping(e: Evidence, share: str) -> Finding:
     )
 
 
-ROLLOUT_RULES = (_failures, _tools, _cut_off)
+ROLLOUT_RULES = (_failures, _tools, _tool_limit, _cut_off)

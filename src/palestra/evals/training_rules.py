@@ -65,14 +65,14 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
     if lowest == highest == 0.0:
         return e.finding(
             "zero_reward",
-            f"in {count} every rollout earned a reward of 0, so nothing was learned",
+            f"in {count} every rollout earned a reward of 0, which teaches nothing",
             *_more_signal(e, e.steps),
             example="not_passed",
         )
     return e.finding(
         "equal_rewards",
-        f"in {count} all rollouts of a problem earned the same reward ({_range(lowest, highest)}), so nothing was "
-        "learned",
+        f"in {count} all rollouts of a problem earned the same reward ({_range(lowest, highest)}), which "
+        "teaches nothing",
         _PARTIAL,
         *_larger_groups(e, e.steps),
         *_warmer(e),

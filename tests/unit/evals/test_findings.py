@@ -27,7 +27,8 @@ GOOD = {
     "conversation_length_max": 200.0, "truncation_rate": 0.0, "context_full_rate": 0.0, "looping_rate": 0.0,
     "tools_offered": 2.0, "tool_calls_mean": 1.0, "tool_error_rate": 0.2, "unknown_tool_rate": 0.1,
     "malformed_call_rate": 0.1, "rejected_format_rate": 0.0, "other_format_rate": 0.0, "invalid_argument_rate": 0.0,
-    "raised_call_rate": 0.0, "unread_call_rate": 0.0, "unrun_call_rate": 0.0, "reinforced_rollouts": 6.0,
+    "raised_call_rate": 0.0, "repeated_call_rate": 0.1, "tool_limit_rate": 0.0,
+    "unread_call_rate": 0.0, "unrun_call_rate": 0.0, "reinforced_rollouts": 6.0,
     "reinforced_without_tools": 1.0, "entropy": 0.5,
 }  # fmt: skip
 TIMES = {"sample_seconds": 8.0, "train_seconds": 2.0, "decode_seconds": 1.0}  # of a run that samples by its own engine
@@ -96,6 +97,18 @@ CASES: dict[str, tuple[Changes, list[Changes]]] = {
         [{"truncation_rate": 0.2}, {"truncation_rate": 0.8, "context_full_rate": 0.7}],
     ),
     "context_full": ({"truncation_rate": 0.8, "context_full_rate": 0.7}, [{"truncation_rate": 0.8}]),
+    "repeated_calls": (
+        {"tool_limit_rate": 0.8, "repeated_call_rate": 0.6},
+        [{"tool_limit_rate": 0.8}, {"repeated_call_rate": 0.6}],
+    ),
+    "tool_limit": (
+        {"tool_limit_rate": 0.8},
+        [
+            {"tool_limit_rate": 0.3},
+            {"tool_limit_rate": 0.8, "pass_rate": 0.95},
+            {"tool_limit_rate": 0.8, "repeated_call_rate": 0.6},
+        ],
+    ),
     "looping": ({"truncation_rate": 0.8, "looping_rate": 0.6}, [{"truncation_rate": 0.8, "looping_rate": 0.1}]),
     "rollout_failures": ({"rollout_failures": 8.0}, [{"rollout_failures": 1.0}]),
     "measure_errors": ({"measure_errors/judge": 1.0}, [{"measure_errors": 0.0}]),
@@ -415,6 +428,13 @@ def rollout(*ids: int, stop: StopReason = "answered", calls: tuple[ToolResult, .
 
 def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:
     return ToolResult(ToolCall("c", name), content, ok, raised=" raised " in content)
+
+
+def test_stats_count_repeated_calls_and_rollouts_that_end_at_the_limit_of_rounds() -> None:
+    stats = rollout_stats(
+        [rollout(1, stop="tool_limit", calls=(result("add"),) * 3), rollout(1, calls=(result("add"),))]
+    )
+    assert (stats["repeated_call_rate"], stats["tool_limit_rate"]) == (0.5, 0.5)
 
 
 def test_stats_tell_why_rollouts_were_cut_off_and_which_tools_do_not_exist() -> None:

@@ -535,7 +535,7 @@ def test_what_keeps_a_run_from_learning_is_told_while_it_happens_and_once(tmp_pa
     heard.advance = lambda done, metrics: told_after.append(len(heard.warnings))  # type: ignore[method-assign]
     loop.training.run()
     assert told_after == [0, 0, 0, 1, 1, 1, 1, 1]  # `advance` comes before the judgement of its step
-    assert "in the last 3 steps every rollout earned a reward of 0, so nothing was learned" in heard.warnings[0]
+    assert "in the last 3 steps every rollout earned a reward of 0, which teaches nothing" in heard.warnings[0]
 
 
 def test_without_a_face_warnings_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
