@@ -1,6 +1,9 @@
 """A GGUF file as a Hugging Face folder: converted once, kept in the cache, loaded in a second from then on.
 
-python -m palestra.gguf.read palestra/smollm2 some/folder
+transformers' own reader (`from_pretrained(gguf_file=…)`) gives the same weights and token ids, and takes 115 s for
+SmolLM2-135M (CPU time 53 s) where this one takes 7 s (9 s): it parses the header with `gguf.GGUFReader`, three times.
+
+    python -m palestra.gguf.read palestra/smollm2 some/folder
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import torch
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import cache_folder
-from palestra.gguf.architectures import architecture_of_file, tensor_names, weight_from_gguf
-from palestra.gguf.config import config_from_gguf
+from palestra.gguf.config import architecture_of_file, config_from_gguf, tensor_names, weight_from_gguf
 from palestra.gguf.file import COPY_AGAIN, GgufFile, open_gguf
 from palestra.gguf.rope import ROPE_TENSORS
 from palestra.gguf.tokenizer import tokenizer_from_gguf

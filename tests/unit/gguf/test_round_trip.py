@@ -20,11 +20,9 @@ from small_tokenizers import CONVERSATION, CORPUS, LLAMA3, TOOLS, make_byte_leve
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
-from palestra.gguf.architectures import ARCHITECTURES, permute_qk, unpermute_qk
-from palestra.gguf.config import config_to_gguf
+from palestra.gguf.config import ARCHITECTURES, config_to_gguf, permute_qk, unpermute_qk
 from palestra.gguf.file import GgufFile
-from palestra.gguf.pretokenizers import PRE_TOKENIZERS
-from palestra.gguf.tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
+from palestra.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf, tokenizer_to_gguf
 from palestra.gguf.write import write_gguf
 from palestra.models.loading import load_model
 

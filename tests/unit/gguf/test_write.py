@@ -20,10 +20,8 @@ from small_models import sharp
 from palestra.core.errors import PalestraError
 from palestra.export.gguf import to_gguf
 from palestra.export.source import open_source
-from palestra.gguf.architectures import ARCHITECTURES
-from palestra.gguf.config import config_to_gguf
-from palestra.gguf.llama_quantize import find_llama_quantize
-from palestra.gguf.write import write_gguf
+from palestra.gguf.config import ARCHITECTURES, config_to_gguf
+from palestra.gguf.write import find_llama_quantize, write_gguf
 
 
 def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:
