@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from palestra.envs.env import Env, EnvConfig
-from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.of_config import work_of
@@ -194,7 +193,7 @@ def planned_for(model: Any, config: Any, prompt_tokens: int) -> RunEstimate:
     assert device is not None
     assert shape is not None
     work = work_of(config, shape, device, prompt_tokens=prompt_tokens)
-    return estimate(shape, device, work, efficiency_of(device))
+    return estimate(shape, device, work)
 
 
 def measure(

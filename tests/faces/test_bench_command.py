@@ -10,16 +10,9 @@ from rich.console import Console
 
 from palestra.bench.workload import SIDES, TOOL_RESULT_TOKENS, Measurement, Workload
 from palestra.faces.cli.bench import _table
-from palestra.plan.calibration import efficiency_of
-from palestra.plan.device import Efficiency, cpu
 
 SMALL = ("--prompts", "2", "--group-size", "3", "--prompt-tokens", "20", "--new-tokens", "5", "--threads", "1")
 ROLLOUTS, PROMPT, NEW = 6, 20, 5
-
-
-@pytest.fixture(autouse=True)
-def own_calibration(tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +49,6 @@ def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli
         assert tools[side]["tokens_per_s"] > 0
         assert tools[side]["cpu_s"] > 0
 
-    # What was measured is what the next plan on this device goes by.
-    kept = json.loads((tmp_path / "cache" / "calibration.json").read_text())
-    assert kept == {"cpu, 1 thread": summary["calibration"]}
-    assert "palestra bench, palestra/tiny" in summary["calibration"]["origin"]
-    assert efficiency_of(cpu(1, 8.0)) == Efficiency(**summary["calibration"])
-
     svg = ET.fromstring((tmp_path / "bench.svg").read_text())
     rects = svg.findall("{http://www.w3.org/2000/svg}rect")
     assert len(rects) == 2 * 2 * len(SIDES)
@@ -69,7 +56,7 @@ def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli
 
 
 def test_plain_lines_without_a_terminal(cli):
-    answer = cli("bench", *SMALL, "--tool-rounds", "0", "--no-calibrate")
+    answer = cli("bench", *SMALL, "--tool-rounds", "0")
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
     assert len(lines) == 1 + len(SIDES) + 2

@@ -11,8 +11,8 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, MIN_SAVED_BYTES
-from palestra.plan import step_time
-from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, cpu, find_device
+from palestra.plan import estimate as step_time
+from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.memory import suited_micro_batch
 from palestra.plan.of_config import with_suited_step, work_of
@@ -24,7 +24,7 @@ H200 = DEVICES["h200"]
 
 
 def plan(model: str = "qwen3-0.6b", device: Device = H200, **work: Any) -> RunEstimate:
-    return estimate(find_shape(model), device, StepWork(**work), GPU_EFFICIENCY)
+    return estimate(find_shape(model), device, StepWork(**work))
 
 
 @pytest.mark.parametrize(
