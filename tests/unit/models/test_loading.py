@@ -98,7 +98,7 @@ def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch
     def no_such_model(*args: object, local_files_only: bool, **kwargs: object) -> None:
         raise OSError("not here" if local_files_only else "nobody/nothing is not a valid model.\nMore lines.")
 
-    monkeypatch.setattr("palestra.models.loading.unreachable", lambda: None)
+    monkeypatch.setattr("palestra.models.loading.hub_unreachable", lambda: None)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", no_such_model)
     with pytest.raises(PalestraError, match=r"could not be loaded: nobody/nothing is not a valid model\. Give"):
         load_model("nobody/nothing")
