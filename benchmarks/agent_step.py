@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -38,7 +39,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from random_models import end_turns_after
 from rollout import ANSWER, NEVER, TURN_TOKENS, make_tokenizer, make_trl_call, words
 
 SIDES = {"palestra": 12, "trl-vllm": 8, "trl": 3}  # and how many steps each takes
@@ -95,6 +95,31 @@ def write_model(args: argparse.Namespace) -> None:
     tokenizer.save_pretrained(args.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tell("NAME", f"{parameters / 1e6:.1f} M weights, a prompt of {len(prompt)} tokens")
+
+
+def end_turns_after(model: Any, end_ids: Sequence[int], tokens: float, temperature: float) -> None:
+    """Make the end tokens as likely as turns of so many tokens on average need, through the weights.
+
+    Channel 0 of the hidden state becomes the same for every token (no layer adds to it), about 1 behind the last norm,
+    and is all that the end tokens' logits depend on. The other tokens' logits are measured.
+    """
+    import torch
+
+    body, head = model.model, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for layer in body.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        body.embed_tokens.weight[:, 0] = 1.0
+        head[:, 0] = 0.0 if head is not body.embed_tokens.weight else 1.0
+        ids = torch.randint(0, len(head), (1, 256), generator=torch.Generator().manual_seed(0)).to(head.device)
+        body.norm.weight[0] /= body(input_ids=ids).last_hidden_state[..., 0].float().mean()
+        hidden = body(input_ids=ids).last_hidden_state[0]  # [256, H]
+        logits = (hidden @ head.T).float() / temperature
+        logits[:, list(end_ids)] = -math.inf
+        wanted = logits.logsumexp(-1).mean().item() - math.log(len(end_ids) * max(tokens - 1, 1e-6))
+        head[list(end_ids)] = 0.0
+        head[list(end_ids), 0] = temperature * wanted
 
 
 def questions(args: argparse.Namespace) -> list[str]:

@@ -3,8 +3,8 @@
     python benchmarks/gateway_requests.py [--attempts 600] [--clients 1] [--profile]
     python benchmarks/gateway_requests.py --large 1000000
 
-Attempts of three turns (two tool calls and an answer) of the demo's agent, 64 at a time, by the plain HTTP clients of
-benchmarks/gateway.py in processes of their own. About ten seconds.
+Attempts of three turns (two tool calls and an answer) of the demo's agent, 64 at a time, by plain HTTP clients in
+processes of their own. About ten seconds.
 
 With `--large` the longest time for which a request of that many characters keeps the event loop from anything else,
 for contexts that refuse it by its length, refuse it by its tokens, and take it. `worst_cpu_ms` counts at most the CPU
@@ -24,8 +24,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from gateway import ClientProcesses
+from urllib.parse import urlsplit
 
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.models.loading import load_tokenizer
@@ -82,6 +81,108 @@ class ReadyPolicy:
         return Turn("model", ids, [-0.5] * len(ids), 0, "stop")
 
 
+class ClientProcesses:
+    """Processes that play attempts as plain HTTP clients, each many at once."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: asyncio.Future[list[Any]] | None = None
+        self._readers: list[asyncio.Future[None]] = []
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._played = 0
+        self._cpu_s: dict[Any, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all of them, since they began to play."""
+        return sum(self._cpu_s.values())
+
+    async def play(self, case: Any, attempt_id: str, url: str, key: str) -> None:
+        if self._processes is None:
+            self._processes = asyncio.ensure_future(self._start())
+        processes = await self._processes
+        done = self._waiting[attempt_id] = asyncio.get_running_loop().create_future()
+        attempt = {**case, "id": attempt_id, "url": url, "key": key}
+        processes[self._played % self._count].stdin.write(json.dumps(attempt).encode() + b"\n")
+        self._played += 1
+        await done
+
+    async def close(self) -> None:
+        for process in await self._processes if self._processes else ():
+            process.stdin.close()
+            await process.wait()
+        await asyncio.gather(*self._readers)
+
+    async def _start(self) -> list[Any]:
+        command = (sys.executable, __file__, "--play")
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        started = [await asyncio.create_subprocess_exec(*command, **pipes) for _ in range(self._count)]
+        for process in started:
+            await process.stdout.readline()  # its imports are done
+        self._readers = [asyncio.ensure_future(self._read(process)) for process in started]
+        return started
+
+    async def _read(self, process: Any) -> None:
+        while line := await process.stdout.readline():
+            ended = json.loads(line)
+            self._cpu_s[process] = ended["cpu_s"]
+            if not (done := self._waiting.pop(ended["id"])).done():
+                done.set_result(None)
+
+
+async def client() -> None:
+    """Play the attempts that come by standard input, all at once."""
+    from palestra import demo  # noqa: F401  imported before the first attempt comes
+
+    print("ready", flush=True)
+    began = time.process_time()
+    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    playing = set()
+    while line := await lines.readline():
+        task = asyncio.ensure_future(play(json.loads(line), began))
+        playing.add(task)
+        task.add_done_callback(playing.discard)
+
+
+async def play(attempt: dict[str, Any], began: float) -> None:
+    from palestra import demo
+    from palestra.agents.tools.run import run_calls
+    from palestra.core.messages import from_dict
+
+    tools = {tool.name: tool for tool in demo.agent.tools}
+    url = urlsplit(attempt["url"])
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": demo.agent.instructions},
+        {"role": "user", "content": attempt["input"]},
+    ]
+    schemas = [tool.schema for tool in tools.values()]
+    for _ in range(6):
+        body = json.dumps({"model": "any", "messages": messages, "tools": schemas}).encode()
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {attempt['key']}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        status, answer = await response(reader)
+        if status != 200:
+            break
+        message = answer["choices"][0]["message"]
+        messages.append(message)
+        calls = from_dict(message).tool_calls
+        if not calls or answer["choices"][0]["finish_reason"] == "length":
+            break
+        results = await run_calls(tools, calls, 30.0, 20_000)
+        messages += [{"role": "tool", "tool_call_id": r.call.id, "content": r.content} for r in results]
+    writer.close()
+    print(json.dumps({"id": attempt["id"], "cpu_s": time.process_time() - began}), flush=True)
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(head.partition("content-length:")[2].partition("\r\n")[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(length))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attempts", type=int, default=600)
@@ -89,7 +190,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--large", type=int, default=0, help="characters of one request")
+    parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.play:
+        asyncio.run(client())
+        return
     if options.large:
         with interpreter_for_many_rollouts():  # as in a training
             for context in (2048, 100_000, 2 * options.large):

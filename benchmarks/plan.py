@@ -1,14 +1,12 @@
 """The cost model of `palestra plan` beside what a GPU measures: step time and peak memory of eight configurations.
 
     python benchmarks/plan.py                 about 6 minutes on an H200; a JSON line for each row, then a table.
-                                              benchmarks/plan_fit.py makes constants of these lines
     python benchmarks/plan.py --limit-s 480   no further model is begun after so many seconds
     python benchmarks/plan.py --only lora     the rows whose name ("0.6B lora", "1.7B full") has this in it
     python benchmarks/plan.py --tiny          the same script with tiny shapes on whatever is there, a minute on a CPU
 
 Shapes of 135M to 1.7B with random weights, all weights and LoRA, rollouts of 512 to 8k tokens; whole steps of a run as
-`palestra train` takes them (agent loop, engine, learner, records). One more row is a run whose micro-batch is four
-times too large: it must end with one warning.
+`palestra train` takes them (agent loop, engine, learner, records).
 """
 
 from __future__ import annotations
@@ -17,25 +15,28 @@ import argparse
 import asyncio
 import gc
 import json
-import logging
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from noise import Noise, NoiseConfig
-from random_models import TINY, build_model
+from pydantic import BaseModel, Field
 
-from palestra.plan.calibration import efficiency_of
+from palestra.envs.env import Env, EnvConfig
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.of_config import work_of
 from palestra.plan.shape import ModelShape, find_shape, shape_of
 
 ROW = "row: "
+TINY = ModelShape(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, feed_forward=128, vocabulary=2048, tied=True, context=40960
+)
+CONTEXT = 32768  # positions, at least
 SHAPES = {"135M": "smollm2-135m", "0.6B": "qwen3-0.6b", "1.7B": "qwen3-1.7b"}
 # (shape, rank) -> problems x group, prompt + new tokens; a process for each, as each compiles its own layers
 CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
@@ -44,13 +45,47 @@ CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("0.6B", 0): [(16, 8, 256, 256), (4, 8, 7680, 512)],
     ("0.6B", 16): [(16, 8, 1536, 512)],
     ("1.7B", 16): [(4, 8, 7680, 512)],
-    ("1.7B", 0): [(16, 8, 512, 512)],  # and the run with too large a micro-batch, at the end
+    ("1.7B", 0): [(16, 8, 512, 512)],
 }
 TINY_CASES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("tiny", 0): [(2, 4, 48, 32), (2, 2, 160, 32)],
     ("tiny", 16): [(2, 4, 48, 32)],
 }
-TOO_LARGE = 65536  # tokens of a micro-batch; the KV cache leaves room for a quarter of them
+
+
+class NoiseConfig(EnvConfig):
+    """How long the prompts are."""
+
+    words: int = Field(1000, ge=1, description="digits in a prompt: two tokens each for palestra/tiny's tokenizer")
+
+
+class Noise(Env):
+    """Random digits, and a reward by chance."""
+
+    name = "noise"
+    env_config_cls: ClassVar[type[BaseModel]] = NoiseConfig
+
+    def make_problem(self, rng: random.Random) -> Any:
+        return " ".join(str(rng.randrange(10)) for _ in range(self.config.words)), ""
+
+    def score(self, answer: str) -> float:
+        return random.random()
+
+
+def build_model(shape: ModelShape, device: str, dtype: Any) -> Any:
+    """A Qwen3 of this shape, made on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, intermediate_size=shape.feed_forward,
+        vocab_size=shape.vocabulary, tie_word_embeddings=shape.tied,
+        max_position_embeddings=max(shape.context or 0, CONTEXT),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 def shape_named(name: str) -> ModelShape:
@@ -111,7 +146,7 @@ def settings(rank: int, problems: int, group: int, new: int, **more: Any) -> Any
 
 
 def child(shape: str, rank: int, cases: list[tuple[int, int, int, int]], repeats: int) -> None:
-    """All rows of one model, then, for the largest one, the run with too large a micro-batch."""
+    """All rows of one model."""
     import torch
 
     from palestra.models.loading import LoadedModel, load_tokenizer
@@ -130,10 +165,6 @@ def child(shape: str, rank: int, cases: list[tuple[int, int, int, int]], repeats
             learner = run.training.learner
             loaded = LoadedModel(run.backend.model, loaded.tokenizer, shape, "")
             del run
-        if shape in ("1.7B", "tiny") and not rank:
-            del learner, loaded  # its weights have hooks of that learner
-            give_back_memory()
-            too_large(load(), cases[0], runner, TOO_LARGE if cuda else 512)
 
 
 def give_back_memory() -> None:
@@ -162,7 +193,7 @@ def planned_for(model: Any, config: Any, prompt_tokens: int) -> RunEstimate:
     assert device is not None
     assert shape is not None
     work = work_of(config, shape, device, prompt_tokens=prompt_tokens)
-    return estimate(shape, device, work, efficiency_of(device))
+    return estimate(shape, device, work)
 
 
 def measure(
@@ -185,7 +216,7 @@ def measure(
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    graphs = learner._scorer.graphs
+    graphs = run.training.learner._scorer.graphs
     replays = graphs is not None and graphs.captured  # these allocate nothing: what they keep is reserved
     counted = torch.cuda.max_memory_reserved if replays else torch.cuda.max_memory_allocated
     peak = counted() / GIB if cuda else 0.0
@@ -215,50 +246,6 @@ def measure(
         "warm_up_s": round(warm_s, 1),
     }), flush=True)  # fmt: skip
     return run
-
-
-def too_large(loaded: Any, case: tuple[int, int, int, int], runner: Any, tokens: int) -> None:
-    """A run of two steps whose KV cache leaves room for a quarter of the micro-batch."""
-    import torch
-
-    warnings: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    listener = Listener(logging.WARNING)
-    logging.getLogger("palestra").addHandler(listener)
-    problems, group, prompt, new = case
-    problems += problems // 2
-    more: dict[str, Any] = {"train.tokens_per_micro_batch": tokens // 4}
-    if torch.cuda.is_available():
-        quarter = planned_for(loaded.model, settings(0, problems, group, new, **more), prompt)
-        more["model.kv_memory_gib"] = (quarter.room - quarter.memory.states - quarter.memory.working) / GIB
-    config = settings(0, problems, group, new, **more | {"train.tokens_per_micro_batch": tokens})
-    run = build_run(loaded, None, config, prompt, runner, steps=2)
-    if not torch.cuda.is_available():
-        pretend_out_of_memory(run.training.learner, tokens // 4)
-    began = time.perf_counter()
-    run.training.run()
-    print(ROW + json.dumps({
-        "what": "micro-batch four times too large", "tokens_per_micro_batch": tokens,
-        "steps_done": run.training.state.step, "seconds": round(time.perf_counter() - began, 2), "warnings": warnings,
-    }), flush=True)  # fmt: skip
-
-
-def pretend_out_of_memory(learner: Any, tokens: int) -> None:
-    """For a try without a GPU."""
-    import torch
-
-    score = learner._scorer.forward
-
-    def scored(micro: Any, **options: Any) -> Any:
-        if len(micro.batch.token_ids) > tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
-        return score(micro, **options)
-
-    learner._scorer.forward = scored
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+__version__ = "0.2.0"
+
 TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
 if TYPE_CHECKING:
     from palestra.agents.agent import Agent

@@ -10,11 +10,6 @@ import pytest
 TINY = Path(__file__).parents[2] / "src" / "palestra" / "models" / "tiny"
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-
-
 def test_a_plan_tells_time_memory_cost_bottleneck_and_what_fits(cli):
     answer = cli("plan", *"--model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64 --price 3.5".split())
     assert answer.code == 0, answer.err

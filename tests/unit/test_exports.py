@@ -1,5 +1,6 @@
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -29,6 +30,10 @@ def test_the_public_names_are_listed_for_help_for_star_imports_and_for_completio
     star: dict[str, object] = {}
     exec("from palestra import *", star)
     assert star.keys() - {"__builtins__"} == set(PUBLIC)
+
+
+def test_there_is_a_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", palestra.__version__)
 
 
 def test_type_checkers_find_each_name_where_it_is_loaded_from():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from rich.table import Table
 from palestra.cli.benchmark.workload import SIDES, Measurement, Results, Side, Workload, check_least
 from palestra.cli.common import debug_option, load_libraries, plot_option
 from palestra.evals.run_report.charts import bar_panels_svg
-from palestra.plan.calibration import save_calibration
-from palestra.plan.device import Efficiency
 from palestra.train.progress import task
 
 if TYPE_CHECKING:
@@ -42,16 +39,14 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--new-tokens", default=_DEFAULT.new_tokens, show_default=True, help="Tokens sampled in each turn.")
 @click.option("--tool-rounds", default=_DEFAULT.tool_rounds, show_default=True, help="0: only the single turn.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
-@click.option("--calibrate/--no-calibrate", default=True, show_default=True, help="Also for `palestra plan`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; all else goes to stderr.")
 @plot_option("Write a bar chart.")
 @debug_option
-def command(model: str, threads: int | None, calibrate: bool, as_json: bool, plot: Path | None, **sizes: int) -> None:
+def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
     """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
 
     All three sample the same number of tokens from the same prompts: in a single turn, and in a
-    conversation with tool results in between. Then one step is learned, and what engine and learner
-    reach of this device is kept for `palestra plan` and the estimates of `palestra train`.
+    conversation with tool results in between.
 
     \b
     Examples:
@@ -65,7 +60,6 @@ def command(model: str, threads: int | None, calibrate: bool, as_json: bool, plo
     console = Console(stderr=as_json)
     bench = _load(console, model, work, threads)
     results = _measure(console, bench, work)
-    reached = _calibrate(console, bench, model) if calibrate else None
     if console.is_terminal:
         console.print(_table(results))
     _print_ratios(console, results)
@@ -75,7 +69,7 @@ def command(model: str, threads: int | None, calibrate: bool, as_json: bool, plo
     if as_json:
         where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
         scenarios = {name: _summary(sides) for name, sides in results.items()}
-        click.echo(json.dumps(where | {"scenarios": scenarios, "calibration": reached and asdict(reached)}))
+        click.echo(json.dumps(where | {"scenarios": scenarios}))
 
 
 def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
@@ -108,26 +102,6 @@ def _measure(console: Console, bench: Bench, work: Workload) -> Results:
             if not console.is_terminal:
                 console.print(f"{name}: " + "  ".join([side, *_cells(measured)]), highlight=False, soft_wrap=True)
     return results
-
-
-def _calibrate(console: Console, bench: Bench, model: str) -> Efficiency | None:
-    """What engine and learner reach here, kept for `palestra plan`; None where the cost model has no figures."""
-    from palestra.train.forecast import device_of, shape_of
-
-    device, shape = device_of(bench.model.device), shape_of(bench.model.config)
-    if device is None or shape is None:
-        console.print("not calibrated: `palestra plan` knows dense decoders on listed GPUs", highlight=False)
-        return None
-    with task(console, "learning one step"):
-        reached = bench.calibrate(model, device, shape)
-    file = save_calibration(device, reached)
-    console.print(
-        f"calibrated {device.name}: {reached.bandwidth_share:.0%} of the bandwidth, {reached.learner_flop_share:.0%} "
-        f"of the FLOP/s in the learner, {reached.decode_layer_s * 1e6:.0f} µs a layer of a decode step; kept in {file}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return reached
 
 
 def _cells(measured: Measurement) -> list[str]:

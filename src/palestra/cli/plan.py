@@ -18,12 +18,10 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import PalestraError
 from palestra.core.machine import memory_gib, processors
-from palestra.plan.calibration import efficiency_of
-from palestra.plan.device import GIB, Device, cpu, find_device
-from palestra.plan.estimate import RunEstimate, estimate
+from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
+from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
-from palestra.plan.step_time import duration_text
 from palestra.plan.work import StepWork
 
 _DEFAULT_CONTEXT = 2048
@@ -83,8 +81,8 @@ def command(
 ) -> None:
     """Predict a training's step time, memory and cost, and say what holds it up and which settings fit.
 
-    Nothing is loaded: the estimate is made from the model's shape, and from what this engine and learner reach on a
-    GPU. `palestra bench` measures that on yours. Every rollout is taken to use all of its tokens.
+    Nothing is loaded: the estimate is made from the model's shape, the device's data sheet, and what engine and learner
+    reached of it on an H200. Every rollout is taken to use all of its tokens.
 
     \b
     Examples:
@@ -106,7 +104,7 @@ def command(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
             "--context"
         )
-    found = estimate(shape, device, work, efficiency_of(device))
+    found = estimate(shape, device, work)
     steps = steps or config.train.max_steps or 100
     if as_json:
         click.echo(json.dumps(summary(found, steps, price)))
@@ -212,7 +210,7 @@ def summary(found: RunEstimate, steps: int, price: float | None) -> dict[str, An
         "steps": steps,
         "hours": round(found.time.total_s * steps / 3600, 3),
         "cost": None if price is None else round(found.cost(price, steps), 2),
-        "calibration": found.reached.origin,
+        "calibration": efficiency_of(found.device).origin,
     }
 
 
@@ -253,7 +251,7 @@ def _print(console: Console, name: str, found: RunEstimate, steps: int, price: f
         change = found.changes_that_fit()
         then = f"; with these a step takes {duration_text(found.with_work(change.work).time.total_s)}" if change else ""
         line(f"it does not fit: {found.remedy()}{then}", "yellow")
-    line(f"by efficiencies {found.reached.origin}; `palestra bench` measures them here", "dim")
+    line(f"by efficiencies {efficiency_of(found.device).origin}", "dim")
 
 
 def _billions(shape: ModelShape) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,19 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
+from palestra.core.http import HttpError, Request
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
+from palestra.models.chat.families import prepare
+from palestra.models.chat.template import ChatFormat
 from palestra.models.gguf.read import SMOLLM2, cached_conversion, smollm2_file
-from palestra.models.hub import unreachable
-from palestra.models.tokens import set_model_defaults, set_tokenizer_defaults
 
 TINY = "palestra/tiny"
 _UNSTATED_CONTEXT = 1 << 15
+_PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|endoftext|>", "<unk>")
+_HUB_TIMEOUT_S = 4.0
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
@@ -92,12 +97,37 @@ def load_model(
     else:
         tokenizer = _read_tokenizer(name, folder, source)
         model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
-    set_tokenizer_defaults(tokenizer)
-    set_model_defaults(model, tokenizer)
+    _set_tokenizer_defaults(tokenizer)
+    _set_model_defaults(model, tokenizer)
     use_softcaps(model)
     model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
+
+
+def _set_tokenizer_defaults(tokenizer: Any) -> None:
+    """A padding token from the vocabulary, and a chat template with tools if the model family is known."""
+    if tokenizer.pad_token_id is None:
+        vocab = tokenizer.get_vocab()
+        tokenizer.pad_token = next((pad for pad in _PADS if pad in vocab), tokenizer.eos_token)
+    prepare(tokenizer)
+
+
+def _set_model_defaults(model: Any, tokenizer: Any) -> None:
+    """The tokenizer's padding and end-of-turn tokens for the model too: `generate` stops where a turn ends."""
+    generation = model.generation_config
+    eos = generation.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos]) | set(_end_ids(tokenizer))
+    ends = {end for end in ends if 0 <= end < model.config.get_text_config().vocab_size}
+    generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
+    generation.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _end_ids(tokenizer: Any) -> tuple[int, ...]:
+    try:
+        return ChatFormat(tokenizer).stop_token_ids
+    except PalestraError:  # no chat template: text ends at eos
+        return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
 
 def use_softcaps(model: Any) -> None:
@@ -125,7 +155,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer alone."""
     source = canonical_name(name)
     tokenizer = _read_tokenizer(name, _folder_of(source), source)
-    set_tokenizer_defaults(tokenizer)
+    _set_tokenizer_defaults(tokenizer)
     return tokenizer
 
 
@@ -183,12 +213,34 @@ def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any])
         try:
             return load(local_files_only=True, **where)
         except (OSError, ValueError):
-            if reason := unreachable():
+            if reason := hub_unreachable():
                 raise PalestraError(
                     f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {_REMEDY}"
                 ) from None
     with _explain_errors(name):
         return load(local_files_only=folder is not None, **where)
+
+
+def hub_unreachable() -> str | None:
+    """The reason why the hub cannot be reached, found in seconds instead of by retries; None if it answers."""
+    for variable in _OFFLINE:
+        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return f"{variable} is set"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    results: list[str | None] = []
+    # in a thread, because a DNS lookup may take longer than the timeout of the request
+    thread = threading.Thread(target=lambda: results.append(_ask_hub(endpoint)), daemon=True)
+    thread.start()
+    thread.join(_HUB_TIMEOUT_S)
+    return results[0] if results else f"{endpoint} does not answer within {_HUB_TIMEOUT_S:g} s"
+
+
+def _ask_hub(endpoint: str) -> str | None:
+    try:
+        Request(endpoint, method="HEAD", timeout_s=_HUB_TIMEOUT_S).send()  # an error status is an answer too
+    except HttpError as error:
+        return f"{endpoint} cannot be reached ({error.reason})"
+    return None
 
 
 def _portable_name(source: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from palestra.core.errors import PalestraError, did_you_mean
 
@@ -94,12 +93,6 @@ class Efficiency:
     host_step_s: float  # the rest of a step
     origin: str = ""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any], base: Efficiency) -> Efficiency:
-        """Measured constants over the defaults; keys of another version are passed over."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        return cls(**{field.name: known.get(field.name, getattr(base, field.name)) for field in fields(cls)})
-
 
 GPU_EFFICIENCY = Efficiency(
     bandwidth_share=0.85,
@@ -135,5 +128,5 @@ CPU_EFFICIENCY = Efficiency(
 )
 
 
-def default_efficiency(device: Device) -> Efficiency:
+def efficiency_of(device: Device) -> Efficiency:
     return GPU_EFFICIENCY if device.is_gpu else CPU_EFFICIENCY

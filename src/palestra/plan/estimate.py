@@ -1,16 +1,37 @@
-"""The estimate of a run: time, memory, cost, what holds it up, and which settings would fit."""
+"""The estimate of a run: time and memory of a step, cost, the bottleneck, and the settings that would fit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from palestra.plan.device import GIB, Device, Efficiency
-from palestra.plan.memory import USABLE, Memory, memory
+from palestra.plan.device import GIB, GPUS_OF_A_NODE, Device, Efficiency, efficiency_of
+from palestra.plan.memory import (
+    MODULE_PATH_FACTOR,
+    USABLE,
+    Memory,
+    captured_micro_batch,
+    is_compiled,
+    memory,
+    trained_weights,
+)
 from palestra.plan.shape import ModelShape
-from palestra.plan.step_time import StepTime, step_time
-from palestra.plan.work import METHODS, StepWork
+from palestra.plan.work import MAX_RUNNING, METHODS, StepWork
+
+LINK_SHARE = 0.7  # of a link's figure, in collectives
+FLASH_BACKWARD = 2.5  # the backward pass of attention, in forward passes
+MASTER_BYTES = 30  # of memory traffic for each weight of an optimizer step: gradient, norm, moments, master, copy
+PLAIN_BYTES = 20  # the same without master weights
+BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt once, and bytes of a layer from which on
+SHARED_RATE = 0.71  # of the bandwidth, where they do;
+SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
+NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
+CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, beside those without
+REPLAY_S = 0.015  # the host's time beside that of the GPU for one of them: packing, loss and optimizer
+ELEMENTWISE = {"full": 1.0, "lora": 1.3, "qlora": 2.0}  # what is moved between products, beside all weights' training
+LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
 
 _HINTS = {
     "decode, starting kernels": "more rollouts at once: a larger rollout.group_size or train.problems_per_step",
@@ -45,7 +66,6 @@ class RunEstimate:
     work: StepWork
     memory: Memory
     time: StepTime
-    reached: Efficiency
 
     @property
     def room(self) -> float:
@@ -86,7 +106,7 @@ class RunEstimate:
         return _HINTS[self.bottleneck[0]]
 
     def with_work(self, work: StepWork) -> RunEstimate:
-        return estimate(self.shape, self.device, work, self.reached)
+        return estimate(self.shape, self.device, work)
 
     def changes_that_fit(self) -> Suggestion | None:
         """The least change by which it would fit on as many GPUs; None where none of those that are tried is enough."""
@@ -110,9 +130,10 @@ class RunEstimate:
         return ", or ".join(texts) or "use a smaller model, shorter rollouts or a larger GPU"
 
 
-def estimate(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> RunEstimate:
-    found = memory(shape, device, work)
-    return RunEstimate(shape, device, work, found, step_time(shape, device, work, found, reached), reached)
+def estimate(shape: ModelShape, device: Device, work: StepWork) -> RunEstimate:
+    """The time and memory of one step."""
+    needed = memory(shape, device, work)
+    return RunEstimate(shape, device, work, needed, step_time(shape, device, work, needed))
 
 
 def least(found: RunEstimate) -> RunEstimate:
@@ -146,3 +167,195 @@ def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
             tokens = max(tokens // 2, work.context)
             text = " ".join([*settings, f"--train.tokens_per_micro_batch {tokens}"])
             yield text, replace(changed, tokens_per_micro_batch=tokens)
+
+
+# The time of a step
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """One decode step, and how many there are."""
+
+    rows: int
+    steps: float
+    launch_s: float
+    weights_s: float
+    kv_s: float
+    host_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.launch_s + self.weights_s + self.kv_s + self.host_s
+
+    @property
+    def total_s(self) -> float:
+        return self.steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step. Sampling and learning follow one another, or overlap where rollouts may be stale."""
+
+    prefill_s: float
+    decode: DecodeTime
+    rollout_host_s: float  # agent loop, template, tools
+    learner_s: float
+    optimizer_s: float
+    communication_s: float  # what the learner waits for beyond its own work
+    rest_s: float  # records, packing, publishing
+    overlaps: bool
+
+    @property
+    def sampling_s(self) -> float:
+        return self.prefill_s + self.decode.total_s + self.rollout_host_s
+
+    @property
+    def learning_s(self) -> float:
+        return self.learner_s + self.optimizer_s + self.communication_s + self.rest_s
+
+    @property
+    def total_s(self) -> float:
+        both = (self.sampling_s, self.learning_s)
+        return max(both) if self.overlaps else sum(both)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "prefill": self.prefill_s,
+            "decode": self.decode.total_s,
+            "agent loop": self.rollout_host_s,
+            "learner": self.learner_s,
+            "optimizer": self.optimizer_s,
+            "communication": self.communication_s,
+            "rest": self.rest_s,
+        }
+
+
+def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory) -> StepTime:
+    """One step of one GPU, all of them working alike."""
+    reached = efficiency_of(device)
+    host = work.sampled * work.turns * reached.host_turn_s + (work.turns - 1) * work.tool_s
+    learner, communication = _learner(shape, device, work, reached)
+    return StepTime(
+        prefill_s=_prefill(shape, device, work, reached),
+        decode=_decode(shape, device, work, needed, reached),
+        rollout_host_s=host,
+        learner_s=learner,
+        optimizer_s=work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
+        communication_s=communication,
+        rest_s=work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
+        overlaps=work.max_staleness > 0,
+    )
+
+
+def _products(shape: ModelShape, tokens: float, scored: float) -> float:
+    """Operations of a forward pass: all layers for every token, the head where a token is predicted."""
+    return 2 * shape.layers * shape.layer_weights * tokens + 2 * shape.head_weights * scored
+
+
+def _attention(shape: ModelShape, pairs: float) -> float:
+    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+
+
+def _prefill(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
+    """The prompt once for a group, what tools add once for each rollout."""
+    added = work.sampled * work.tool_tokens
+    tokens = work.groups_sampled * work.prompt_tokens + added
+    pairs = work.groups_sampled * work.prompt_tokens**2 / 2 + added * (work.prompt_tokens + work.completion / 2)
+    products = _products(shape, tokens, work.sampled * work.turns) / reached.prefill_flop_share
+    return (products + _attention(shape, pairs) / reached.attention_flop_share) / device.flops
+
+
+def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, reached: Efficiency) -> DecodeTime:
+    """Every step reads all weights, and the cache of every row."""
+    size, bandwidth = work.weight_bytes, device.bandwidth * reached.bandwidth_share
+    of_token = shape.kv_numbers * size
+    fitting = work.sampled * needed.kv / max(1.0, work.kv_tokens * of_token)
+    rows = max(1, min(work.sampled, MAX_RUNNING, int(fitting + 0.01)))
+    waves = work.sampled / rows
+    read = shape.layers * shape.layer_weights + shape.head_weights
+    computed = 2 * read * rows / (device.flops * reached.prefill_flop_share)
+    launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
+    return DecodeTime(
+        rows=rows,
+        steps=waves * work.new_tokens,
+        launch_s=shape.layers * launch,
+        weights_s=max(read * size / bandwidth, computed),
+        kv_s=_tokens_read(shape, work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)),
+        host_s=rows * reached.host_token_s,
+    )
+
+
+def _tokens_read(shape: ModelShape, work: StepWork, rows: int) -> float:
+    """Tokens whose KV a decode step reads; those of a prompt that siblings share once, or at their better rate."""
+    groups, own = max(1.0, rows / work.group_size), rows * work.completion / 2
+    blocks = min(rows, groups * math.ceil(work.group_size / BLOCK_ROWS))
+    saved = (rows - blocks) * work.prompt_tokens
+    if saved * work.weight_bytes * shape.kv_numbers / shape.layers >= MIN_SAVED_BYTES:
+        return own + blocks * work.prompt_tokens / SHARED_RATE
+    return own + (groups + max(0.0, rows - groups) / SIBLINGS_RATE) * work.prompt_tokens
+
+
+def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> tuple[float, float]:
+    """Forward and backward of all micro-batches, and what waiting for other GPUs adds to it."""
+    packed, full = work.packed, work.method == "full"
+    scored = work.trained * work.new_tokens
+    forward = _products(shape, packed.tokens, scored)
+    passes = 3.0 if full else 2.0  # frozen weights have no gradient
+    passes += 1.0 if work.gradient_checkpointing else 0.0
+    forwards = (1.0 if work.reference else 0.0) + (1.0 if work.minibatches > 1 else 0.0)
+    products = forward * (passes * work.iterations + forwards)
+    attention = _attention(shape, work.attention_pairs) * (1 + FLASH_BACKWARD) * work.iterations
+    activations = packed.tokens * shape.layers * shape.layer_outputs * work.weight_bytes
+    moved = activations * reached.elementwise_passes * ELEMENTWISE[work.method] * work.iterations
+    moved *= 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
+    computing = (
+        products / (device.flops * reached.learner_flop_share)
+        + attention / (device.flops * reached.attention_flop_share)
+        + moved / (device.bandwidth * reached.bandwidth_share)
+    )
+    launching = packed.micro_batches * shape.layers * reached.learner_layer_s * work.iterations
+    launching *= 1.0 if full else LORA_LAUNCHES
+    working = max(computing, launching)
+    if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
+        working = min(working, computing * CAPTURED_PADDING + packed.micro_batches * REPLAY_S * work.iterations)
+    return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
+
+
+def _communication(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """FSDP2: weights gathered for the forward and for the backward pass, gradients reduced, in each micro-batch."""
+    if work.gpus == 1:
+        return 0.0
+    moved = (2 * work.weight_bytes + 4) * trained_weights(shape, work) * (work.gpus - 1) / work.gpus
+    return work.packed.micro_batches * moved / _link(device, work)
+
+
+def _publishing(shape: ModelShape, device: Device, work: StepWork) -> float:
+    """Every GPU gathers the new weights for its sampler."""
+    if work.gpus == 1:
+        return 0.0
+    return trained_weights(shape, work) * work.weight_bytes / _link(device, work)
+
+
+def _link(device: Device, work: StepWork) -> float:
+    within = device.link if work.gpus <= GPUS_OF_A_NODE else min(device.link, device.node_link)
+    return (within or device.node_link) * LINK_SHARE
+
+
+def _optimizer(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
+    has_master = work.method == "full" and work.master_weights and work.weight_bytes < 4
+    weight_traffic = MASTER_BYTES if has_master else PLAIN_BYTES * work.weight_bytes / 2
+    moved = trained_weights(shape, work) / work.gpus * weight_traffic
+    return moved / (device.bandwidth * reached.bandwidth_share)
+
+
+def duration_text(seconds: float) -> str:
+    """
+    >>> duration_text(0.0421), duration_text(3.21), duration_text(75), duration_text(7300)
+    ('42 ms', '3.2 s', '75 s', '2.0 h')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 300:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -57,7 +57,7 @@ class Memory:
 def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
     """The peak of one GPU; the sampler's cache gets what all rollouts need, or what is left."""
     packed, size, full = work.packed, work.weight_bytes, work.method == "full"
-    trainable = shape.parameters if full else shape.adapter_weights(work.lora_rank)
+    trainable = trained_weights(shape, work)
     has_master = full and ((work.master_weights and size < 4) or work.gpus > 1)
     gradients = trainable * (4 if has_master or not full else size) / work.gpus
     activations = packed.largest * token_activations(shape, device, work)
@@ -77,6 +77,11 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
         kv_sleeps=work.sleep_mode,
     )
     return replace(found, kv=_kv(found, shape, device, work))
+
+
+def trained_weights(shape: ModelShape, work: StepWork) -> int:
+    """The number of weights that have a gradient."""
+    return shape.parameters if work.method == "full" else shape.adapter_weights(work.lora_rank)
 
 
 def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK, NEW_TOKENS
-from palestra.plan.device import Device, cpu, default_efficiency
+from palestra.plan.device import Device, cpu
 from palestra.plan.estimate import estimate
 from palestra.plan.memory import suited_micro_batch
 from palestra.plan.shape import ModelShape
@@ -50,7 +50,7 @@ def with_suited_step(
         prompt = min(USUAL_PROMPT, context // CONTEXT_SHARE) if context else USUAL_PROMPT
         assert shape is not None
         work = work_of(config.with_step_size(*size), shape, where, prompt_tokens=prompt, gpus=gpus)
-        found = estimate(shape, where, replace(work, new_tokens=sampled), default_efficiency(where))
+        found = estimate(shape, where, replace(work, new_tokens=sampled))
         return found.fits and found.time.total_s <= (GPU_STEP_S if where.is_gpu else CPU_STEP_S)
 
     sizes = [limited(*size) for size in (CPU_SIZES if device and not device.is_gpu else STEP_SIZES)]

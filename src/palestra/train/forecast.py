@@ -10,7 +10,6 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import RankVariables
 from palestra.learner.micro_batch import data_sheet, device_of
-from palestra.plan.calibration import efficiency_of
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate, least
 from palestra.plan.memory import USABLE
@@ -29,7 +28,7 @@ def forecast(
         return None
     place = RankVariables.of_environment()
     work = work_of(config, shape, device, prompt_tokens=prompt_tokens, gpus=place.size if place else 1)
-    return estimate(shape, device, work, efficiency_of(device))
+    return estimate(shape, device, work)
 
 
 def with_step_size(

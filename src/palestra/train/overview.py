@@ -13,8 +13,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import free_bytes
 from palestra.core.types import Rollout
 from palestra.evals.report import EvalReport
-from palestra.plan.estimate import RunEstimate
-from palestra.plan.step_time import duration_text
+from palestra.plan.estimate import RunEstimate, duration_text
 from palestra.train.forecast import forecast
 from palestra.train.setup import parameter_count
 

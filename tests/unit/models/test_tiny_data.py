@@ -32,7 +32,7 @@ def make_tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def sample(make_tiny: Any) -> list[Any]:
-    return list(itertools.islice(make_tiny.dialogues(1), 3000))
+    return list(itertools.islice(make_tiny.dialogues(1), 1500))
 
 
 def test_no_held_out_item_price_or_question_is_in_the_data(sample: list[Any]) -> None:
@@ -139,8 +139,8 @@ def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> 
 def test_two_steps_of_making_it_twice_give_the_same_bytes(
     make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 300)
-    monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 100)
+    monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 120)
+    monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 40)
     monkeypatch.setattr(make_tiny, "score", lambda model, tokenizer: {})
     made = []
     for name in ("one", "two"):

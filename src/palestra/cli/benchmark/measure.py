@@ -18,14 +18,11 @@ from typing import Any
 
 import torch
 
-from palestra.cli.benchmark.calibrate import calibrate
 from palestra.cli.benchmark.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.engine.probe import text_config
 from palestra.models.loading import load_model
-from palestra.plan.device import Device, Efficiency
-from palestra.plan.shape import ModelShape
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
@@ -99,14 +96,6 @@ class Bench:
                 "lower prompt_tokens, new_tokens or tool_rounds"
             )
         return Measurement(side, wall_s, cpu_s, sampled, computed())
-
-    def calibrate(self, name: str, device: Device, shape: ModelShape) -> Efficiency:
-        """What the engine and the learner reach here, for `palestra plan`."""
-        return calibrate(self._model, shape, device, self._work, lambda: self._run("engine", self._work, 0), name)
-
-    @property
-    def model(self) -> Any:
-        return self._model
 
     def _run(self, side: Side, work: Workload, tool_rounds: int) -> int:
         """All rollouts of one side; how many tokens it sampled."""

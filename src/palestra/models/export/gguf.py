@@ -8,8 +8,7 @@ import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.models.export.source import ModelSource
-from palestra.models.gguf.llama_quantize import QUANTIZED, find_llama_quantize, llama_quantize
-from palestra.models.gguf.write import TYPES, Progress, write_gguf
+from palestra.models.gguf.write import QUANTIZED, TYPES, Progress, find_llama_quantize, llama_quantize, write_gguf
 
 
 def to_gguf(

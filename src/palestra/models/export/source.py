@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from palestra.core.errors import PalestraError
 from palestra.models.adapters import RECORD, is_adapter
-from palestra.models.export.weights import FolderWeights
 from palestra.models.loading import canonical_name, load_model, load_tokenizer
 
 
@@ -75,3 +75,33 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
         raise PalestraError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
     instructions = str(read_record(folder).get("instructions") or "")
     return ModelSource(name, FolderWeights(folder), config, tokenizer, generation, instructions)
+
+
+class FolderWeights(Mapping[str, torch.Tensor]):
+    """The safetensors files of a model folder as one mapping; each access reads the tensor from disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Path] = {}
+        for path in self._files():
+            try:
+                with safe_open(path, "pt") as file:
+                    self._file_of |= {name: path for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            except (OSError, SafetensorError) as error:
+                raise PalestraError(f"the weights {path} cannot be read ({error}); save the model again") from error
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        return [self.folder / name for name in sorted(names)]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self._file_of[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)

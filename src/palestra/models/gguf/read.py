@@ -1,6 +1,9 @@
 """A GGUF file as a Hugging Face folder: converted once, kept in the cache, loaded in a second from then on.
 
-python -m palestra.models.gguf.read palestra/smollm2 some/folder
+transformers' own reader (`from_pretrained(gguf_file=…)`) gives the same weights and token ids, but takes 53 s of CPU
+time instead of 9 s for SmolLM2-135M and 148 s instead of 42 s for a 1.5B model: `gguf.GGUFReader` parses the header.
+
+    python -m palestra.models.gguf.read palestra/smollm2 some/folder
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import torch
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import cache_folder
-from palestra.models.gguf.architectures import architecture_of_file, tensor_names, weight_from_gguf
-from palestra.models.gguf.config import config_from_gguf
+from palestra.models.gguf.config import architecture_of_file, config_from_gguf, tensor_names, weight_from_gguf
 from palestra.models.gguf.file import COPY_AGAIN, GgufFile, open_gguf
 from palestra.models.gguf.rope import ROPE_TENSORS
 from palestra.models.gguf.tokenizer import tokenizer_from_gguf

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import PalestraError
 from palestra.models.gguf.file import GgufFile
-from palestra.models.gguf.pretokenizers import PRE_TOKENIZERS, TINY_APPROXIMATION, name_of_steps, pre_tokenizer_named
 
 if TYPE_CHECKING:
     from gguf import TokenType
@@ -32,6 +32,57 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
 # name.
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _PHI3_KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
+
+
+# How byte-level BPE splits text before it merges, by llama.cpp's names
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_REGEX = _WORDS + r"\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"\p{N}" + _REST
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED % ("", "") + r"\p{N}" + _CASED_REST
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"\p{N}{1,3}" + _CASED_REST
+
+# No pre-tokenizer of llama.cpp splits like that of palestra/tiny; `default` comes close (`_match_mixed_tokens_first`).
+_TINY_REGEX = (
+    r'\n?\{"name": "|", "arguments": \{\}\}\n?|", "arguments": \{"|": "?|"?\}\}\n?|"?, "|\d|\p{L}+|[^\s\p{L}\d]+|\s+'
+)
+_TINY_APPROXIMATION = "default"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """One rule to split text. Without a regex it is that of GPT-2, which tokenizers has built in."""
+
+    names: tuple[str, ...]  # values of tokenizer.ggml.pre that mean the same; the first one is written
+    regex: str | None = None
+    single_digits: bool = False
+    ignore_merges: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
+    nfc: bool = False  # text is composed first; llama.cpp does not do this
+
+    def steps(self) -> list[Any]:
+        from tokenizers import Regex, pre_tokenizers
+
+        split = [pre_tokenizers.Split(Regex(self.regex), behavior="isolated")] if self.regex else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
+        return [*split, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.regex is None)]
+
+
+PRE_TOKENIZERS = (
+    PreTokenizer(("gpt-2", "phi-2", "mpt", "olmo")),
+    PreTokenizer(("smollm", "starcoder", "refact", "command-r", "codeshell"), single_digits=True),
+    PreTokenizer(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_REGEX, ignore_merges=True),
+    PreTokenizer(("dbrx",), _LLAMA3_REGEX),
+    PreTokenizer(("qwen2", "deepseek-r1-qwen"), _QWEN2, nfc=True),
+    PreTokenizer(("tekken",), _TEKKEN, ignore_merges=True),
+    PreTokenizer(("gpt-4o",), _GPT4O),
+)
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Any:
@@ -80,7 +131,7 @@ def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
     if _is_byte_level(parts):
         kind, pre = "gpt2", _pre_tokenizer(parts)
         more["tokenizer.ggml.merges"] = merges
-        if pre == TINY_APPROXIMATION:
+        if pre == _TINY_APPROXIMATION:
             more[_TOKENIZER_JSON] = backend.to_str()
             _match_mixed_tokens_first(tokenizer, model["vocab"], tokens, types)
     else:
@@ -166,7 +217,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
-    pre = pre_tokenizer_named(name)
+    pre = _pre_tokenizer_named(name)
     if pre is None:
         names = [name for row in PRE_TOKENIZERS for name in row.names]
         raise PalestraError(
@@ -296,7 +347,7 @@ def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
     steps = _steps(parts["pre_tokenizer"])
-    name = name_of_steps(steps, parts["model"].get("ignore_merges", False))
+    name = _name_of_steps(steps, parts["model"].get("ignore_merges", False))
     if name is None:
         splits = [step.get("pattern", step["type"]) for step in steps]
         raise PalestraError(
@@ -340,3 +391,20 @@ def _has_space_prefix(parts: Mapping[str, Any]) -> bool:
     prepends = any(step["type"] == "Prepend" for step in _steps(parts["normalizer"]))
     schemes = [s.get("prepend_scheme") for s in _steps(parts["pre_tokenizer"]) if s["type"] == "Metaspace"]
     return prepends or any(scheme in ("always", "first") for scheme in schemes)
+
+
+def _pre_tokenizer_named(name: str) -> PreTokenizer | None:
+    return next((row for row in PRE_TOKENIZERS if name in row.names), None)
+
+
+def _name_of_steps(steps: list[Mapping[str, Any]], ignore_merges: bool) -> str | None:
+    """llama.cpp's name for the steps of a pre-tokenizer, as tokenizer.json has them; None where it has none."""
+    regexes = [step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split"]
+    digits = [step["individual_digits"] for step in steps if step["type"] == "Digits"]
+    gpt2_regex = any(step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps)
+    if len(regexes) + gpt2_regex != 1 or digits not in ([], [True]):
+        return None
+    if regexes == [_TINY_REGEX]:
+        return _TINY_APPROXIMATION
+    shape = (regexes[0] if regexes else None, bool(digits), ignore_merges)
+    return next((r.names[0] for r in PRE_TOKENIZERS if (r.regex, r.single_digits, r.ignore_merges) == shape), None)

@@ -5,7 +5,9 @@ Tensors are converted and written one after the other, so that a large model nee
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +18,7 @@ import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import replacing
-from palestra.models.gguf import q8
-from palestra.models.gguf.architectures import architecture_of, tensor_names, weight_to_gguf
-from palestra.models.gguf.config import config_to_gguf
+from palestra.models.gguf.config import architecture_of, config_to_gguf, tensor_names, weight_to_gguf
 from palestra.models.gguf.file import require_gguf
 from palestra.models.gguf.rope import rope_tensors
 from palestra.models.gguf.tokenizer import model_name, tokenizer_to_gguf
@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 # type of the matrices -> general.file_type
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_Q8_BLOCK = 32  # numbers that share a scale
 _HEADER_BYTES = 64 * 2**20  # more than any vocabulary takes
+
+# Types that only llama.cpp's own program makes
+PROGRAM = "llama-quantize"
+QUANTIZED = tuple(
+    "q4_0 q4_1 q5_0 q5_1 q2_k q2_k_s q3_k q3_k_s q3_k_m q3_k_l q4_k q4_k_s q4_k_m q5_k q5_k_s q5_k_m q6_k "
+    "tq1_0 tq2_0 iq3_xs iq3_s iq3_m iq3_xxs iq4_nl iq4_xs".split()
+)
+_HOMES = ("~", "~/code", "~/projects", "~/src", "/opt", ".")  # where people keep a checkout
+_USUAL_FOLDERS = (*(f"{home}/llama.cpp" for home in _HOMES), "~/.local", "/usr/local", "/opt/homebrew")
+_BUILD = f"cmake -B build && cmake --build build --target {PROGRAM}"
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -131,7 +142,7 @@ def _type_for(shape: tuple[int, ...], type: str) -> str:
     """Vectors stay f32; matrices whose rows are not a multiple of a q8_0 block stay f16."""
     if len(shape) < 2:
         return "f32"
-    return "f16" if type == "q8_0" and shape[-1] % q8.BLOCK else type
+    return "f16" if type == "q8_0" and shape[-1] % _Q8_BLOCK else type
 
 
 def _write(
@@ -173,6 +184,8 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
     """The bytes of a tensor in its GGUF type."""
+    import gguf
+
     values = tensor.load().detach().to("cpu").contiguous()
     match tensor.type:
         case "f32":
@@ -184,7 +197,7 @@ def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
             return half.numpy()
         case "bf16":
             return values.bfloat16().view(torch.uint8).numpy()
-    return q8.quantize(values)
+    return gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -194,3 +207,48 @@ def _check_space(folder: Path, needed: int) -> None:
             f"{folder} has {free / 2**20:,.0f} MiB free, and the export needs about {needed / 2**20:,.0f} MiB; "
             "free some space or choose another path"
         )
+
+
+def find_llama_quantize(llama_cpp: str | None = None) -> Path:
+    """The program in the llama.cpp folder of the argument or of LLAMA_CPP_PATH, on PATH or in a usual folder."""
+    for name, folder in (("llama_cpp_path", llama_cpp), ("LLAMA_CPP_PATH", os.environ.get("LLAMA_CPP_PATH"))):
+        if folder:
+            program = next(_programs_in(Path(folder).expanduser()), None)
+            if program is None:
+                raise PalestraError(
+                    f"{name}={folder} has no {PROGRAM} (searched: the folder itself, bin and build/bin); build it "
+                    f"there with: {_BUILD}"
+                )
+            return program
+    if on_path := shutil.which(PROGRAM):
+        return Path(on_path)
+    folders = [Path(folder).expanduser() for folder in _USUAL_FOLDERS]
+    if program := next((program for folder in folders for program in _programs_in(folder)), None):
+        return program
+    needed = f"types other than f32, f16, bf16 and q8_0 need llama.cpp's {PROGRAM}"
+    if checkout := next((folder for folder in folders if (folder / "CMakeLists.txt").is_file()), None):
+        raise PalestraError(f"{needed}, which {checkout} has not built yet; build it there with: {_BUILD}")
+    raise PalestraError(
+        f"{needed}, which was not found on PATH nor in {', '.join(_USUAL_FOLDERS)}; "
+        "set LLAMA_CPP_PATH to llama.cpp's folder, or use type q8_0"
+    )
+
+
+def llama_quantize(program: Path, source: Path, path: Path, type: str) -> Path:
+    """Convert the 16-bit file `source` to `path` in another type."""
+    try:
+        with replacing(path) as partial:
+            command = [str(program), str(source), str(partial), type.upper()]
+            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            if result.returncode or not partial.is_file():
+                lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+                raise PalestraError(f"{program} could not make {type} (exit {result.returncode}): {lines[-1]}")
+    except OSError as error:
+        raise PalestraError(f"{program} could not be run ({error.strerror or error})") from error
+    return path
+
+
+def _programs_in(folder: Path) -> Iterator[Path]:
+    for candidate in (folder, folder / PROGRAM, folder / "bin" / PROGRAM, folder / "build" / "bin" / PROGRAM):
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            yield candidate

@@ -1,42 +1,47 @@
 """What travels as protobuf: training data and its results, samples. Arrays are raw little-endian bytes.
 
-The field numbers are those of `tinker_public.proto`; a test compares both ends with the SDK's own classes.
+Messages are read and written by the classes that the Tinker SDK generates from its `tinker_public.proto`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.types import Array, Turn
-from palestra.servers.tinker.protobuf import (
-    as_bytes,
-    as_float,
-    as_int,
-    as_text,
-    block,
-    double,
-    integer,
-    integers,
-    malformed,
-    read_fields,
-    read_varints,
-)
 
-_FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
-_DTYPES: dict[int, np.dtype[Any]] = {
-    _FLOAT32: np.dtype("<f4"),
-    _INT64: np.dtype("<i8"),
-    _INT32: np.dtype("<i4"),
-    _BFLOAT16: np.dtype("<u2"),
-}
-_EMPTY = memoryview(b"")
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
+
+
+def _sdk_messages() -> Any:
+    """The SDK's generated module, loaded from its file because importing the whole SDK takes seconds."""
+    with needs_extra("palestra tinker", "tinker"):
+        sdk = importlib.util.find_spec("tinker")
+        if sdk is None or not sdk.submodule_search_locations:
+            raise ImportError("there is no tinker", name="tinker")
+        file = Path(next(iter(sdk.submodule_search_locations))) / "proto" / "tinker_public_pb2.py"
+        spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+pb = _sdk_messages()
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,73 +92,74 @@ class SampleResponse:
     target_logprobs: Tensor | None = None
 
 
+def parse_request(body: bytes) -> Any:
+    """The SDK's message in a body."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        raise _malformed("it cannot be parsed") from None
+
+
 def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    model_id = loss_fn = ""
-    seq_id, forward_only = 0, False
-    data: list[Datum] = []
-    numbers: dict[str, float | str] = {}
-    values: dict[str, float | str] = {}
-    for number, value in read_fields(memoryview(body)):
-        match number:
-            case 1:
-                model_id = as_text(value)
-            case 2:
-                seq_id = as_int(value)
-            case 3:
-                data.append(_read_datum(as_bytes(value)))
-            case 4:
-                loss_fn = as_text(value)
-            case 5:
-                key, entry = _read_entry(as_bytes(value))
-                numbers[key] = as_float(entry)
-            case 6:
-                forward_only = bool(as_int(value))
-            case 7:
-                key, entry = _read_entry(as_bytes(value))
-                for kind, content in read_fields(as_bytes(entry)):
-                    values[key] = as_float(content) if kind == 1 else as_text(content)
-    return ForwardBackwardRequest(model_id, seq_id, data, loss_fn, {**numbers, **values}, forward_only)
+    request = parse_request(body)
+    config: dict[str, float | str] = dict(request.loss_fn_config)
+    for key, value in request.loss_fn_config_v2.items():
+        if kind := value.WhichOneof("value"):
+            config[key] = getattr(value, kind)
+    data = [_read_datum(datum) for datum in request.data]
+    return ForwardBackwardRequest(request.model_id, request.seq_id, data, request.loss_fn, config, request.forward_only)
 
 
 def write_forward_backward(request: ForwardBackwardRequest) -> bytes:
     """The client's side, for programs that do without the SDK."""
-    parts = [block(1, request.model_id), integer(2, request.seq_id)]
+    message = pb.ForwardBackwardRequest(
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        loss_fn=request.loss_fn,
+        loss_fn_config={key: float(value) for key, value in request.loss_fn_config.items()},
+        forward_only=request.forward_only,
+    )
     for datum in request.data:
-        text = block(1, block(1, datum.token_ids.astype("<i4").tobytes()))
-        entries = [block(2, block(1, key) + block(2, _tensor(value))) for key, value in datum.inputs.items()]
-        parts.append(block(3, block(1, text) + b"".join(entries)))
-    parts.append(block(4, request.loss_fn))
-    for key, value in request.loss_fn_config.items():
-        parts.append(block(5, block(1, key) + double(2, float(value))))
-    return b"".join([*parts, integer(6, int(request.forward_only))])
+        row = message.data.add()
+        row.model_input.add().encoded_text.tokens = datum.token_ids.astype("<i4").tobytes()
+        for key, value in datum.inputs.items():
+            row.loss_fn_inputs[key].CopyFrom(_tensor(value))
+    return bytes(message.SerializeToString())
 
 
 def write_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: the log-probabilities of each row's targets, [T] or [T, K], and the metrics."""
-    records = []
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for start, end in _runs_of_one_shape(logprobs):
         rows = [np.ascontiguousarray(row, dtype="<f4") for row in logprobs[start:end]]
-        offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8")
-        tensor = block(1, b"".join(row.tobytes() for row in rows)) + block(2, offsets.tobytes())
-        tensor += integer(3, _FLOAT32) + integers(4, rows[0].shape[1:])
-        records.append(block(2, block(2, block(1, "logprobs") + block(2, tensor)) + integer(3, len(rows))))
-    entries = [block(3, block(1, name) + double(2, value)) for name, value in metrics.items()]
-    return b"".join([block(1, "ArrayRecord"), *records, *entries])
+        tensor = pb.BatchedTensor(
+            data=b"".join(row.tobytes() for row in rows),
+            offsets=np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes(),
+            dtype=pb.DTYPE_FLOAT32,
+            trailing_shape=rows[0].shape[1:],
+        )
+        message.loss_fn_outputs.add(fields={"logprobs": tensor}, num_datums=len(rows))
+    return bytes(message.SerializeToString())
 
 
 def write_sample(response: SampleResponse) -> bytes:
-    parts = []
+    message = pb.SampleResponse()
     for turn, top in zip(response.turns, response.topk or [None] * len(response.turns), strict=True):
-        sequence = integer(1, 0 if turn.finish == "stop" else 1)
-        sequence += block(2, turn.token_ids.astype("<i4").tobytes()) + block(3, turn.logprobs.astype("<f4").tobytes())
-        parts.append(block(1, sequence + (b"" if top is None else block(4, _topk(top)))))
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if turn.finish == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=turn.token_ids.astype("<i4").tobytes(),
+            logprobs=turn.logprobs.astype("<f4").tobytes(),
+            topk_sampled_logprobs=_topk(top),
+        )
     if response.prompt_logprobs is not None:
-        parts.append(block(2, response.prompt_logprobs.astype("<f4").tobytes()))
+        message.prompt_logprobs = response.prompt_logprobs.astype("<f4").tobytes()
     if response.prompt_topk is not None:
-        parts.append(block(3, _topk(response.prompt_topk)))
+        message.topk_prompt_logprobs.CopyFrom(_topk(response.prompt_topk))
     if response.target_logprobs is not None:
-        parts.append(block(5, _tensor(response.target_logprobs)))
-    return b"".join(parts)
+        message.target_prompt_logprobs.CopyFrom(_tensor(response.target_logprobs))
+    return bytes(message.SerializeToString())
 
 
 def csr_cells(crow: Array, col: Array, shape: tuple[int, ...]) -> Array:
@@ -168,86 +174,71 @@ def csr_cells(crow: Array, col: Array, shape: tuple[int, ...]) -> Array:
     return cells
 
 
-def _read_datum(data: memoryview) -> Datum:
-    tokens: list[Array] = []
-    inputs: dict[str, Tensor] = {}
-    for number, value in read_fields(data):
-        if number == 1:
-            tokens.append(_read_chunk(as_bytes(value)))
-        elif number == 2:
-            key, entry = _read_entry(as_bytes(value))
-            inputs[key] = _read_tensor(key, as_bytes(entry))
+def _read_datum(datum: Any) -> Datum:
+    tokens = [_read_chunk(chunk) for chunk in datum.model_input]
+    inputs = {key: _read_tensor(key, value) for key, value in datum.loss_fn_inputs.items()}
     return Datum(np.concatenate(tokens) if tokens else np.empty(0, np.int32), inputs)
 
 
-def _read_chunk(data: memoryview) -> Array:
-    for number, value in read_fields(data):
-        if number != 1:
-            kind = {2: "an image", 3: "audio"}.get(number, f"a chunk of kind {number}")
-            raise PalestraError(f"model_input holds {kind}; this server takes text tokens alone")
-        for inner, content in read_fields(as_bytes(value)):
-            if inner == 1:
-                return _array(as_bytes(content), np.dtype("<i4"))
-    return np.empty(0, np.int32)
+def _read_chunk(chunk: Any) -> Array:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":  # None for a kind of a newer SDK
+        raise PalestraError(f"model_input holds a chunk of kind {kind}; this server accepts text tokens only")
+    return _array(chunk.encoded_text.tokens, np.dtype("<i4"))
 
 
-def _read_entry(data: memoryview) -> tuple[str, int | float | memoryview]:
-    fields = dict(read_fields(data))
-    return as_text(fields.get(1, _EMPTY)), fields.get(2, _EMPTY)
-
-
-def _read_tensor(name: str, data: memoryview) -> Tensor:
-    dense, sparse, kind, shape = _EMPTY, None, 0, []
-    for number, value in read_fields(data):
-        match number:
-            case 1:
-                dense = as_bytes(value)
-            case 2:
-                sparse = {key: as_bytes(part) for key, part in read_fields(as_bytes(value))}
-            case 3:
-                kind = as_int(value)
-            case 4:
-                shape += read_varints(value)
-    if kind not in _DTYPES:
-        raise PalestraError(f"loss_fn_inputs[{name!r}] has data type {kind}, which is none that the SDK sends")
-    values = _array(dense if sparse is None else sparse.get(1, _EMPTY), _DTYPES[kind])
-    if kind == _BFLOAT16:
+def _read_tensor(name: str, tensor: Any) -> Tensor:
+    if tensor.dtype not in _DTYPES:
+        raise PalestraError(f"loss_fn_inputs[{name!r}] has data type {tensor.dtype}, which is none that the SDK sends")
+    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
+    sparse, shape = tensor.sparse_csr, list(tensor.shape)
+    values = _array(sparse.values if is_sparse else tensor.dense, _DTYPES[tensor.dtype])
+    if tensor.dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     size = tuple(shape) or (len(values),)
     if min(size, default=0) < 0 or len(size) > 2:
         raise PalestraError(f"loss_fn_inputs[{name!r}] has the shape {shape}; expected [N] or [N, K]")
-    if sparse is None:
+    if not is_sparse:
         if int(np.prod(size, dtype=object)) != len(values):
             raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and the shape {shape}")
         return Tensor(values, size)
-    crow, col = (_array(sparse.get(part, _EMPTY), np.dtype("<i8")) for part in (2, 3))
+    crow, col = (_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices))
     cells = csr_cells(crow, col, size)
     if len(cells) != len(values):
         raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and {len(cells)} sparse indices")
     return Tensor(values, size, cells)
 
 
-def _array(data: memoryview, dtype: np.dtype[Any]) -> Array:
+def _malformed(reason: str) -> PalestraError:
+    return PalestraError(f"the body is not a valid protobuf message of the Tinker SDK: {reason}")
+
+
+def _array(data: bytes, dtype: np.dtype[Any]) -> Array:
     if len(data) % dtype.itemsize:
-        raise malformed(f"an array of {dtype} has {len(data)} bytes")
+        raise _malformed(f"an array of {dtype} has {len(data)} bytes")
     return np.frombuffer(data, dtype)
 
 
-def _tensor(tensor: Tensor) -> bytes:
-    whole = tensor.values.dtype.kind == "i"
-    data = tensor.values.astype("<i8" if whole else "<f4").tobytes()
-    kind = integer(3, _INT64 if whole else _FLOAT32) + integers(4, tensor.shape)
+def _tensor(tensor: Tensor) -> Any:
+    is_int = tensor.values.dtype.kind == "i"
+    data = tensor.values.astype("<i8" if is_int else "<f4").tobytes()
+    message = pb.Tensor(dtype=pb.DTYPE_INT64 if is_int else pb.DTYPE_FLOAT32, shape=tensor.shape)
     if tensor.cells is None:
-        return block(1, data) + kind
+        message.dense = data
+        return message
     rows = np.bincount(tensor.cells // tensor.shape[1], minlength=tensor.shape[0])
     crow, col = np.cumsum([0, *rows]).astype("<i8"), (tensor.cells % tensor.shape[1]).astype("<i8")
-    return block(2, block(1, data) + block(2, crow.tobytes()) + block(3, col.tobytes())) + kind
+    message.sparse_csr.values = data
+    message.sparse_csr.crow_indices, message.sparse_csr.col_indices = crow.tobytes(), col.tobytes()
+    return message
 
 
-def _topk(top: TopK) -> bytes:
+def _topk(top: TopK | None) -> Any:
+    if top is None:
+        return None
     length, k = top.token_ids.shape
     ids, logprobs = top.token_ids.astype("<i4").tobytes(), top.logprobs.astype("<f4").tobytes()
-    return block(1, ids) + block(2, logprobs) + integer(3, k) + integer(4, length)
+    return pb.TopkLogprobs(token_ids=ids, logprobs=logprobs, k=k, length=length)
 
 
 def _runs_of_one_shape(rows: Sequence[Array]) -> list[tuple[int, int]]:

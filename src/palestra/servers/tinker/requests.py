@@ -15,8 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.servers.tinker.base_model import AdapterSpec
-from palestra.servers.tinker.messages import Tensor, csr_cells
-from palestra.servers.tinker.protobuf import as_int, as_text, read_fields
+from palestra.servers.tinker.messages import Tensor, csr_cells, parse_request
 from palestra.servers.tinker.trainee import AdamParams
 
 MAX_SAMPLES = 1024
@@ -255,11 +254,7 @@ def number_of(body: bytes) -> tuple[str, int | None]:
         if body[:1] == b"{":
             found = json.loads(body)
             return str(found.get("model_id")), int(found["seq_id"])
-        fields: dict[int, Any] = {}
-        for number, value in read_fields(memoryview(body)):
-            fields[number] = value
-            if {1, 2} <= fields.keys():
-                return as_text(fields[1]), as_int(fields[2])
-        return "", None
+        request = parse_request(body)
+        return request.model_id, request.seq_id
     except (PalestraError, ValueError, KeyError, TypeError):
         return "", None

@@ -20,10 +20,8 @@ from small_models import sharp
 from palestra.core.errors import PalestraError
 from palestra.models.export.gguf import to_gguf
 from palestra.models.export.source import open_source
-from palestra.models.gguf.architectures import ARCHITECTURES
-from palestra.models.gguf.config import config_to_gguf
-from palestra.models.gguf.llama_quantize import find_llama_quantize
-from palestra.models.gguf.write import write_gguf
+from palestra.models.gguf.config import ARCHITECTURES, config_to_gguf
+from palestra.models.gguf.write import find_llama_quantize, write_gguf
 
 
 def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:
@@ -38,18 +36,6 @@ def fields(path: Path) -> dict[str, Any]:
 
 def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_the_file_carries_shape_tokenizer_and_template(tiny: Any, tmp_path: Path) -> None:
-    said = fields(write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", name="my model"))
-    assert said["general.architecture"] == "qwen3"
-    assert said["general.name"] == "my model"
-    assert said["qwen3.context_length"] == 2048
-    assert said["qwen3.attention.key_length"] == 32
-    assert said["tokenizer.ggml.eos_token_id"] == 2
-    assert said["tokenizer.ggml.add_bos_token"] is False
-    assert said["tokenizer.chat_template"] == tiny.tokenizer.chat_template
-    assert left_in(tmp_path) == ["tiny.gguf"]
 
 
 def test_tied_embeddings_are_written_once_and_vectors_stay_exact(tiny: Any, tmp_path: Path) -> None:
@@ -170,15 +156,6 @@ def test_broken_weights_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
-def test_missing_and_broken_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match=r"none\.gguf"):
-        open_source(str(tmp_path / "none.gguf"))
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + b"\xff" * 200)
-    with pytest.raises(PalestraError, match=r"broken\.gguf"):
-        open_source(str(broken))
-
-
 def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source("palestra/tiny")
     with pytest.raises(PalestraError, match="no GGUF type 'q4_m'"):
@@ -192,13 +169,12 @@ def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monke
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("home", ["", "code", "projects"])
-def test_llama_cpp_is_found_where_people_keep_it_and_a_checkout_without_a_build_is_told(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
         monkeypatch.setenv(name, value)
-    checkout = tmp_path / home / "llama.cpp"
+    checkout = tmp_path / "code" / "llama.cpp"
     checkout.mkdir(parents=True)
     (checkout / "CMakeLists.txt").touch()
     with pytest.raises(PalestraError, match=rf"{checkout} has not built yet; build it there with: cmake -B build"):

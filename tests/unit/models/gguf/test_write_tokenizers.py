@@ -20,7 +20,6 @@ from small_tokenizers import CORPUS, LLAMA3, QWEN2, make_byte_level, make_senten
 
 from palestra.core.errors import PalestraError
 from palestra.models.gguf.tokenizer import tokenizer_to_gguf
-from palestra.models.loading import SMOLLM2, load_tokenizer
 
 # The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
 # splits text as this tokenizer does; its pieces of JSON are found first there, wherever they stand.
@@ -31,11 +30,11 @@ def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]
     return [text for text in texts if server.tokenize(text) != tokenizer(text, add_special_tokens=False).input_ids]
 
 
-def test_the_embedded_models_tokens_are_the_same_for_1000_strings(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer: Any, tmp_path: Path) -> None:
     # Its tokenizer composes characters first (NFC), which no GGUF can ask of llama.cpp.
-    texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(1100)]
-    texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:1000]
-    assert len(texts) == 1000
+    texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(440)]
+    texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:400]
+    assert len(texts) == 400
     assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
 
 
@@ -57,27 +56,16 @@ def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_to
             tools=tools,
             tokenize=False,
         )
-        for case in demo.make_cases(50, held_out=True, seed=3)
+        for case in demo.make_cases(10, held_out=True, seed=3)
     ]
     assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
 
 
-def test_smollm2s_tokens_are_the_same_for_1000_strings(tmp_path: Path) -> None:
-    try:
-        tokenizer = load_tokenizer(SMOLLM2)
-    except PalestraError as missing:
-        pytest.skip(str(missing))
-    assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), unicode_strings(1000)) == []
-
-
 KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "qwen2": ("qwen2", make_byte_level),
     "gpt-2": ("gpt-2", lambda: make_byte_level(None)),
     "smollm": ("smollm", lambda: make_byte_level(None, digits=True)),
     "llama 3": ("llama-bpe", lambda: make_byte_level(LLAMA3, ignore_merges=True, bos=True)),
     "phi 4": ("dbrx", lambda: make_byte_level(LLAMA3)),
-    "llama 2": ("default", make_sentencepiece),
-    "gemma": ("default", lambda: make_sentencepiece(space_prefix=False)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Our codec against the SDK's generated classes, in both directions."""
+"""The arrays in protobuf messages, read from and written for the SDK."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.core.types import Turn
 from palestra.servers.tinker import messages
-from palestra.servers.tinker.protobuf import block, integer
 
 tinker = pytest.importorskip("tinker")
 from tinker.proto import request_conv, response_conv  # noqa: E402
@@ -24,6 +23,11 @@ def encoded(data: list[Any], loss_fn: str = "ppo", config: dict[str, Any] | None
     content = ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
     request = ForwardBackwardRequest(model_id="s:train:0", seq_id=3, forward_backward_input=content)
     return bytes(request_conv.forward_backward_request_to_proto(request).SerializeToString())
+
+
+def request_with(**chunk: Any) -> bytes:
+    request = pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[pb.Chunk(**chunk)])])
+    return bytes(request.SerializeToString())
 
 
 def datum(**inputs: Any) -> Any:
@@ -89,14 +93,13 @@ def test_samples_reach_the_sdk_with_everything_that_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"\xff\xff", "ends too early"),
-        (block(3, block(2, block(1, "x") + integer(2, 1))), "holds a number"),
-        (block(3, block(1, block(2, b"png"))), "an image; this server takes text tokens alone"),
-        (block(3, block(1, block(1, block(1, b"abc")))), "has 3 bytes"),
-        (block(1, b"\xff"), "not UTF-8"),
-        (b"\x0b", "wire type 3"),
+        (b"\xff\xff", "cannot be parsed"),
+        (pb.ForwardBackwardRequest(model_id="m" * 9).SerializeToString()[:-1], "cannot be parsed"),
+        (b"\x0a\x01\xff", "cannot be parsed"),  # a model_id that is not UTF-8
+        (request_with(image=pb.ImageChunk(data=b"png")), "image"),
+        (request_with(encoded_text=pb.EncodedTextChunk(tokens=b"abc")), "3 bytes"),
     ],
 )
-def test_what_is_no_message_is_refused_with_a_sentence(body: bytes, words: str) -> None:
+def test_a_malformed_request_is_rejected(body: bytes, words: str) -> None:
     with pytest.raises(PalestraError, match=words):
         messages.read_forward_backward(body)

@@ -1,0 +1,44 @@
+"""Private names of torch and transformers that the source uses: a new version without one of them fails here first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import palestra
+
+SOURCE = Path(palestra.__file__).parent
+FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_norm")
+OTHERS = {"_inductor", "_higher_order_ops"}
+
+
+def test_every_private_name_of_torch_in_the_source_is_listed() -> None:
+    names = {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"\btorch\.(_[a-z]\w*)", path.read_text(encoding="utf-8"))
+    }
+    assert names <= {*FOREACH, *OTHERS}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_torch_has_its_functions_on_lists_of_tensors(name: str) -> None:
+    assert callable(getattr(torch, name))
+
+
+def test_a_module_calls_what_its_compiled_call_names() -> None:
+    layer = nn.Linear(2, 2)
+    layer._compiled_call_impl = lambda x: "compiled"
+    assert layer(torch.zeros(1, 2)) == "compiled"
+
+
+def test_the_attention_of_a_config_can_be_replaced() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(attn_implementation="sdpa")
+    config._attn_implementation_internal = "eager"
+    assert config._attn_implementation == "eager"
