@@ -32,7 +32,7 @@ from palestra.rollout.process import process
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
+from palestra.wire.protocol import WireClient
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome

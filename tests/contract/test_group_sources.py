@@ -33,7 +33,7 @@ from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
+from palestra.wire.protocol import WireClient
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address, WireSource, WireTask
 

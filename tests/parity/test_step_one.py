@@ -33,7 +33,7 @@ from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import seed_of
 from palestra.train import StepTrainer
 from palestra.train.group_source import draw
-from palestra.wire.client import WireClient
+from palestra.wire.protocol import WireClient
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address
 

@@ -19,8 +19,7 @@ from palestra.envs.base import Environment
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
-from palestra.wire.client import ApiUnreachable, WireClient
-from palestra.wire.groups import write_group
+from palestra.wire.protocol import ApiUnreachable, WireClient, write_group
 
 _POLL_S = 0.2
 _RETRY_S = 1.0

@@ -9,9 +9,8 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.wire import journal
-from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
-from palestra.wire.posts import PostedGroup
-from palestra.wire.types import EnvRegistration, Registration, ScoredGroup
+from palestra.wire.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
+from palestra.wire.protocol import EnvRegistration, Registration, ScoredGroup
 
 
 def group(size: int = 2, first: int = 0, env_id: int | None = None) -> PostedGroup:

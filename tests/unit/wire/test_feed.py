@@ -19,8 +19,8 @@ from palestra.serve.inference import inference_app
 from palestra.serve.loading import load_completer
 from palestra.train.tasks import agent_collector
 from palestra.train.watcher import Watcher
-from palestra.wire.client import WireClient
 from palestra.wire.feed import Feed
+from palestra.wire.protocol import WireClient
 from palestra.wire.server import trajectory_app
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_first_env.py"

@@ -9,7 +9,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
 from palestra.train.samples import to_samples
-from palestra.wire.groups import ModelLimits, read_group, write_group
+from palestra.wire.protocol import ModelLimits, read_group, write_group
 
 LIMITS = ModelLimits(vocabulary=100, context_tokens=16)
 

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.wire.packing import Queued, next_batch
+from palestra.wire.exchange import next_batch
+from palestra.wire.journal import Queued
 
 
 def queue(*groups: tuple[int, int]) -> list[Queued]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from palestra.wire import posts
+from palestra.wire import server as posts
 from palestra.wire.server import trajectory_app
 
 REGISTRATION = {
@@ -85,7 +85,7 @@ def test_groups_go_round_with_every_field(trained):
         group_overrides={"group_size": 2}, generation_params={"temperature": 1.0}, images=[],
         turns=[[["template", 1], ["model", 2]]] * 2, versions=[[0, 4, 5]] * 2, stops=["answered", "truncated"],
         errors=[None, "broken"], seconds=[0.5, 0.25], tool_seconds=[0.0, 0.125],
-        verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False}}, {}],
+        verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False, "counts": True}}, {}],
         tool_results=[
             [{"id": "c", "name": "a", "ok": False, "seconds": 0.5, "raised": True, "error": "?", "format": "json"}], [],
         ],
@@ -216,7 +216,7 @@ def test_changing_requests_are_posts_and_the_protocols_own_gets_stay(trained):
 
 
 def test_a_large_post_is_parsed_in_a_process_of_its_own_with_the_same_result(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.wire.posts._LARGE", 100)
+    monkeypatch.setattr("palestra.wire.server._LARGE", 100)
     with httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30) as api:
         api.post("/register", json=REGISTRATION)
         large = group(messages=[[{"role": "user", "content": "x" * 200}]] * 2)

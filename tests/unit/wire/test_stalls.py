@@ -11,8 +11,8 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.serve.tally import Tally
-from palestra.wire import stalls
-from palestra.wire.stalls import StallWatch, repeated_trouble, shorten_log
+from palestra.wire import task as stalls
+from palestra.wire.task import StallWatch, repeated_trouble, shorten_log
 
 SAME = "WARNING:atroposlib.envs.base:Scores are the same in a group, skipping...\n"
 

@@ -19,8 +19,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-from palestra.wire.client import NoBatch, WireClient
-from palestra.wire.groups import ModelLimits
+from palestra.wire.protocol import ModelLimits, NoBatch, WireClient
 from palestra.wire.server import trajectory_app
 from palestra.wire.task import Address, WireSource, WireTask
 

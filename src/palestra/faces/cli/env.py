@@ -27,7 +27,7 @@ from palestra.faces.process_page import write_page
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.train.progress import make_display
-from palestra.wire.client import WireClient
+from palestra.wire.protocol import WireClient
 
 
 @click.group("env")

@@ -21,7 +21,7 @@ from palestra.faces.cli.display import training_display
 from palestra.faces.cli.settings import EnvSettings
 from palestra.faces.cli.summary import change_table, outcome_summary, print_findings
 from palestra.wire import WIRE_DEFAULTS
-from palestra.wire.client import WireClient
+from palestra.wire.protocol import WireClient
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
