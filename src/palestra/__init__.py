@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
     from palestra.suite import EvalSuite
-    from palestra.tools.context import Context
     from palestra.tools.mcp_client import McpServer
+    from palestra.tools.schema import Context
     from palestra.tools.tool import Tool, function_tool
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "Agent": "palestra.agents.agent",
-    "Context": "palestra.tools.context",
+    "Context": "palestra.tools.schema",
     "Env": "palestra.envs.env",
     "EnvConfig": "palestra.envs.env",
     "EvalSuite": "palestra.suite",

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from served import served
 
-from palestra.cluster.actor import PackedWeights
-from palestra.cluster.pool import PoolPolicy, RolloutPool
+from palestra.cluster.pool import PackedWeights, PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder

@@ -33,7 +33,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.policy.vllm_server import VllmServerPolicy
-from palestra.tools.arguments import read_arguments
+from palestra.tools.run import read_arguments
 
 CONTEXT = 512
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 77, 30]

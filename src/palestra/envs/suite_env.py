@@ -18,8 +18,7 @@ from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite
 from palestra.tools.mcp_client import McpConnection, McpTools, close_connections
-from palestra.tools.shared_state import shared_state
-from palestra.tools.tool import Tool, tools_by_name
+from palestra.tools.tool import Tool, shared_state, tools_by_name
 
 MEASURE_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from palestra.chat.grammars import grammar_compiler
 from palestra.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.chat.template import ChatFormat
-from palestra.cluster.actor import GroupSampler
-from palestra.cluster.pool import PoolCollector, PoolPolicy
+from palestra.cluster.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks

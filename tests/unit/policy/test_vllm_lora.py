@@ -17,8 +17,7 @@ from fake_vllm import FakeVllm
 from served import served
 from test_vllm_server import small_model, turn
 
-from palestra.cluster.actor import GroupSampler, PackedWeights
-from palestra.cluster.pool import PoolPolicy
+from palestra.cluster.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams

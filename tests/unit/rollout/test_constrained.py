@@ -15,7 +15,7 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.tools.arguments import read_arguments
+from palestra.tools.run import read_arguments
 
 OPEN = "<tool_call>"
 

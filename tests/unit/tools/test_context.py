@@ -11,7 +11,7 @@ from palestra import Context, function_tool
 from palestra.core.errors import PalestraError
 from palestra.core.types import ToolCall
 from palestra.tools.run import run_calls
-from palestra.tools.shared_state import shared_state
+from palestra.tools.tool import shared_state
 
 STOCK = {"lamp": 3}
 SEEN: list[str] = []

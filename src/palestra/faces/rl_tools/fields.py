@@ -14,7 +14,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.yaml_config import flatten
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.runs.locks import ServerLocks, Site, lifted_locks, type_name
-from palestra.tools.arguments import find_mismatch
+from palestra.tools.run import find_mismatch
 
 TRACKING_NAME = "wandb_name"
 RUN_SEED = "run.seed"  # an environment has a seed of its own

@@ -19,7 +19,7 @@ from palestra.faces.rl_tools.inference import InferenceTest
 from palestra.faces.rl_tools.models import choose_models
 from palestra.faces.rl_tools.requirements import HINTS, check_rl_python_version, get_missing_keys
 from palestra.faces.rl_tools.session import Session
-from palestra.tools.arguments import ArgumentError, read_arguments
+from palestra.tools.run import ArgumentError, read_arguments
 from palestra.tools.tool import Tool, function_tool
 
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
