@@ -10,8 +10,8 @@ TYPE_CHECKING = False  # as type checkers know it, without the cost of importing
 if TYPE_CHECKING:
     from palestra.agents.agent import Agent
     from palestra.agents.programs import command_agent
-    from palestra.agents.tools.context import Context
     from palestra.agents.tools.mcp_client import McpServer
+    from palestra.agents.tools.schema import Context
     from palestra.agents.tools.tool import Tool, function_tool
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
     from palestra.envs.env import Env, EnvConfig
@@ -42,7 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Agent": "palestra.agents.agent",
-    "Context": "palestra.agents.tools.context",
+    "Context": "palestra.agents.tools.schema",
     "Env": "palestra.envs.env",
     "EnvConfig": "palestra.envs.env",
     "EvalSuite": "palestra.suite",

@@ -29,7 +29,7 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.opening import tools_of
 from palestra.rollout.process import process
-from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.protocol import WireClient
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from served import served
 
-from palestra.backends.ray.actor import PackedWeights
-from palestra.backends.ray.pool import PoolPolicy, RolloutPool
+from palestra.backends.ray.pool import PackedWeights, PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
@@ -29,7 +28,7 @@ from palestra.core.types import Group
 from palestra.envs.load import load_env
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
-from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.protocol import WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.group_queue import GroupQueue

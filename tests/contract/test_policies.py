@@ -23,7 +23,7 @@ from fake_vllm import FakeVllm
 from served import served
 
 from palestra import function_tool
-from palestra.agents.tools.arguments import read_arguments
+from palestra.agents.tools.run import read_arguments
 from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError

@@ -31,7 +31,7 @@ from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import seed_of
-from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.protocol import WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.sources.wire.task import Address
 from palestra.train import StepTrainer

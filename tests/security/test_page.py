@@ -12,8 +12,8 @@ from palestra.runs.manager import RunManager
 from palestra.servers import body, connections
 from palestra.servers.openai import completer, inference
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS
-from palestra.sources.wire import posts, stalls
-from palestra.sources.wire.types import MAX_VALUE
+from palestra.sources.wire import server, task
+from palestra.sources.wire.protocol import MAX_VALUE
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +40,9 @@ def test_the_limits_that_the_pages_name_are_those_of_the_code():
         f"up to {connections._MAX_CONNECTIONS:,} connections",
         f"up to {MAX_PROMPTS:,} completions (prompts × n) and {completer._MAX_TOKENS >> 20} M prompt tokens × n",
         f"in {inference._MAX_BODY >> 20} MiB",
-        f"Bodies above {posts._LARGE >> 20} MiB",
+        f"Bodies above {server._LARGE >> 20} MiB",
         f"go up to {MAX_VALUE:g}".replace("e+", "e"),
-        f"at most {stalls._MAX_LOG_BYTES >> 20} MiB",
+        f"at most {task._MAX_LOG_BYTES >> 20} MiB",
     )
     says(
         "docs/agent_tools.md",

@@ -21,7 +21,7 @@ import pytest
 import palestra
 from palestra.core.errors import PalestraError
 from palestra.envs.load import load_env
-from palestra.envs.sandbox import Sandbox, SandboxLimits, cgroup, isolation
+from palestra.envs.sandbox import Sandbox, SandboxLimits, isolation
 from palestra.envs.sandbox import sandbox as sandbox_module
 from palestra.envs.sandbox.inside import folder_size, remove_tree
 from palestra.envs.sandbox.sandbox import choose_isolation, why_not
@@ -480,7 +480,7 @@ def test_a_delegated_control_group_bounds_an_attempt(tmp_path, monkeypatch):
     (parent / "cgroup.subtree_control").write_text("memory pids")
     own = tmp_path / "own"
     own.write_text("1:name=systemd:/x\n0::/user.slice/app.slice/our.scope\n")
-    assert cgroup.make_cgroup(LIMITS, tmp_path, own) is None  # an ordinary folder takes no processes
+    assert isolation.make_cgroup(LIMITS, tmp_path, own) is None  # an ordinary folder takes no processes
 
     def mkdir(path: Path) -> None:
         os.mkdir(path)
@@ -489,7 +489,7 @@ def test_a_delegated_control_group_bounds_an_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", mkdir)
     stale = parent / "palestra-sandbox-99999999-0"
     os.mkdir(stale)
-    made = cgroup.make_cgroup(LIMITS, tmp_path, own)
+    made = isolation.make_cgroup(LIMITS, tmp_path, own)
     assert made is not None
     assert not stale.exists()
     assert int((made.path / "memory.max").read_text()) == (256 + 8 + 32) * 2**20
@@ -497,7 +497,7 @@ def test_a_delegated_control_group_bounds_an_attempt(tmp_path, monkeypatch):
     assert subprocess.run([*made.enter(), "echo", "hello"], capture_output=True, check=True).stdout == b"hello\n"
     assert (made.path / "cgroup.procs").read_text().strip().isdigit()
     own.write_text("0::/somewhere/else\n")
-    assert cgroup.make_cgroup(LIMITS, tmp_path, own) is None
+    assert isolation.make_cgroup(LIMITS, tmp_path, own) is None
 
 
 def test_the_strongest_isolation_is_taken(monkeypatch):

@@ -249,7 +249,7 @@ def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
     from pydantic import ValidationError
 
     from palestra.servers.openai.generate_forms import SglangBody
-    from palestra.sources.wire.types import ScoredGroup
+    from palestra.sources.wire.protocol import ScoredGroup
 
     wrong = ["x"] * 10_000
     bodies = {

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from palestra.agent_tools.answers import Refusal, short
-from palestra.agents.tools.arguments import find_mismatch
+from palestra.agents.tools.run import find_mismatch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.yaml_config import flatten

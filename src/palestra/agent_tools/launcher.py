@@ -24,8 +24,7 @@ from palestra.core.files import read_regular, slug
 from palestra.core.yaml_config import flatten
 from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
-from palestra.envs.discover import DiscoveredEnv, discover
-from palestra.envs.source import MAX_BYTES
+from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
 from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 

@@ -17,7 +17,7 @@ from palestra.agent_tools.inference import InferenceTest
 from palestra.agent_tools.models import choose_models
 from palestra.agent_tools.requirements import HINTS, check_rl_python_version, get_missing_keys
 from palestra.agent_tools.session import Session
-from palestra.agents.tools.arguments import ArgumentError, read_arguments
+from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.envs.discover import discover

@@ -1,29 +1,37 @@
-"""One run of a program: its own process group, its output up to a limit, and an end to it in any case."""
+"""The process of an attempt: its output up to a limit, and an end to all that it has started. Optionally forked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shlex
+import shutil
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from palestra.core.children import end_group, end_marked
+from palestra.core.children import end_group
+from palestra.core.errors import RolloutError
 from palestra.core.program_result import ProgramResult
+from palestra.core.scratch import scratch_root
 
-_LAST_OUTPUT_S = 5.0  # for what is left in the pipes once all processes have ended
+_SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+_END_S = 10.0  # for a supervisor to end what a program has started
 
 
 class _Running(asyncio.SubprocessProtocol):
-    """What a program writes to stdout (1) and stderr (2), up to a limit for both together, and when it ends."""
+    """Collects stdout (1) and stderr (2), up to a limit for both together."""
 
     def __init__(self, max_output_bytes: int) -> None:
         self.texts = {1: bytearray(), 2: bytearray()}
         self.left = max_output_bytes
         self.ended = asyncio.Event()  # by itself, or at the limit
-        self.closed = asyncio.Event()  # nobody is left who could write
+        self.closed = asyncio.Event()  # the supervisor has ended, and its pipes are read
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self.texts[fd] += data[: max(0, self.left)]
@@ -41,6 +49,11 @@ class _Running(asyncio.SubprocessProtocol):
         return self.texts[fd].decode("utf-8", "replace")
 
 
+def supervised(command: Sequence[str]) -> list[str]:
+    """The command line that runs a command under a supervisor; see supervisor.py."""
+    return [sys.executable, "-IS", _SUPERVISOR, "run", *command]
+
+
 async def run_process(
     command: Sequence[str],
     *,
@@ -49,14 +62,11 @@ async def run_process(
     cwd: str | Path | None,
     timeout_s: float,
     max_output_bytes: int,
-    marker: str,
 ) -> ProgramResult:
-    """Run a program to its end, or to the first limit that it meets; what it has started ends with it.
+    """Run a supervised command to its end, or to the first limit that it meets.
 
-    Also when this is cancelled. `marker` names a variable of `env` whose value no other program has: by it processes
-    are found that have left the program's session. A program that cannot be started raises OSError.
+    What it has started ends with it, also when this is cancelled.
     """
-    variable = f"{marker}={env[marker]}"
     began = time.monotonic()
     with stdin.open("rb") as case:
         transport, running = await asyncio.get_running_loop().subprocess_exec(
@@ -68,20 +78,73 @@ async def run_process(
             await asyncio.wait_for(running.ended.wait(), timeout_s)
         if transport.get_returncode() is None:
             stopped = "output" if running.left < 0 else "time"
-        end_group(transport.get_pid())
-        await asyncio.to_thread(end_marked, variable)
-        with contextlib.suppress(TimeoutError):  # by a grandchild that left the group
-            await asyncio.wait_for(running.closed.wait(), _LAST_OUTPUT_S)
-        code = transport.get_returncode()
-        return ProgramResult(
-            -signal.SIGKILL if code is None else code,
-            running.text(1),
-            running.text(2),
-            time.monotonic() - began,
-            stopped,
-        )
     finally:
-        if transport.get_returncode() is None:
-            end_group(transport.get_pid())
-            end_marked(variable)
-        transport.close()
+        await _end(transport, running)
+    code = transport.get_returncode()
+    if stopped or code is None:
+        code = -signal.SIGKILL
+    return ProgramResult(code, running.text(1), running.text(2), time.monotonic() - began, stopped)
+
+
+async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> None:
+    """Let the supervisor end the program; kill it where it does not."""
+    if transport.get_returncode() is None:
+        transport.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(running.closed.wait(), _END_S)
+    except TimeoutError:
+        end_group(transport.get_pid())
+    transport.close()
+
+
+class ForkServer:
+    """The fork server of a Python program: started with the first attempt, ended with the last."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        if len(command) < 2 or not re.match(r"python[\d.]*$", Path(command[0]).name) or not command[1].endswith(".py"):
+            raise RolloutError(
+                f"agent.fork_server is for commands such as `python my_agent.py`, got `{shlex.join(command)}`; "
+                "leave it out"
+            )
+        self._words = list(command)
+        self._env = dict(env)
+        self._cwd = cwd
+        self._folder = tempfile.mkdtemp(prefix="palestra-fork-", dir=scratch_root())
+        self._socket = str(Path(self._folder, "socket"))
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+
+    async def command(self, start_timeout_s: float) -> list[str]:
+        """The command line of one attempt."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self._start(start_timeout_s)
+        return [self._words[0], "-IS", _SUPERVISOR, "fork", self._socket]
+
+    async def _start(self, timeout_s: float) -> None:
+        Path(self._socket).unlink(missing_ok=True)
+        python, *rest = self._words
+        self._process = await asyncio.create_subprocess_exec(
+            python, _SUPERVISOR, "serve", self._socket, *rest,
+            env=self._env, cwd=self._cwd, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while line := await self._process.stdout.readline():  # modules may print while they are imported
+                    if line == b"ready\n":
+                        return
+        await self.close()
+        raise RolloutError(
+            f"the fork server of `{shlex.join(self._words)}` did not start; try without agent.fork_server"
+        )
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            end_group(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from palestra.agents.agent import Agent
-from palestra.agents.forking import ForkServer
-from palestra.agents.process import run_process
+from palestra.agents.process import ForkServer, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import read_json
@@ -103,24 +103,26 @@ class CommandAgent(ProgramAgent):
             case_file.write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
             own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
             env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
-            try:
-                command = await self._forked(limits.timeout_s) if limits.fork_server else self.command
-                if limits.sandbox is not None:
-                    command = limits.sandbox.command(command, Path(folder), self.cwd)
-                ended = await run_process(
-                    command,
-                    env=env,
-                    stdin=case_file,
-                    cwd=self.cwd,
-                    timeout_s=limits.timeout_s,
-                    max_output_bytes=limits.max_output_bytes,
-                    marker="PALESTRA_RESULT_FILE",
-                )
-            except OSError as error:
-                raise RolloutError(
-                    f"the agent's command {shlex.join(self.command)} could not be started: {error}"
-                ) from None
+            self._check_exists(env)
+            if limits.fork_server:
+                command = await self._forked(limits.timeout_s)
+            else:
+                sandbox = limits.sandbox
+                command = supervised(sandbox.command(self.command, Path(folder), self.cwd) if sandbox else self.command)
+            ended = await run_process(
+                command,
+                env=env,
+                stdin=case_file,
+                cwd=self.cwd,
+                timeout_s=limits.timeout_s,
+                max_output_bytes=limits.max_output_bytes,
+            )
             return _with_result(ended, result_file, limits.max_output_bytes)
+
+    def _check_exists(self, env: Mapping[str, str]) -> None:
+        program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
+        if shutil.which(program, path=env.get("PATH")) is None:
+            raise RolloutError(f"the agent's command {shlex.join(self.command)} could not be started: no such program")
 
     async def _forked(self, start_timeout_s: float) -> Sequence[str]:
         if self._server is None:

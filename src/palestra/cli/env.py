@@ -26,7 +26,7 @@ from palestra.envs.running import RunningEnv
 from palestra.evals.evidence import RunFacts
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
-from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.protocol import WireClient
 from palestra.train.progress import make_display
 
 

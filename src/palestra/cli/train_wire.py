@@ -21,7 +21,7 @@ from palestra.core.show import show_path, show_seconds
 from palestra.env_api import train_wire
 from palestra.envs.load import env_class, find_env
 from palestra.sources.wire import WIRE_DEFAULTS
-from palestra.sources.wire.client import WireClient
+from palestra.sources.wire.protocol import WireClient
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome

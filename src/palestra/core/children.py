@@ -15,7 +15,6 @@ from typing import IO, Any
 from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
-_MAX_SCANS = 20
 _PR_SET_PDEATHSIG = 1
 _ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
 
@@ -76,26 +75,3 @@ def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to a process group: a program and all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
         os.killpg(leader, number)
-
-
-def end_marked(variable: str) -> None:
-    """Kill all processes that have this `NAME=value` in their environment, also those in sessions of their own.
-
-    A program passes its environment on to all that it starts, so a unique value marks them. Linux only.
-    """
-    for _ in range(_MAX_SCANS):  # a process may start another one before it is killed
-        found = _processes_with(f"\0{variable}\0".encode())
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def _processes_with(entry: bytes) -> list[int]:
-    own, found = os.getpid(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if int(folder.name) != own and entry in b"\0" + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found

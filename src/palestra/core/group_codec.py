@@ -3,8 +3,9 @@
 A group is written in columns with one entry for each rollout, by the names of the Atropos wire: `tokens`, `masks`
 (the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
 and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
-`versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`. What a foreign
-environment leaves out is read as far as its masks tell.
+`versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`; where there are any,
+`lineages` and `info` of each rollout and `metrics` of the group. What a foreign environment leaves out is derived from
+its masks as far as possible.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)
@@ -93,7 +94,7 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
     rollouts = group.rollouts
     masked = [r.error is not None or (mask_truncated and r.cut_off) for r in rollouts]
-    columns = {
+    columns: dict[str, Any] = {
         "problem_id": group.problem_id,
         "scores": [r.reward for r in rollouts],
         "passed": [r.passed for r in rollouts],
@@ -112,7 +113,15 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
         "tool_seconds": [round(r.tool_seconds, 4) for r in rollouts],
     }
     advantages = [r.advantages.tolist() for r in rollouts if r.advantages is not None]
-    return columns | ({"advantages": advantages} if len(advantages) == len(rollouts) else {})
+    if len(advantages) == len(rollouts):
+        columns["advantages"] = advantages
+    if any(r.lineages for r in rollouts):
+        columns["lineages"] = [[_lineage_to_dict(lineage, exact=True) for lineage in r.lineages] for r in rollouts]
+    if any(r.info for r in rollouts):
+        columns["info"] = [dict(r.info) for r in rollouts]
+    if metrics := {name: value for name, value in group.metrics.items() if math.isfinite(value)}:
+        columns["metrics"] = metrics
+    return columns
 
 
 def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int) -> Group:
@@ -123,7 +132,7 @@ def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int
     trained = [_trained(columns, i) for i in range(len(columns["tokens"]))]
     shared = _shared_prompt(columns["tokens"], trained)
     rollouts = (_rollout_from_dict(columns, i, problem_id, trained[i], shared, version) for i in range(len(trained)))
-    return Group(problem_id, tuple(rollouts))
+    return Group(problem_id, tuple(rollouts), columns.get("metrics") or {})
 
 
 def _rollout_from_dict(
@@ -133,6 +142,7 @@ def _rollout_from_dict(
     verdicts = _entry(columns, "verdicts", i)
     scores = {name: Score(**v) for name, v in verdicts.items()} if verdicts is not None else None
     error = _entry(columns, "errors", i)
+    lineages = () if _is_overridden(columns, i) else _entry(columns, "lineages", i) or ()
     return Rollout(
         problem_id=problem_id,
         turns=_turns(columns, i, trained, shared, version),
@@ -146,6 +156,8 @@ def _rollout_from_dict(
         error=error,
         advantages=_advantages(columns, i, trained),
         tool_names=tuple(_entry(columns, "tool_names", i) or ()),
+        lineages=tuple(map(_lineage_from_dict, lineages)),
+        info=_entry(columns, "info", i) or {},
     )
 
 
@@ -263,7 +275,7 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     ids = record["token_ids"]
     if record["maker"] != "model":
         return Turn(record["maker"], ids)
-    versions = record.get("versions", record["policy_version"])
+    versions = record["versions"] if "versions" in record else record["policy_version"]
     return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), versions, record.get("finish"))  # type: ignore[arg-type]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -11,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.core import children
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import clean_environment
+from palestra.envs.child_process import ChildFailed, ChildProcess
 from palestra.envs.discover import DiscoveredEnv
 
 
@@ -36,29 +34,18 @@ def describe_env(
 
     `python` is the interpreter that has what the environment imports; ours unless given.
     """
-    asked = {
-        "file": str(found.file_path),
-        "class_name": found.class_name,
-        "settings": {**found.preset, **(settings or {})},
-    }
-    answer, complaints = _ask(found.name, python or Path(sys.executable), asked, timeout_s)
-    try:
-        description = json.loads(answer)
-    except ValueError:
-        lines = complaints.strip().splitlines()
-        description = {"error": lines[-1] if lines else "its process ended without an answer"}
-    if "error" in description:
-        raise PalestraError(f"the config of {found.name} cannot be read: {description['error']}")
-    return EnvDescription(description["fields"], description["run_settings"])
-
-
-def _ask(name: str, python: Path, asked: dict[str, Any], timeout_s: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as home:
-        command = children.isolated(Path(__file__).with_name("config_child.py"), python=python)
-        process = children.start(command, env=clean_environment() | {"HOME": home}, cwd=home, stdin=subprocess.PIPE)
+        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, Path(home, "stderr"))
         try:
-            return process.communicate(json.dumps(asked), timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise PalestraError(f"reading the config of {name} took longer than {timeout_s:g} s") from None
+            answer = child.ask(
+                "describe",
+                timeout_s,
+                file=str(found.file_path),
+                class_name=found.class_name,
+                settings={**found.preset, **(settings or {})},
+            )
+            return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
+        except (ChildFailed, TypeError, KeyError, ValueError) as error:
+            raise PalestraError(f"the config of {found.name} cannot be read: {error}") from None
         finally:
-            children.end(process)
+            child.close()

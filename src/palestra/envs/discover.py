@@ -1,7 +1,8 @@
-"""Which environments there are: found by reading source code, so that nobody's code runs for a listing."""
+"""Lists environments by parsing source files; no code of a listed file runs."""
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,16 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.files import slug
+from palestra.core.files import read_regular, slug
 from palestra.envs.env import default_name
 from palestra.envs.reasoning_gym_tasks import FAMILY, task_names
-from palestra.envs.source import ClassSource, FileSource, full_name, read_source
 
 BASES = {"palestra.Env": "palestra", "palestra.envs.env.Env": "palestra", "atroposlib.envs.base.BaseEnv": "atropos"}
 LIBRARY = Path(__file__).with_name("library")
 ENTRY_POINTS = "palestra.environments"
 PATH_VARIABLE = "PALESTRA_ENV_PATH"
 MAX_FILES = 5000
+MAX_BYTES = 2_000_000  # a longer file is data, not an environment
 
 Origin = Literal["built-in", "configured", "installed"]
 
@@ -107,17 +108,43 @@ def python_files(path: Path) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
+@dataclass(frozen=True)
+class ClassSource:
+    """A class as written: its bases by their full dotted names where the imports show them."""
+
+    name: str
+    bases: tuple[str, ...]
+    docstring: str
+    constants: dict[str, str]  # class attributes that are plain texts or names, such as name = "gsm8k"
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The classes of one file; `error` where it cannot be read or parsed."""
+
+    path: Path
+    classes: dict[str, ClassSource] = field(default_factory=dict)
+    error: str | None = None
+
+
 class _Classes:
-    """The classes of many files, and which of them lead to an environment base."""
+    """The classes of many files, and which of them lead to an environment base.
+
+    Files are never imported, so a base is looked up by its own name: in the same file, otherwise in all of them.
+    """
 
     def __init__(self, sources: Sequence[FileSource]) -> None:
-        self._by_module: dict[str, list[FileSource]] = {}
+        self._by_name: dict[str, list[tuple[FileSource, ClassSource]]] = {}
         for source in sources:
-            parts = source.path.resolve().with_suffix("").parts[1:]
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            for start in range(len(parts)):
-                self._by_module.setdefault(".".join(parts[start:]), []).append(source)
-        self._extended = {base for s in sources for c in s.classes.values() for base in self._ends(s, c)}
+            for cls in source.classes.values():
+                self._by_name.setdefault(cls.name, []).append((source, cls))
+        self._extended = {
+            (home.path, parent.name)
+            for source in sources
+            for cls in source.classes.values()
+            for base in cls.bases
+            for home, parent in self._find(source, base)
+        }
 
     def environments(self, source: FileSource, origin: Origin) -> list[DiscoveredEnv]:
         """The environments that a file defines. A class without a name that others extend is their base, no more."""
@@ -144,21 +171,84 @@ class _Classes:
                     return dialect
         return None
 
-    def _ends(self, source: FileSource, cls: ClassSource) -> list[tuple[Path, str]]:
-        return [(home.path, parent.name) for base in cls.bases for home, parent in self._find(source, base)]
+    def _find(self, source: FileSource, base: str) -> list[tuple[FileSource, ClassSource]]:
+        """Where a base may be defined."""
+        if base in source.classes:
+            return [(source, source.classes[base])]
+        return self._by_name.get(base.rpartition(".")[2], [])
 
-    def _find(self, source: FileSource, base: str, depth: int = 0) -> list[tuple[FileSource, ClassSource]]:
-        """Where a base may be defined: here, in the module that its name says, or in one that re-exports it."""
-        module, _, name = base.rpartition(".")
-        homes = [source] if not module else self._by_module.get(module, [])
-        found = [(home, home.classes[name]) for home in homes if name in home.classes]
-        if found or depth > 5:
-            return found
-        for home in homes:
-            further = [f"{star}.{name}" for star in home.star_imports]
-            further += [full_name(name, home.imports)] if name in home.imports else []
-            found += [pair for other in further if other != base for pair in self._find(home, other, depth + 1)]
-        return found
+
+def read_source(path: Path) -> FileSource:
+    """The classes of a file, without running it."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return FileSource(path, error=f"is larger than {MAX_BYTES:,} bytes")
+        tree = ast.parse(read_regular(path, MAX_BYTES), str(path))
+    except SyntaxError as error:
+        return FileSource(path, error=f"line {error.lineno}: {error.msg}")
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return FileSource(path, error=f"{type(error).__name__}: {error}")
+    statements = list(_top_level(tree.body))
+    imports = _imports(statements)
+    return FileSource(path, {node.name: _class(node, imports) for node in statements if isinstance(node, ast.ClassDef)})
+
+
+def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import, also those inside of `if` and `try`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _top_level(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level(handler.body)
+
+
+def _imports(statements: Sequence[ast.stmt]) -> dict[str, str]:
+    """Local name -> full dotted name of what was imported under it."""
+    names: dict[str, str] = {}
+    for node in statements:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _class(node: ast.ClassDef, imports: dict[str, str]) -> ClassSource:
+    constants: dict[str, str] = {}
+    for statement in node.body:
+        value: ast.expr | None = None
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+        elif isinstance(statement, ast.AnnAssign):
+            target, value = statement.target, statement.value
+        if value is not None and isinstance(target, ast.Name):
+            text = value.value if isinstance(value, ast.Constant) else _dotted(value)
+            if isinstance(text, str):
+                constants[target.id] = text
+    bases = [_full_name(dotted, imports) for base in node.bases if (dotted := _dotted(base))]
+    return ClassSource(node.name, tuple(bases), ast.get_docstring(node) or "", constants)
+
+
+def _full_name(dotted: str, imports: dict[str, str]) -> str:
+    """The name with its first part replaced by what was imported under it."""
+    first, dot, rest = dotted.partition(".")
+    return imports.get(first, first) + dot + rest
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """`a.b.C` of an expression, also of `C[int]`; None when it is something else."""
+    if isinstance(node, ast.Subscript):
+        return _dotted(node.value)
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return inner and f"{inner}.{node.attr}"
+    return None
 
 
 def _installed(errors: dict[Path, str]) -> Iterator[tuple[FileSource, str]]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.agents.tools.mcp_client import McpConnection, McpTools, close_connections
-from palestra.agents.tools.shared_state import shared_state
-from palestra.agents.tools.tool import Tool, tools_by_name
+from palestra.agents.tools.tool import Tool, shared_state, tools_by_name
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
 from palestra.core.program_result import ProgramResult

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from palestra.backends.ray.actor import GroupSampler
-from palestra.backends.ray.pool import PoolCollector, PoolPolicy
+from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks

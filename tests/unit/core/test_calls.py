@@ -139,7 +139,7 @@ def test_a_thread_that_does_not_start_is_our_failure(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     async def no_thread_left():
-        monkeypatch.setattr(calls, "_idle", [])
+        monkeypatch.setattr(calls, "_idle_workers", [])
         monkeypatch.setattr(threading.Thread, "start", refuse)
         try:
             await call_with_limit(print, timeout_s=1)

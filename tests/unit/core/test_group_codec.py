@@ -188,11 +188,18 @@ def test_a_sequence_that_shall_not_train_does_not_though_its_turns_are_known():
     assert [r.reward for r in group.rollouts] == [1.0, 0.25], "it stays in the baseline"
 
 
-def test_other_conversations_and_notes_of_a_rollout_are_kept_in_its_line() -> None:
+def test_other_conversations_and_notes_of_a_rollout_are_kept_in_its_line_and_its_groups_columns() -> None:
     helper = Lineage((Turn("template", (1,)), Turn("model", (2,), (-0.5,), 4)), (Message("user", "help"),), "answered")
     whole = rollout(1.0, lineages=(helper,), info={"exit_code": 1})
-    again = rollout_from_dict(json.loads(json.dumps(rollout_to_dict(whole))))
-    assert again.lineages[0].turns == helper.turns
-    assert again.lineages[0].messages == helper.messages
-    assert again.info == {"exit_code": 1}
+    by_columns = group_from_dict(through_json(group_to_dict(Group("p", (whole, rollout(0.5))))), "p", version=0)
+    for again in (rollout_from_dict(through_json(rollout_to_dict(whole))), by_columns.rollouts[0]):
+        assert again.lineages[0].turns == helper.turns
+        assert again.lineages[0].messages == helper.messages
+        assert again.info == {"exit_code": 1}
+    assert by_columns.rollouts[1].lineages == ()
     assert "lineages" not in rollout_to_dict(rollout())
+
+
+def test_metrics_of_a_group_are_kept_in_its_columns_unless_json_cannot_write_them() -> None:
+    group = Group("p", (rollout(),), {"agent/rows": 2.0, "broken": math.nan})
+    assert group_from_dict(through_json(group_to_dict(group)), "p", version=0).metrics == {"agent/rows": 2.0}

@@ -9,7 +9,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.envs.load import load_env
-from palestra.envs.scorer import scorer
+from palestra.envs.reasoning_gym_tasks import scorer
 
 pytest.importorskip("reasoning_gym")
 
@@ -38,10 +38,10 @@ def test_an_answer_that_never_ends_scores_0_and_the_next_scorer_sees_no_key_eith
     attempt("countdown", tagged("1"))
     monkeypatch.setattr(scorer, "_timeout_s", 1.0)
     score = attempt("countdown", tagged("9**9**9**9"))
-    assert (score.value, score.reason) == (0.0, "it cannot be scored: scoring took longer than 1 s")
+    assert (score.value, score.reason) == (0.0, "it cannot be scored: it took longer than 1 s")
     monkeypatch.setattr(scorer, "_timeout_s", 60.0)
     assert attempt("chain_sum", None, answer_tags=False).passed, "a new process scores the next one"
-    assert b"sesame" not in Path(f"/proc/{scorer._process.pid}/environ").read_bytes()
+    assert b"sesame" not in Path(f"/proc/{scorer._child._process.pid}/environ").read_bytes()
 
 
 @pytest.mark.parametrize("task", ["prime_factorization", "boxnet"])

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra import function_tool
-from palestra.agents.tools.arguments import read_arguments
+from palestra.agents.tools.run import read_arguments
 from palestra.core.types import SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.models.chat.template import ChatFormat

@@ -4,18 +4,170 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import ValidationError, to_jsonable_python
 
-from palestra.agents.tools.arguments import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import did_you_mean
 from palestra.core.messages import encodable
 from palestra.core.types import ToolCall, ToolResult
+
+_BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
+    ("minimum", "at least", operator.ge),
+    ("maximum", "at most", operator.le),
+    ("exclusiveMinimum", "more than", operator.gt),
+    ("exclusiveMaximum", "less than", operator.lt),
+)
+
+
+class ArgumentError(Exception):
+    """Arguments that do not fit the tool; its text is for the model to read."""
+
+
+def read_arguments(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments for `tool.fn`. Nothing is guessed: "3" is not an int."""
+    properties: dict[str, Any] = tool.parameters.get("properties", {})
+    problems = []
+    for key in tool.parameters.get("required", ()):
+        # a default stands in even where the schema asks for the argument, as strict schemas do for all
+        if key not in arguments and "default" not in properties.get(key, {}):
+            problems.append(f"missing argument {key!r}")
+    values: dict[str, Any] = {}
+    for key, value in arguments.items():
+        try:
+            values[key] = _read(tool, key, value, properties)
+        except ArgumentError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ArgumentError("; ".join(problems).rstrip(".") + f". {tool.name} takes {_signature(tool)}")
+    return values
+
+
+def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
+    if key in tool.readers:
+        return _convert(tool.readers[key], key, value)
+    if key in properties:
+        problem = find_mismatch(value, properties[key], tool.parameters)
+        if problem:
+            raise ArgumentError(f"argument {key!r} {problem}")
+    elif tool.parameters.get("additionalProperties", False) is False:
+        raise ArgumentError(f"unknown argument {key!r}{_or_meant(key, properties)}")
+    return value
+
+
+def _convert(reader: Any, key: str, value: Any) -> Any:
+    try:
+        # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
+        return reader.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"[{part!r}]" for part in first["loc"])
+        raise ArgumentError(f"argument {key!r}{where}: {first['msg']}, got {_short(first['input'])}") from None
+
+
+def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
+    """Why a JSON value does not fit a JSON schema; None when it does. Keywords unknown here are not checked."""
+    if "$ref" in schema:
+        return find_mismatch(value, _referred(schema, root), root)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            found = [find_mismatch(value, option, root) for option in schema[key]]
+            return None if None in found else " or ".join(dict.fromkeys(text for text in found if text))
+    if "enum" in schema and value not in schema["enum"]:
+        return f"should be one of {json.dumps(schema['enum'], ensure_ascii=False)}, got {_short(value)}"
+    if "const" in schema and value != schema["const"]:
+        return f"should be {json.dumps(schema['const'], ensure_ascii=False)}, got {_short(value)}"
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is_kind(value, kind) for kind in kinds):
+        return f"should be of type {' or '.join(kinds)}, got {_short(value)}"
+    return _find_out_of_bounds(value, schema) or _find_inside(value, schema, root)
+
+
+def _referred(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    target: Any = root
+    for part in str(schema["$ref"]).removeprefix("#/").split("/"):
+        target = target.get(part, {})
+    return dict(target)
+
+
+def _find_out_of_bounds(value: Any, schema: dict[str, Any]) -> str | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    for keyword, words, holds in _BOUNDS:
+        if keyword in schema and not holds(value, schema[keyword]):
+            return f"should be {words} {schema[keyword]}, got {_short(value)}"
+    return None
+
+
+def _find_inside(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
+    if isinstance(value, list) and isinstance(schema.get("items"), dict):
+        for index, item in enumerate(value):
+            if problem := find_mismatch(item, schema["items"], root):
+                return f"item {index} {problem}"
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
+        for key in schema.get("required", ()):
+            if key not in value:
+                return f"needs the key {key!r}"
+        for key, item in value.items():
+            if key not in properties and schema.get("additionalProperties") is False:
+                return f"has the unknown key {key!r}"
+            if problem := find_mismatch(item, properties.get(key, {}), root):
+                return f"key {key!r} {problem}"
+    return None
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    kinds: dict[str, Any] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "array": list,
+        "object": dict,
+        "null": type(None),
+    }
+    return kind in kinds and isinstance(value, kinds[kind])
+
+
+def _or_meant(key: str, properties: dict[str, Any]) -> str:
+    guess = did_you_mean(key, properties)
+    return f" ({guess.strip()})" if guess else ""
+
+
+def _signature(tool: Tool) -> str:
+    properties: dict[str, Any] = tool.parameters.get("properties", {})
+    if not properties:
+        return "no arguments"
+    required = tool.parameters.get("required", ())
+    parts = [
+        f"{key}: {_kind(schema, tool.parameters)}{'' if key in required else ' (optional)'}"
+        for key, schema in properties.items()
+    ]
+    return ", ".join(parts)
+
+
+def _kind(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """What a schema takes, in a word or two: `integer or null` for an `int | None`."""
+    if "$ref" in schema:
+        return _kind(_referred(schema, root), {})  # not further: a type may hold itself
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_kind(option, root) for option in options))
+    kind = schema.get("type", "any")
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
 
 MAX_ERROR_CHARS = 300
 

@@ -6,15 +6,58 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from palestra.agents.tools.context import is_context
-from palestra.agents.tools.docstring import parse_docstring
+import docstring_parser
+
 from palestra.core.errors import PalestraError
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+    Context = Annotated[T, "the state of an attempt"]
+else:
+
+    class Context:
+        """The type of a tool's parameter that gets the state of the attempt; Context[Cart] is a Cart.
+
+            @function_tool
+            def add(item: str, cart: Context[Cart]) -> str:
+                \"""Put an item into the cart.\"""
+                cart.items.append(item)
+                return f"{len(cart.items)} items"
+
+            suite = EvalSuite.from_records(records, measures=[…], context_fn=lambda record: Cart())
+
+        A model sees `add(item)`; each attempt has its own cart.
+        """
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return Annotated[kind, cls]
+
+
+def is_context(annotation: Any) -> bool:
+    """Whether a parameter of this type gets the attempt's context."""
+    is_marked = typing.get_origin(annotation) is Annotated and Context in annotation.__metadata__
+    return is_marked or annotation is Context
+
+
+def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """What the function does, and what each parameter means; for docstrings of Google, NumPy and Sphinx style.
+
+    >>> parse_docstring("Add.\\n\\nArgs:\\n    a: The first number.")
+    ('Add.', {'a': 'The first number.'})
+    """
+    parsed = docstring_parser.parse(docstring)
+    texts: dict[str, str] = {}
+    for parameter in parsed.params:
+        for name in parameter.arg_name.split(","):  # NumPy: `a, b : int`
+            texts[name.strip(" *")] = " ".join((parameter.description or "").split())
+    return (parsed.description or "").strip(), texts
+
 
 EXAMPLE = '''
     def add(a: int, b: int) -> int:

@@ -23,10 +23,8 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from palestra.backends.ray.actor import GroupJob, GroupSampler, PackedWeights, Recipe, read_group
-from palestra.backends.ray.by_value import dumps
-from palestra.backends.ray.pool import Actor, ActorLost
-from palestra.backends.ray.rollout_actor import RolloutActor
+from palestra.backends.ray.pool import Actor, ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
+from palestra.backends.ray.rollout_actor import RolloutActor, dumps
 from palestra.core.config_sections import RaySection
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group

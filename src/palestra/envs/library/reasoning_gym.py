@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Message, Problem, Score
 from palestra.envs.base import Split
+from palestra.envs.child_process import ChildFailed
 from palestra.envs.env import Env, EnvConfig
 from palestra.envs.problems import is_held_out
-from palestra.envs.reasoning_gym_tasks import WRONG_SCORERS, task_names
-from palestra.envs.scorer import ScoringFailed, scorer
+from palestra.envs.reasoning_gym_tasks import WRONG_SCORERS, scorer, task_names
 
 _SEEDS_APART = 1_000_003  # datasets add the index to the seed
 _EXAMPLES_SEED = 77_777_777
@@ -98,7 +98,7 @@ class ReasoningGym(Env):
             return Score(0.0, False, f"there is no answer{' in <answer> tags' if self.config.answer_tags else ''}")
         try:
             value = scorer.score(self.config.task, self._settings(), text, self.problem.row["entry"])
-        except ScoringFailed as failure:
+        except ChildFailed as failure:
             return Score(0.0, False, f"it cannot be scored: {failure}")
         value = min(max(value, 0.0), 1.0)
         return Score(value, value >= self.pass_threshold - 1e-9, f"expected {self.problem.expect}")

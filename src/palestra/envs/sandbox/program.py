@@ -26,10 +26,9 @@ from typing import NoReturn
 
 from palestra.core.errors import PalestraError
 from palestra.envs.sandbox.inside import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, become, install_filter, prctl
-from palestra.envs.sandbox.isolation import visible
+from palestra.envs.sandbox.isolation import seccomp_filter, visible
 from palestra.envs.sandbox.namespaces import NEW_NS, check, libc, new_root, unshare
 from palestra.envs.sandbox.sandbox import why_not
-from palestra.envs.sandbox.seccomp import seccomp_filter
 
 _DISK_MIB, _FILES = 256, 20_000  # of its /tmp
 # what clients of HTTP read when they start, though they use none of it here

@@ -24,18 +24,19 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from palestra.core.errors import PalestraError
-from palestra.envs.sandbox.cgroup import Cgroup, make_cgroup
 from palestra.envs.sandbox.inside import remove_tree
 from palestra.envs.sandbox.isolation import (
     CONTAINER_IMAGE,
     PYTHON,
+    Cgroup,
     Isolation,
     SandboxLimits,
     environment,
     installed,
+    make_cgroup,
+    seccomp_filter,
     shut_in,
 )
-from palestra.envs.sandbox.seccomp import seccomp_filter
 
 Stopped = Literal["time", "output", "memory", "processes", "disk", "lost"]
 

@@ -7,16 +7,15 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.sources.wire import journal
-from palestra.sources.wire.packing import Queued, next_batch
-from palestra.sources.wire.posts import PostedGroup
-from palestra.sources.wire.types import EnvRegistration, Registration
+from palestra.sources.wire.journal import Queued
+from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
 
 log = logging.getLogger("palestra")
 
@@ -54,6 +53,20 @@ class Delivery:
 
     number: int
     groups: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PostedGroup:
+    """A checked group as JSON, and what the queue must know of it."""
+
+    env_id: int | None
+    sequences: int
+    longest: int  # tokens of its longest sequence
+    body: bytes
+
+    @classmethod
+    def of(cls, group: ScoredGroup) -> PostedGroup:
+        return cls(group.env_id, len(group.tokens), group.longest, group.model_dump_json().encode())
 
 
 class Exchange:
@@ -314,3 +327,75 @@ class Exchange:
         async with self._taking:
             await self.journal.do(journal.clear)
             self._load()
+
+
+def next_batch(
+    queue: Sequence[Queued], batch_size: int, minimums: Mapping[int, float] | None = None
+) -> list[Queued] | None:
+    """The groups of the next batch in the order in which they came; None when no exact batch can be made yet.
+
+    `minimums` gives environments a share of each batch (0 to 1) that is theirs. Where taking the oldest
+    groups would leave one of them with less, each of them gets the smallest amount that covers its share,
+    and the others fill the rest.
+    """
+    oldest = _oldest_exactly(queue, batch_size)
+    required = _required_sequences(minimums or {}, batch_size)
+    if oldest is None or all(_count(oldest, env_id) >= least for env_id, least in required.items()):
+        return oldest
+    return _with_minimums(queue, batch_size, required)
+
+
+def _oldest_exactly(queue: Sequence[Queued], total: int) -> list[Queued] | None:
+    """The oldest groups that add up to `total`: out of the shortest run that can, each one that can be in is in."""
+    sums, everything = 1, (1 << (total + 1)) - 1  # bit s of `sums`: the sum s can be reached
+    for end, group in enumerate([None, *queue]):
+        sums |= (sums << group.sequences) & everything if group else 0
+        if sums >> total & 1:
+            amounts = _choose([(g.sequences, 0) for g in queue[:end]], total)
+            return [g for g, amount in zip(queue, amounts or (), strict=False) if amount]
+    return None
+
+
+def _with_minimums(queue: Sequence[Queued], batch_size: int, required: Mapping[int, int]) -> list[Queued] | None:
+    pools = [[g for g in queue if g.env_id == env_id] for env_id in required]
+    pools.append([g for g in queue if g.env_id not in required])
+    reachable = []
+    for pool, least in zip(pools, [*required.values(), 0], strict=True):
+        sums = 1
+        for group in pool:
+            sums |= (sums << group.sequences) & ((1 << (batch_size + 1)) - 1)
+        reachable.append([amount for amount in range(least, sums.bit_length()) if sums >> amount & 1])
+    amounts = _choose(reachable, batch_size)
+    if amounts is None:
+        return None
+    parts = [_oldest_exactly(pool, amount) for pool, amount in zip(pools, amounts, strict=True)]
+    return sorted((group for part in parts for group in part or []), key=lambda group: group.id)
+
+
+def _choose(options: Sequence[Sequence[int]], total: int) -> list[int] | None:
+    """One amount out of each of `options`, together `total`; each gets the first of its amounts that works."""
+    behind = [1]  # bit s of an entry: the options from there on can add up to s
+    for amounts in reversed(options):
+        sums = 0
+        for amount in amounts:
+            sums |= behind[-1] << amount
+        behind.append(sums & ((1 << (total + 1)) - 1))
+    behind.reverse()
+    if not behind[0] >> total & 1:
+        return None
+    chosen = []
+    for amounts, rest in zip(options, behind[1:], strict=True):
+        chosen.append(next(a for a in amounts if a <= total and rest >> (total - a) & 1))
+        total -= chosen[-1]
+    return chosen
+
+
+def _required_sequences(minimums: Mapping[int, float], batch_size: int) -> dict[int, int]:
+    """Shares as sequences; shares of more than the whole batch are scaled down together."""
+    scale = 1.0 / max(1.0, sum(minimums.values()))
+    counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in minimums.items()}
+    return {env_id: count for env_id, count in counts.items() if count}
+
+
+def _count(groups: Sequence[Queued], env_id: int) -> int:
+    return sum(group.sequences for group in groups if group.env_id == env_id)

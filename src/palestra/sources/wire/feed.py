@@ -17,8 +17,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group
 from palestra.envs.base import Environment
 from palestra.rollout.evaluate import CollectsGroups
-from palestra.sources.wire.client import ApiUnreachable, WireClient
-from palestra.sources.wire.groups import write_group
+from palestra.sources.wire.protocol import ApiUnreachable, WireClient, write_group
 from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
 

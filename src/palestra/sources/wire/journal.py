@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
 from palestra.core.journal import Change, Journal
-from palestra.sources.wire.packing import Queued
 
 _KEYS_KEPT = 100_000
 _TABLES = """
@@ -26,6 +26,16 @@ CREATE INDEX IF NOT EXISTS by_batch ON groups (batch);
 CREATE TABLE IF NOT EXISTS envs (id INTEGER PRIMARY KEY, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL);
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A queued group: its number, its environment, how many sequences it has, and the bytes of its body."""
+
+    id: int
+    env_id: int | None
+    sequences: int
+    size: int = 0
 
 
 def open_journal(folder: Path) -> Journal:

@@ -16,28 +16,36 @@ again. `/status` also says how many groups have arrived, how many posts were ref
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from palestra.servers.body import MIB, read_model
+from palestra.core.secrets import clean_environment
+from palestra.servers.body import MIB, parse, read_body, read_model
 from palestra.servers.http_errors import refuse
 from palestra.servers.tally import Tally
 from palestra.servers.web import make_app
-from palestra.sources.wire.exchange import Exchange, QueueFull, UnknownEnv
-from palestra.sources.wire.posts import PostedGroup, PostReader
-from palestra.sources.wire.types import EnvIdentifier, EnvRegistration, Registration
+from palestra.sources.wire.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
+from palestra.sources.wire.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
 
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip
 
 _MAX_KEY = 256
+_LARGE = 4 * MIB
+_LARGE_AT_ONCE = 4
+_GROUPS = TypeAdapter(list[ScoredGroup])
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -204,3 +212,75 @@ class _Api:
     async def reset_data(self, request: Request) -> Response:
         await self._exchange.reset()
         return PlainTextResponse("Reset successful")
+
+
+class PostReader:
+    """Reads posts of one group or of a list; few large ones at once, so that their bodies do not add up.
+
+    Large bodies are parsed in a child process (`python -m palestra.sources.wire.server one|list`): the parser holds the
+    interpreter's lock and needs thirty times the body's memory, so 100 MiB would block all clients for ten seconds.
+    """
+
+    def __init__(self, max_body: int) -> None:
+        self._max_body = max_body
+        self._reading = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._parsing = asyncio.Semaphore(1)
+
+    async def read(self, request: Request, *, is_list: bool = False) -> list[PostedGroup]:
+        size = request.headers.get("content-length", "")
+        is_small = size.isdecimal() and int(size[:12]) <= _LARGE and "content-encoding" not in request.headers
+        if is_small:
+            return _parse(await read_body(request, self._max_body), is_list)
+        async with self._reading:
+            body = await read_body(request, self._max_body)
+            if len(body) <= _LARGE:
+                return _parse(body, is_list)
+            async with self._parsing:
+                return await _parse_apart(body, is_list)
+
+
+def _parse(body: bytes, is_list: bool) -> list[PostedGroup]:
+    groups = parse(_GROUPS.validate_json, body) if is_list else [parse(ScoredGroup.model_validate_json, body)]
+    return [PostedGroup.of(group) for group in groups]
+
+
+async def _parse_apart(body: bytes, is_list: bool) -> list[PostedGroup]:
+    command = [sys.executable, "-P", "-m", "palestra.sources.wire.server", "list" if is_list else "one"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=clean_environment(),
+        start_new_session=True,
+    )
+    try:
+        output, _ = await process.communicate(body)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    head, _, rest = output.partition(b"\n")
+    if process.returncode != 0 or not head:
+        raise refuse(413, "the body could not be parsed in the memory that there is; send less at once")
+    answer = json.loads(head)
+    if "error" in answer:
+        raise refuse(422, answer["error"])
+    groups, start = [], 0
+    for env_id, sequences, longest, length in answer["groups"]:
+        groups.append(PostedGroup(env_id, sequences, longest, rest[start : start + length]))
+        start += length
+    return groups
+
+
+def main() -> None:
+    try:
+        groups = _parse(sys.stdin.buffer.read(), sys.argv[1] == "list")
+    except HTTPException as error:
+        print(json.dumps({"error": error.detail}))
+        return
+    rows = [(group.env_id, group.sequences, group.longest, len(group.body)) for group in groups]
+    sys.stdout.buffer.write(json.dumps({"groups": rows}).encode() + b"\n" + b"".join(g.body for g in groups))
+
+
+if __name__ == "__main__":
+    main()

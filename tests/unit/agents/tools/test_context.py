@@ -9,7 +9,7 @@ import pytest
 
 from palestra import Context, function_tool
 from palestra.agents.tools.run import run_calls
-from palestra.agents.tools.shared_state import shared_state
+from palestra.agents.tools.tool import shared_state
 from palestra.core.errors import PalestraError
 from palestra.core.types import ToolCall
 

@@ -1,6 +1,6 @@
 import pytest
 
-from palestra.agents.tools.docstring import parse_docstring
+from palestra.agents.tools.schema import parse_docstring
 
 GOOGLE = """Look a price up.
 

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from palestra.backends.ray.actor import GroupJob, GroupSampler, PackedWeights, Recipe, read_group
-from palestra.backends.ray.pool import ActorLost
+from palestra.backends.ray.pool import ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
 from palestra.core.types import Group
 
 

@@ -13,8 +13,16 @@ import pytest
 import torch
 
 from palestra.backends.ray import pool as pool_module
-from palestra.backends.ray.actor import GroupSampler, PackedWeights, pack, unpack
-from palestra.backends.ray.pool import MAX_LOSSES, PoolCollector, PoolPolicy, RolloutPool
+from palestra.backends.ray.pool import (
+    MAX_LOSSES,
+    GroupSampler,
+    PackedWeights,
+    PoolCollector,
+    PoolPolicy,
+    RolloutPool,
+    pack,
+    unpack,
+)
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.weights import Weights

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from palestra import Agent, EvalSuite, function_tool, measure
-from palestra.backends.ray.actor import GroupJob, pack, read_group
+from palestra.backends.ray.pool import GroupJob, pack, read_group
 from palestra.core.config import RunConfig
 from palestra.core.weights import Weights
 from palestra.envs.suite_env import SuiteEnvironment

@@ -17,8 +17,7 @@ from fake_vllm import FakeVllm
 from served import served
 from test_vllm_server import small_model, turn
 
-from palestra.backends.ray.actor import GroupSampler, PackedWeights
-from palestra.backends.ray.pool import PoolPolicy
+from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.backends.vllm.adapters import Adapter, AdapterFolders
 from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import LoraSection

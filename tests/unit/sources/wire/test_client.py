@@ -11,7 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Reply
 from palestra.core.run_folder import RunFolder
-from palestra.sources.wire.client import NoBatch, WireClient
+from palestra.sources.wire.protocol import NoBatch, WireClient
 
 
 def test_trajectory_api_that_is_not_there_is_told_with_the_remedy():

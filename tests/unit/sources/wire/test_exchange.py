@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.sources.wire import journal
-from palestra.sources.wire.exchange import Exchange, QueueFull, UnknownEnv
-from palestra.sources.wire.posts import PostedGroup
-from palestra.sources.wire.types import EnvRegistration, Registration, ScoredGroup
+from palestra.sources.wire.exchange import Exchange as RealExchange
+from palestra.sources.wire.exchange import PostedGroup, QueueFull, UnknownEnv
+from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
 
 
 def group(size: int = 2, first: int = 0, env_id: int | None = None) -> PostedGroup:
@@ -29,6 +28,26 @@ def trainer(batch_size: int = 4, step: int = 0, run: str = "a") -> Registration:
     )
 
 
+OPEN: list[Exchange] = []
+
+
+class Exchange(RealExchange):
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        OPEN.append(self)
+
+    def close(self) -> None:
+        OPEN.remove(self)
+        super().close()
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    yield
+    while OPEN:
+        OPEN[0].close()
+
+
 async def started(folder, batch_size: int = 4, **options) -> Exchange:
     exchange = Exchange(folder, **options)
     await exchange.register(trainer(batch_size))
@@ -36,54 +55,43 @@ async def started(folder, batch_size: int = 4, **options) -> Exchange:
     return exchange
 
 
-def test_groups_come_out_oldest_first_and_once(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        for i in range(5):
-            await exchange.add([group(first=i)])
-        assert firsts(await exchange.take()) == [0, 1]
-        assert firsts(await exchange.take()) == [2, 3]
-        assert await exchange.take() is None
-        assert exchange.step == 2
-        exchange.close()
-
-    asyncio.run(scenario())
+async def test_groups_come_out_oldest_first_and_once(tmp_path):
+    exchange = await started(tmp_path)
+    for i in range(5):
+        assert await exchange.add([group(first=i)], key=f"key {i}")
+        assert not await exchange.add([group(first=i)], key=f"key {i}"), "a post with a key counts once"
+    assert firsts(await exchange.take()) == [0, 1]
+    assert firsts(await exchange.take()) == [2, 3]
+    assert await exchange.take() is None
+    assert exchange.step == 2
 
 
-def test_everything_is_there_after_a_restart(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        env = await exchange.register_env(EnvRegistration(max_token_length=8, desired_name="e", group_size=2))
-        await exchange.add([group(first=i, env_id=env.id) for i in range(3)])
-        await exchange.take()
-        exchange.close()
-        again = Exchange(tmp_path)
-        assert again.registration == exchange.registration
-        assert again.envs == [env]
-        assert (again.step, again.started, again.waiting_sequences) == (1, True, 2)
-        again.close()
-
-    asyncio.run(scenario())
+async def test_everything_is_there_after_a_restart(tmp_path):
+    exchange = await started(tmp_path)
+    env = await exchange.register_env(EnvRegistration(max_token_length=8, desired_name="e", group_size=2))
+    await exchange.add([group(first=i, env_id=env.id) for i in range(3)])
+    await exchange.take()
+    exchange.close()
+    again = Exchange(tmp_path)
+    assert again.registration == exchange.registration
+    assert again.envs == [env]
+    assert (again.step, again.started, again.waiting_sequences) == (1, True, 2)
 
 
-def test_batch_whose_answer_was_lost_is_given_again_until_it_is_acknowledged(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        await exchange.add([group(first=i) for i in range(4)])
-        first = await exchange.take(after=0)
-        assert await exchange.take(after=0) == first
-        exchange.close()
-        again = Exchange(tmp_path)
-        assert await again.take(after=0) == first
-        second = await again.take(after=first.number)
-        assert firsts(second) == [2, 3]
-        assert await again.take(after=second.number) is None
-        again.close()
-
-    asyncio.run(scenario())
+async def test_batch_whose_answer_was_lost_is_given_again_until_it_is_acknowledged(tmp_path):
+    exchange = await started(tmp_path)
+    await exchange.add([group(first=i) for i in range(4)])
+    first = await exchange.take(after=0)
+    assert await exchange.take(after=0) == first
+    exchange.close()
+    again = Exchange(tmp_path)
+    assert await again.take(after=0) == first
+    second = await again.take(after=first.number)
+    assert firsts(second) == [2, 3]
+    assert await again.take(after=second.number) is None
 
 
-def test_batches_since_the_last_checkpoint_come_again_in_order_and_count_once(tmp_path):
+async def test_batches_since_the_last_checkpoint_come_again_in_order_and_count_once(tmp_path):
     """The trainer is killed after four batches with a checkpoint after the second; then the API is, too."""
 
     async def first_life():
@@ -115,203 +123,128 @@ def test_batches_since_the_last_checkpoint_come_again_in_order_and_count_once(tm
         assert await exchange.take(after=5, saved=4) is None
         exchange.close()
 
-    made = asyncio.run(first_life())
-    asyncio.run(second_life(made))
+    await second_life(await first_life())
 
 
-def test_batches_in_a_checkpoint_are_forgotten_and_others_are_kept(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(first=i) for i in range(4)])
-        for after, saved in ((0, 0), (1, 0), (2, 0), (3, 2)):
-            await exchange.take(after, saved)
-        exchange.close()
-        again = Exchange(tmp_path)
-        # a trainer that asks for what it said to have saved gets what comes after
-        assert (await again.take(after=0, saved=0)).number == 3
-        again.close()
-
-    asyncio.run(scenario())
+async def test_batches_in_a_checkpoint_are_forgotten_and_others_are_kept(tmp_path):
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(first=i) for i in range(4)])
+    for after, saved in ((0, 0), (1, 0), (2, 0), (3, 2)):
+        await exchange.take(after, saved)
+    exchange.close()
+    again = Exchange(tmp_path)
+    # a trainer that asks for what it said to have saved gets what comes after
+    assert (await again.take(after=0, saved=0)).number == 3
 
 
-def test_batches_of_one_run_are_not_given_to_the_next(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(first=i) for i in range(3)])
-        assert firsts(await exchange.take(after=0, saved=0)) == [0]
-        assert firsts(await exchange.take(after=1, saved=0)) == [1]
-        await exchange.register(trainer(2, run="b"))
-        delivery = await exchange.take(after=0, saved=0)
-        assert (firsts(delivery), delivery.number, exchange.step) == ([2], 3, 1)
-        exchange.close()
-
-    asyncio.run(scenario())
+async def test_batches_of_one_run_are_not_given_to_the_next(tmp_path):
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(first=i) for i in range(3)])
+    assert firsts(await exchange.take(after=0, saved=0)) == [0]
+    assert firsts(await exchange.take(after=1, saved=0)) == [1]
+    await exchange.register(trainer(2, run="b"))
+    delivery = await exchange.take(after=0, saved=0)
+    assert (firsts(delivery), delivery.number, exchange.step) == ([2], 3, 1)
 
 
-def test_trainer_that_is_ahead_of_a_new_folder_gets_higher_numbers(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group()])
-        assert (await exchange.take(after=7)).number == 8
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_post_with_a_key_counts_once(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        assert await exchange.add([group()], "a")
-        assert not await exchange.add([group()], "a")
-        assert exchange.waiting_sequences == 2
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_full_queue_refuses_and_a_list_is_taken_whole_or_not_at_all(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, max_waiting=5)
-        with pytest.raises(QueueFull):
-            await exchange.add([group(), group(), group()])
-        await exchange.add([group(), group()])
-        with pytest.raises(QueueFull):
-            await exchange.add([group()])
-        await exchange.take()
-        await exchange.add([group()])
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_unknown_environments_and_groups_larger_than_a_batch_are_refused(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        with pytest.raises(UnknownEnv):
-            await exchange.add([group(env_id=3)])
-        with pytest.raises(UnknownEnv):
-            exchange.env_status(-1)
-        with pytest.raises(PalestraError, match="never be delivered"):
-            await exchange.add([group(size=5)])
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_status_of_an_environment_counts_in_its_own_groups(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=8)
-        for weight, least in ((1.0, None), (3.0, 0.25)):
-            await exchange.register_env(
-                EnvRegistration(
-                    max_token_length=8, desired_name="e", weight=weight, group_size=2, min_batch_allocation=least
-                )
-            )
-        await exchange.add([group(env_id=0), group(env_id=1), group(env_id=1)])
-        status = exchange.env_status(0)
-        # its own 2 sequences, and of the other's 4 those beyond its minimum of 2
-        assert status["queue_size"] == 2
-        assert status["self_queue_size"] == 1
-        assert status["env_weight"] == 0.25
-        assert status["unallocated_fraction"] == 0.75
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_two_servers_on_one_folder_are_refused(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        with pytest.raises(PalestraError, match="another --folder"):
-            Exchange(tmp_path)
-        exchange.close()
-
-    asyncio.run(scenario())
-
-
-def test_the_queue_is_bounded_in_bytes_and_counts_what_is_taken(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        exchange.max_bytes = 3 * len(group().body)
+async def test_full_queue_refuses_and_a_list_is_taken_whole_or_not_at_all(tmp_path):
+    exchange = await started(tmp_path, max_waiting=5)
+    with pytest.raises(QueueFull):
         await exchange.add([group(), group(), group()])
-        with pytest.raises(QueueFull, match="MiB wait already"):
-            await exchange.add([group()])
-        await exchange.take()
+    await exchange.add([group(), group()])
+    with pytest.raises(QueueFull):
         await exchange.add([group()])
-        assert exchange.waiting_bytes == 3 * len(group().body)
-        exchange.close()
-        again = Exchange(tmp_path)
-        assert again.waiting_bytes == exchange.waiting_bytes
-        again.close()
-
-    asyncio.run(scenario())
+    await exchange.take()
+    await exchange.add([group()])
 
 
-def test_groups_that_never_make_a_batch_are_told(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=6)
-        await exchange.add([group(4)])
-        assert exchange.why_no_batch() is None, "more may come"
-        await exchange.add([group(4)])
-        assert await exchange.take() is None
-        assert "8 sequences wait in groups of 4, which never add up to a batch of 6" in exchange.why_no_batch()
-        env = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
-        await exchange.register_env(env)
-        assert exchange.why_no_batch() is None, "an environment with groups of 2 may fill it"
-        exchange.max_waiting = 9
-        assert "the queue is full" in exchange.why_no_batch()
-        exchange.close()
-
-    asyncio.run(scenario())
+async def test_unknown_environments_too_large_groups_and_a_second_server_are_refused(tmp_path):
+    exchange = await started(tmp_path)
+    with pytest.raises(UnknownEnv):
+        await exchange.add([group(env_id=3)])
+    with pytest.raises(UnknownEnv):
+        exchange.env_status(-1)
+    with pytest.raises(PalestraError, match="never be delivered"):
+        await exchange.add([group(size=5)])
+    exchange.registration = exchange.registration.model_copy(update={"max_token_len": 2})
+    with pytest.raises(PalestraError, match="max_token_len"):
+        await exchange.add([group()])
+    with pytest.raises(PalestraError, match="another --folder"):
+        Exchange(tmp_path)
 
 
-def test_a_sequence_longer_than_the_trainer_takes_is_refused(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path)
-        exchange.registration = exchange.registration.model_copy(update={"max_token_len": 2})
-        with pytest.raises(PalestraError, match="a sequence has 3 tokens; the trainer takes 2"):
-            await exchange.add([group()])
-        exchange.close()
+async def test_status_of_an_environment_counts_in_its_own_groups(tmp_path):
+    exchange = await started(tmp_path, batch_size=8)
+    for weight, least in ((1.0, None), (3.0, 0.25)):
+        await exchange.register_env(
+            EnvRegistration(
+                max_token_length=8, desired_name="e", weight=weight, group_size=2, min_batch_allocation=least
+            )
+        )
+    await exchange.add([group(env_id=0), group(env_id=1), group(env_id=1)])
+    status = exchange.env_status(0)
+    # its own 2 sequences, and of the other's 4 those beyond its minimum of 2
+    assert status["queue_size"] == 2
+    assert status["self_queue_size"] == 1
+    assert status["env_weight"] == 0.25
+    assert status["unallocated_fraction"] == 0.75
 
-    asyncio.run(scenario())
+
+async def test_the_queue_is_bounded_in_bytes_and_counts_what_is_taken(tmp_path):
+    exchange = await started(tmp_path, batch_size=2)
+    exchange.max_bytes = 3 * len(group().body)
+    await exchange.add([group(), group(), group()])
+    with pytest.raises(QueueFull, match="MiB wait already"):
+        await exchange.add([group()])
+    await exchange.take()
+    await exchange.add([group()])
+    assert exchange.waiting_bytes == 3 * len(group().body)
+    exchange.close()
+    again = Exchange(tmp_path)
+    assert again.waiting_bytes == exchange.waiting_bytes
 
 
-def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monkeypatch):
+async def test_groups_that_never_make_a_batch_are_told(tmp_path):
+    exchange = await started(tmp_path, batch_size=6)
+    await exchange.add([group(4)])
+    assert exchange.why_no_batch() is None, "more may come"
+    await exchange.add([group(4)])
+    assert await exchange.take() is None
+    assert "8 sequences wait in groups of 4, which never add up to a batch of 6" in exchange.why_no_batch()
+    env = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
+    await exchange.register_env(env)
+    assert exchange.why_no_batch() is None, "an environment with groups of 2 may fill it"
+    exchange.max_waiting = 9
+    assert "the queue is full" in exchange.why_no_batch()
+
+
+async def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.sources.wire.exchange._MAX_ENVS", 3)
     request = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
-
-    async def scenario():
-        exchange = await started(tmp_path)
-        envs = [await exchange.register_env(request) for _ in range(3)]
-        assert [env.name for env in envs] == ["e_0", "e_1", "e_2"]
-        with pytest.raises(QueueFull, match="3 environments have registered"):
-            await exchange.register_env(request)
-        await exchange.disconnect_env(1)
-        assert "envs" not in exchange.journal.read(journal.facts), "not all of them anew each time"
-        exchange.close()
-        again = Exchange(tmp_path)
-        assert [(env.name, env.connected) for env in again.envs] == [("e_0", True), ("e_1", False), ("e_2", True)]
-        again.close()
-
-    asyncio.run(scenario())
+    exchange = await started(tmp_path)
+    envs = [await exchange.register_env(request) for _ in range(3)]
+    assert [env.name for env in envs] == ["e_0", "e_1", "e_2"]
+    with pytest.raises(QueueFull, match="3 environments have registered"):
+        await exchange.register_env(request)
+    await exchange.disconnect_env(1)
+    assert "envs" not in exchange.journal.read(journal.facts), "not all of them anew each time"
+    exchange.close()
+    again = Exchange(tmp_path)
+    assert [(env.name, env.connected) for env in again.envs] == [("e_0", True), ("e_1", False), ("e_2", True)]
 
 
-def test_environments_in_the_journal_of_an_older_version_are_kept(tmp_path):
+async def test_environments_in_the_journal_of_an_older_version_are_kept(tmp_path):
     old = {"id": 0, "name": "e_0", "desired_name": "e", "weight": 1.0, "max_token_length": 8, "group_size": 2}
-
-    async def scenario():
+    exchange = Exchange(tmp_path)
+    await exchange.journal.do(journal.set_facts(envs=[old | {"min_batch_allocation": None}]))
+    exchange.close()
+    for _ in range(2):
         exchange = Exchange(tmp_path)
-        await exchange.journal.do(journal.set_facts(envs=[old | {"min_batch_allocation": None}]))
+        assert [env.name for env in exchange.envs] == ["e_0"]
         exchange.close()
-        for _ in range(2):
-            exchange = Exchange(tmp_path)
-            assert [env.name for env in exchange.envs] == ["e_0"]
-            exchange.close()
-
-    asyncio.run(scenario())
 
 
-def test_a_batch_on_which_the_trainer_died_three_times_is_set_aside_in_a_file(tmp_path):
+async def test_a_batch_on_which_the_trainer_died_three_times_is_set_aside_in_a_file(tmp_path):
     """Its checkpoint holds batch 1; it always dies on batch 3. The API is started anew with each life."""
 
     async def life() -> list[int]:
@@ -324,21 +257,18 @@ def test_a_batch_on_which_the_trainer_died_three_times_is_set_aside_in_a_file(tm
         exchange.close()
         return numbers
 
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(first=i) for i in range(5)])
-        assert (await exchange.take(after=0)).number == 1
-        exchange.close()
-        assert [await life() for _ in range(3)] == [[2, 3]] * 3
-        assert await life() == [2, 4, 5], "without 3"
-
-    asyncio.run(scenario())
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(first=i) for i in range(5)])
+    assert (await exchange.take(after=0)).number == 1
+    exchange.close()
+    assert [await life() for _ in range(3)] == [[2, 3]] * 3
+    assert await life() == [2, 4, 5], "without 3"
     (aside,) = tmp_path.glob("set-aside*")
     assert aside.name == "set-aside-batch-3.jsonl"
     assert json.loads(aside.read_text())["tokens"][0][0] == 2
 
 
-def test_a_trainer_that_was_killed_at_different_places_or_while_it_waits_loses_nothing(tmp_path):
+async def test_a_trainer_that_was_killed_at_different_places_or_while_it_waits_loses_nothing(tmp_path):
     async def life(until: int) -> list[int]:
         exchange = Exchange(tmp_path)
         await exchange.register(trainer(2))
@@ -349,44 +279,33 @@ def test_a_trainer_that_was_killed_at_different_places_or_while_it_waits_loses_n
         exchange.close()
         return numbers
 
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(first=i) for i in range(3)])
-        exchange.close()
-        for until in (1, 2, 1, 2, 1, 2):
-            assert await life(until) == list(range(1, until + 1))
-        for _ in range(5):
-            assert await life(4) == [1, 2, 3, None], "the third was trained when it asked for the fourth"
-
-    asyncio.run(scenario())
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(first=i) for i in range(3)])
+    exchange.close()
+    for until in (1, 2, 1, 2, 1, 2):
+        assert await life(until) == list(range(1, until + 1))
+    for _ in range(5):
+        assert await life(4) == [1, 2, 3, None], "the third was trained when it asked for the fourth"
 
 
-def test_the_step_is_the_trainers_own_where_it_tells_it(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(first=i) for i in range(3)])
-        await exchange.take(after=0, saved=0, step=0)
-        await exchange.take(after=1, saved=0, step=0)  # nothing in batch 1 could be trained
-        assert exchange.step == 1
-        await exchange.take(after=1, saved=0, step=0)
-        assert exchange.step == 1
-        await exchange.take(after=2, saved=0, step=1)
-        assert exchange.step == 2
-        exchange.close()
-
-    asyncio.run(scenario())
+async def test_the_step_is_the_trainers_own_where_it_tells_it(tmp_path):
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(first=i) for i in range(3)])
+    await exchange.take(after=0, saved=0, step=0)
+    await exchange.take(after=1, saved=0, step=0)  # nothing in batch 1 could be trained
+    assert exchange.step == 1
+    await exchange.take(after=1, saved=0, step=0)
+    assert exchange.step == 1
+    await exchange.take(after=2, saved=0, step=1)
+    assert exchange.step == 2
 
 
-def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
-    async def scenario():
-        exchange = await started(tmp_path, batch_size=2)
-        await exchange.add([group(), group()])
-        first = await exchange.take(after=0)
-        with pytest.raises(PalestraError, match="the last batch that was made here is 1"):
-            await exchange.take(after=10**9)
-        assert await exchange.take(after=0) == first, "and nothing is forgotten"
-        await exchange.register(trainer(2, step=50, run="b"))
-        assert (await exchange.take(after=50)).number == 51, "a run that was made at an API with another journal"
-        exchange.close()
-
-    asyncio.run(scenario())
+async def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
+    exchange = await started(tmp_path, batch_size=2)
+    await exchange.add([group(), group()])
+    first = await exchange.take(after=0)
+    with pytest.raises(PalestraError, match="the last batch that was made here is 1"):
+        await exchange.take(after=10**9)
+    assert await exchange.take(after=0) == first, "and nothing is forgotten"
+    await exchange.register(trainer(2, step=50, run="b"))
+    assert (await exchange.take(after=50)).number == 51, "a run that was made at an API with another journal"

@@ -17,8 +17,8 @@ from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
-from palestra.sources.wire.client import WireClient
 from palestra.sources.wire.feed import Feed
+from palestra.sources.wire.protocol import WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.train.tasks import agent_collector
 from palestra.train.watcher import Watcher

@@ -8,7 +8,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
-from palestra.sources.wire.groups import ModelLimits, read_group, write_group
+from palestra.sources.wire.protocol import ModelLimits, read_group, write_group
 from palestra.train.samples import to_samples
 
 LIMITS = ModelLimits(vocabulary=100, context_tokens=16)

@@ -7,11 +7,10 @@ import json
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.types import Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
-from palestra.sources.wire.groups import ModelLimits, read_group, write_group
-from palestra.sources.wire.types import ScoredGroup
+from palestra.sources.wire.protocol import ModelLimits, ScoredGroup, read_group, write_group
 from palestra.train.metrics import rollout_metrics
 from palestra.train.samples import group_advantages, trainable_samples
 from palestra.train.schedule import coefficients_at
@@ -38,8 +37,20 @@ def rollout(reward: float, *calls: bool, **more) -> Rollout:
     return Rollout("p", tuple(turns), tuple(messages), **(whole | more))
 
 
+HELPER = Lineage(
+    (Turn("template", (4, 5)), Turn("model", (6, 7), (-0.5, -1.0), NOW)), (Message("user", "?"),), "answered"
+)
+WITNESS = {"right": Score(1.0, True), "undecided": Score(0.5, None), "witness": Score(0.0, False, counts=False)}
 GROUPS = [
-    Group("a", (rollout(1.0, True), rollout(0.25, True, False), rollout(0.0, stop="truncated"))),
+    Group(
+        "a",
+        (
+            rollout(1.0, True, lineages=(HELPER,), info={"exit_code": 0}, scores=WITNESS),
+            rollout(0.25, True, False),
+            rollout(0.0, stop="truncated"),
+        ),
+        {"agent/rows_per_attempt": 4 / 3},
+    ),
     Group("b", (rollout(0.5, False, stop="tool_limit"), rollout(1.0), rollout(0.0, stop="failed", error="broken"))),
 ]
 

@@ -11,8 +11,8 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.servers.tally import Tally
-from palestra.sources.wire import stalls
-from palestra.sources.wire.stalls import StallWatch, repeated_trouble, shorten_log
+from palestra.sources.wire import task
+from palestra.sources.wire.task import StallWatch, repeated_trouble
 
 SAME = "WARNING:atroposlib.envs.base:Scores are the same in a group, skipping...\n"
 
@@ -66,24 +66,48 @@ def test_a_group_starts_the_wait_anew_and_what_was_refused_before_does_not_count
     assert "refused" not in wait.notes[1]
 
 
-def test_requests_that_are_all_refused_end_the_run(wait):
-    wait.inference.refused, wait.inference.reason = 5, "/generate: the prompt has 9000 tokens"
-    with pytest.raises(PalestraError, match="the prompt has 9000 tokens"):
+@pytest.mark.parametrize(
+    ("inference", "groups", "log", "words"),
+    [
+        ({"refused": 5, "reason": "/generate: the prompt has 9000 tokens"}, 0, "", "the prompt has 9000 tokens"),
+        ({"answered": 64}, 64, "", "64 whole groups were sampled and none was posted"),
+        ({}, 0, "installing\n" + 8 * SAME, r"8 times: .*Scores are the same.*ensure_scores_are_not_same.*env\.log"),
+    ],
+    ids=["refused requests", "dropped groups", "a repeated message"],
+)
+def test_certain_failures_end_the_run_after_the_limit(wait, inference, groups, log, words):
+    for name, value in inference.items():
+        setattr(wait.inference, name, value)
+    wait.requests.groups = groups
+    wait.log.write_text(log)
+    with pytest.raises(PalestraError, match=words):
         wait.look_at(60)
 
 
-def test_an_environment_that_drops_its_groups_without_a_word_ends_the_run(wait):
-    wait.inference.answered = wait.requests.groups = 64
-    with pytest.raises(PalestraError, match="64 whole groups were sampled and none was posted"):
-        wait.look_at(60)
+@pytest.mark.parametrize(
+    ("api", "limit_s", "now", "words"),
+    [
+        ({"environments": 0}, 60.0, 2000, "no environment has registered"),
+        ({"posts_refused": 50}, 0, 5000, "50 posts were refused"),
+        ({}, 60.0, 299, "asks for nothing"),
+    ],
+    ids=["no environment yet", "no limit", "preparations"],
+)
+def test_what_may_still_come_is_waited_for(tmp_path, api, limit_s, now, words):
+    wait = Wait(tmp_path / "env.log", limit_s)
+    wait.api |= api
+    wait.look_at(now)
+    assert words in wait.notes[0]
 
 
 def test_a_slow_environment_is_waited_for(wait):
     wait.inference.answered, wait.inference.refused = 40, 5
-    for now in range(2, 4000, 2):
+    wait.log.write_text("    dump_failed_rollouts=False,\n")  # no trouble
+    for now in range(2, 4000, 20):
         wait.look_at(now)
     assert 3 < len(wait.notes) < 10, "and the notes become rarer"
     assert "40 requests to the model were answered" in wait.notes[0]
+    assert "dump_failed" not in wait.notes[0]
 
 
 def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unless_a_request_is_being_answered(wait):
@@ -92,23 +116,6 @@ def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unl
     wait.inference.running = 0
     with pytest.raises(PalestraError, match=r"asks for nothing; are its prompts longer than --env.max_token_length"):
         wait.look_at(2010)
-
-
-def test_an_environment_that_asks_for_nothing_yet_has_time_for_its_preparations(wait):
-    wait.look_at(299)
-    assert "asks for nothing" in wait.notes[0]
-
-
-def test_a_setting_with_fail_in_its_name_is_no_trouble(wait):
-    wait.log.write_text("    dump_failed_rollouts=False,\n")
-    wait.look_at(31)
-    assert "dump_failed" not in wait.notes[0]
-
-
-def test_what_the_log_repeats_ends_the_run_with_its_remedy(wait):
-    wait.log.write_text("installing\n" + 8 * SAME)
-    with pytest.raises(PalestraError, match=r"8 times: .*Scores are the same.*ensure_scores_are_not_same.*env\.log"):
-        wait.look_at(60)
 
 
 def test_what_the_log_says_of_each_answer_ends_the_run_only_after_two_limits(wait):
@@ -127,47 +134,23 @@ def test_what_was_in_the_log_before_the_wait_does_not_count(tmp_path):
     assert "Scores" not in wait.notes[0]
 
 
-def test_an_environment_that_is_not_there_yet_is_waited_for(wait):
-    wait.api |= {"environments": 0}
-    wait.look_at(2000)
-    assert "no environment has registered" in wait.notes[0]
-
-
-def test_without_a_limit_a_failing_environment_is_waited_for(tmp_path):
-    wait = Wait(tmp_path / "env.log", limit_s=0)
-    wait.api |= {"posts_refused": 50}
-    wait.look_at(5000)
-    assert len(wait.notes) == 1
-
-
-def test_the_message_is_found_among_the_frames_of_tracebacks():
+def test_the_message_is_found_among_tracebacks_and_names_of_tasks():
     frames = 'Traceback (most recent call last):\n  File "error.py", line 3\n    raise ValueError("x")\n'
     log = "".join(f"{frames}ValueError: {i} is not prime\n" for i in range(12)) + "Error: once\n"
     assert repeated_trouble(log) == (12, "ValueError: 11 is not prime")
     assert repeated_trouble("all is well\n") == (0, "")
-
-
-def test_the_same_message_about_different_tasks_is_one_message():
     log = "".join(f"10:00:0{i} - Task: {name} | mean 0.{i} (All failed)\n" for i, name in enumerate(("gcd", "lcm")))
     assert repeated_trouble(log) == (2, "10:00:01 - Task: lcm | mean 0.1 (All failed)")
 
 
-def test_a_log_is_shortened_also_where_nobody_has_to_wait(wait, monkeypatch):
-    monkeypatch.setattr(stalls, "_MAX_LOG_BYTES", 1000)
-    monkeypatch.setattr(stalls, "_LOG_TAIL_BYTES", 100)
-    wait.log.write_text("x" * 2000)
-    wait.watch.begin()
-    assert wait.log.stat().st_size < 200
-
-
-def test_a_log_that_grows_too_large_keeps_its_end_and_its_writer_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(stalls, "_MAX_LOG_BYTES", 1000)
-    monkeypatch.setattr(stalls, "_LOG_TAIL_BYTES", 100)
-    path = tmp_path / "env.log"
+def test_a_log_that_grows_too_large_keeps_its_end_and_its_writer_goes_on(wait, monkeypatch):
+    monkeypatch.setattr(task, "_MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(task, "_LOG_TAIL_BYTES", 100)
+    path = wait.log
     with path.open("a") as writer:
         writer.write("x" * 2000 + "\nlast\n")
         writer.flush()
-        shorten_log(path)
+        wait.watch.begin()
         writer.write("after\n")
     assert path.stat().st_size < 200
     assert path.read_text().startswith("(earlier lines were left out)\n")

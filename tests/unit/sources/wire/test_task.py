@@ -17,8 +17,7 @@ from palestra.envs.load import load_env
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.sources.wire.client import NoBatch, WireClient
-from palestra.sources.wire.groups import ModelLimits
+from palestra.sources.wire.protocol import ModelLimits, NoBatch, WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.tasks import EnvironmentTask, Parts

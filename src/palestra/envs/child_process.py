@@ -1,0 +1,99 @@
+"""A process without our secrets that runs untrusted code and answers requests; see child.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.core import children
+
+_CHILD = Path(__file__).with_name("child.py")
+_MAX_REPLY_BYTES = 64 * 2**20
+
+
+class ChildFailed(Exception):
+    """A request without a value: the code raised, took too long or ended the process."""
+
+
+class ChildProcess:
+    """Starts with the first request, and again after one that failed by time or by an end of the process."""
+
+    def __init__(
+        self,
+        python: str | Path = sys.executable,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """`log` gets what the process writes to stderr; its last line is the reason if the process ends."""
+        self._options = python, env, cwd
+        self._log = log
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._number = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
+        """What a function of child.py returns; ChildFailed with the reason where it gives nothing."""
+        with self._lock:
+            self._number += 1
+            process = self._process = self._process or self._start()
+            assert isinstance(process.stdin, io.TextIOWrapper)
+            assert process.stdout is not None
+            try:
+                process.stdin.buffer.write(pickle.dumps((self._number, function, arguments)))
+                process.stdin.buffer.flush()
+                reply = json.loads(_read_line(process.stdout.fileno(), timeout_s))
+                if reply["number"] == self._number:
+                    if "error" in reply:
+                        raise ChildFailed(reply["error"])
+                    return reply["value"]
+                reason = "its process sent a reply to another request"
+            except TimeoutError:
+                reason = f"it took longer than {timeout_s:g} s"
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                reason = self._last_complaint() or "its process ended without an answer"
+            self.close()
+            raise ChildFailed(reason)
+
+    def _start(self) -> subprocess.Popen[str]:
+        python, env, cwd = self._options
+        command = children.isolated(_CHILD, python=python)
+        with open(self._log or os.devnull, "wb") as stderr:
+            return children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
+
+    def _last_complaint(self) -> str:
+        lines = [] if self._log is None else self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            children.end(process)
+
+
+def _read_line(handle: int, timeout_s: float) -> bytes:
+    """A line of at most 64 MiB; empty where the process has ended."""
+    deadline, line = time.monotonic() + timeout_s, b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(handle, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and len(line) < _MAX_REPLY_BYTES:
+            if not ready.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            if not (chunk := os.read(handle, 1 << 20)):
+                return b""
+            line += chunk
+    return line

@@ -1,0 +1,343 @@
+"""The trajectory protocol: its request bodies, groups as columns, and an HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.group_codec import group_from_dict, group_to_dict
+from palestra.core.http import HttpError, Request, Retries, ask_async
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Group, Maker, StopReason
+
+MAX_BATCH_SIZE = 65_536
+MAX_VALUE = 1e18  # of scores, advantages and logprobs: their squares still fit float32
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Value = Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)]
+Name = Annotated[str, Field(max_length=4096)]
+T = TypeVar("T")
+Row = Annotated[list[T], Field(fail_fast=True)]  # one entry for each token: the first wrong one is enough
+
+
+class Body(BaseModel):
+    """Unknown fields are ignored, as the protocol's clients expect; NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Registration(Body):
+    """A trainer and its settings."""
+
+    wandb_group: Name = ""
+    wandb_project: Name = ""
+    batch_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
+    max_token_len: Int32
+    checkpoint_dir: Name = ""
+    save_checkpoint_interval: Int32 = -1
+    starting_step: int = Field(0, ge=0, lt=2**31)
+    num_steps: Int32
+
+
+class EnvRegistration(Body):
+    """An environment that will send groups."""
+
+    max_token_length: int = Field(ge=1, lt=2**31)
+    desired_name: str | None = Field(None, max_length=256)
+    weight: float | None = Field(1.0, ge=0, le=1e6)
+    group_size: int = Field(ge=1, le=MAX_BATCH_SIZE)
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+
+
+class EnvIdentifier(Body):
+    env_id: Int32
+
+
+class Verdict(Body):
+    """One measure's score of one rollout."""
+
+    value: Value
+    passed: bool | None
+    reason: str = ""
+    error: bool = False
+    counts: bool = True
+
+
+class ToolCallResult(Body):
+    """That a tool was called, and how it went; the text is among the messages."""
+
+    id: str
+    name: str
+    ok: bool
+    seconds: Value = 0.0
+    raised: bool = False
+    error: str | None = None  # why the text of the call could not be parsed
+    format: str = ""  # in which the call was written, if it is not the model's own
+
+
+class LineageTurn(Body):
+    """One turn of another conversation of an attempt; logprobs and versions of the model's tokens only."""
+
+    maker: Maker
+    token_ids: Row[TokenId]
+    logprobs: Row[Value | None] = Field(default_factory=list)
+    versions: Row[Int32] = Field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> LineageTurn:
+        count = len(self.token_ids) if self.maker == "model" else 0
+        if not len(self.logprobs) == len(self.versions) == count:
+            raise ValueError(f"{len(self.logprobs)} logprobs and {len(self.versions)} versions; expected {count}")
+        return self
+
+
+class LineageBody(Body):
+    """Another conversation of an attempt, such as that of a subagent."""
+
+    turns: list[LineageTurn]
+    messages: list[dict[str, Any]]
+    stop: StopReason
+
+
+class ScoredGroup(Body):
+    """The scored sequences of one problem. Masks are -100 where a token is not trained."""
+
+    tokens: Row[Row[TokenId]] = Field(min_length=1, max_length=MAX_BATCH_SIZE)
+    masks: Row[Row[Int32]]
+    scores: Row[Value]
+    advantages: Row[Row[Value]] | None = None
+    ref_logprobs: Row[Row[Value]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: Row[Row[Value]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: Int32 | None = None
+    # what Palestra's own environments add, so that a trainer knows as much as of rollouts in its own process
+    turns: list[list[tuple[Maker, Annotated[int, Field(ge=0)]]]] | None = None
+    versions: Row[Row[Int32]] | None = None
+    stops: list[StopReason] | None = None
+    errors: list[str | None] | None = None
+    verdicts: list[dict[str, Verdict]] | None = None
+    tool_names: list[list[str]] | None = None
+    tool_results: list[list[ToolCallResult]] | None = None
+    seconds: list[Value] | None = None
+    tool_seconds: list[Value] | None = None
+    lineages: list[list[LineageBody]] | None = None
+    info: list[dict[str, Any]] | None = None
+    metrics: dict[str, Value] | None = None
+    distill_token_ids: Row[Row[Row[Int32]]] | None = None
+    distill_logprobs: Row[Row[Row[Value]]] | None = None
+
+    @field_validator(
+        "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "distill_token_ids",
+        "distill_logprobs", "generation_params", "group_overrides", "images", mode="before",
+    )  # fmt: skip
+    @classmethod
+    def _empty_is_absent(cls, value: Any) -> Any:
+        return None if value in ([], {}) else value
+
+    @field_validator("messages")
+    @classmethod
+    def _messages_have_roles(cls, value: list[list[dict[str, Any]]] | None) -> Any:
+        for message in (m for conversation in value or () for m in conversation):
+            if "role" not in message or "content" not in message:
+                raise ValueError("every message needs 'role' and 'content'")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> ScoredGroup:
+        lengths = [len(sequence) for sequence in self.tokens]
+        if 0 in lengths:
+            raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
+        for name in (*_PER_SEQUENCE, *_PER_TOKEN):
+            _agree(name, len(lengths), getattr(self, name))
+        for name in _PER_TOKEN:
+            for i, row in enumerate(getattr(self, name) or ()):
+                if len(row) != lengths[i]:
+                    expected = f"expected one for each of its {lengths[i]} tokens"
+                    raise ValueError(f"{name}: sequence {i} has {len(row)} entries; {expected}")
+        for i, turns in enumerate(self.turns or ()):
+            if (count := sum(tokens for _, tokens in turns)) != lengths[i]:
+                raise ValueError(f"turns: sequence {i} has {lengths[i]} tokens, its turns {count} together")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens in its longest conversation."""
+        other = (sum(len(turn.token_ids) for turn in each.turns) for row in self.lineages or () for each in row)
+        return max(*map(len, self.tokens), *other, 0)
+
+
+_PER_SEQUENCE = (
+    "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_names", "tool_results",
+    "seconds", "tool_seconds", "lineages", "info",
+)  # fmt: skip
+_PER_TOKEN = (
+    "masks", "advantages", "ref_logprobs", "inference_logprobs", "versions", "distill_token_ids", "distill_logprobs",
+)  # fmt: skip
+
+
+def _agree(name: str, sequences: int, rows: Sequence[Any] | None) -> None:
+    if rows is not None and len(rows) != sequences:
+        raise ValueError(f"{name} has {len(rows)} entries; expected one for each of the {sequences} sequences")
+
+
+_UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images", "generation_params", "group_overrides")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model can take."""
+
+    vocabulary: int
+    context_tokens: int
+
+
+def read_group(columns: Mapping[str, Any], name: str, limits: ModelLimits, policy_version: int) -> Group:
+    """The group of columns that were posted; PalestraError where the model cannot take them."""
+    _check_values("scores", columns["scores"])
+    for row in columns.get("advantages") or ():
+        _check_values("advantages", row)
+    group = group_from_dict(columns, name, version=policy_version)
+    for rollout in group.rollouts:
+        for conversation in rollout.conversations:
+            _check([token for turn in conversation.turns for token in turn.token_ids.tolist()], limits)
+    return group
+
+
+def unused_columns(columns: Mapping[str, Any]) -> set[str]:
+    """Columns of the protocol that the environment filled in, and that our trainer does not read."""
+    return {name for name in _UNUSED if columns.get(name)}
+
+
+def write_group(group: Group, env_id: int, mask_truncated: bool) -> dict[str, Any]:
+    """The group as it is posted.
+
+    A failed attempt trains nothing, but groups must keep their size: for trainers that do not read `errors`, its
+    score is the mean of the others, which leaves their baseline as it is.
+    """
+    rewards = [r.reward for r in group.rollouts if r.error is None]
+    mean = sum(rewards) / len(rewards)
+    columns = group_to_dict(group, mask_truncated=mask_truncated)
+    columns["scores"] = [mean if r.error is not None else r.reward for r in group.rollouts]
+    return columns | {"env_id": env_id}
+
+
+def _check(tokens: Sequence[int], limits: ModelLimits) -> None:
+    if len(tokens) > limits.context_tokens:
+        raise PalestraError(f"a sequence has {len(tokens)} tokens; the model holds {limits.context_tokens}")
+    if (largest := max(tokens, default=0)) >= limits.vocabulary:
+        raise PalestraError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
+
+
+def _check_values(name: str, values: Sequence[float]) -> None:
+    wrong = next((value for value in values if not abs(value) <= MAX_VALUE), None)  # also for NaN
+    if wrong is not None:
+        raise PalestraError(f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, which float32 can compute with")
+
+
+_GIVE_UP_S = 600.0
+_SLOW_S = 30.0  # after which a request without an answer is logged
+_MAX_BATCH_BYTES = 4 * 2**30
+_NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
+
+
+@dataclass(frozen=True, slots=True)
+class NoBatch:
+    """There is none now; `reason` where the API knows what keeps it from making one."""
+
+    reason: str = ""
+
+
+class ApiUnreachable(PalestraError):
+    """The trajectory API could not be reached for as long as the client waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireClient:
+    """HTTP to a trajectory API. Requests are repeated while it is away or has no room."""
+
+    url: str
+    token: str | None = None
+    give_up_s: float = _GIVE_UP_S
+    gone_s: float | None = None  # how long to repeat while it cannot be reached at all; None: give_up_s
+    note: Callable[[str], None] = lambda text: None
+
+    async def register(self, config: RunConfig, starting_step: int, context_tokens: int, folder: RunFolder) -> None:
+        body = {
+            "wandb_group": config.track.run_name or folder.path.name,
+            "wandb_project": config.track.project,
+            "batch_size": config.train.problems_per_step * config.rollout.group_size,
+            "max_token_len": context_tokens,
+            "checkpoint_dir": str(folder.env_checkpoints.resolve()),  # identifies the run when it is resumed
+            "save_checkpoint_interval": config.checkpoint.every,
+            "starting_step": starting_step,
+            "num_steps": config.train.max_steps,
+        }
+        try:
+            await self.call("/register", body)
+        except HttpError as error:
+            if error.status in _NOT_THIS_API:
+                raise PalestraError(f"{error}. This is no trajectory API; `palestra trajectory` starts one") from None
+            raise
+
+    async def batch(
+        self, after: int, saved: int | None = None, step: int | None = None
+    ) -> tuple[int, list[dict[str, Any]]] | NoBatch:
+        """The number and the groups of the batch that follows number `after`.
+
+        The API keeps the batches that follow `saved` (default: `after`), so that a killed trainer gets them again.
+        `step` is the trainer's, which environments end by.
+        """
+        asked = {"after": after, "saved": saved, "step": step}
+        path = "/batch?" + "&".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+        try:
+            answer = await self.call(path, method="POST")
+        except HttpError as error:
+            if error.status != 405:
+                raise
+            answer = await self.call(path)  # Atropos's own server knows GET alone
+        if answer.get("status") == "error":
+            raise PalestraError(f"{self.url}/batch: {answer.get('message')}. Was it reset during the run?")
+        groups = answer.get("batch")
+        return (int(answer.get("number", after + 1)), groups) if groups else NoBatch(answer.get("message") or "")
+
+    async def call(
+        self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None
+    ) -> dict[str, Any]:
+        """The response; a post with a `key` counts once, however often it is repeated."""
+        gone_s = self.give_up_s if self.gone_s is None else self.gone_s
+        request = Request(
+            f"{self.url.rstrip('/')}{path}",
+            body,
+            method or "",
+            self.token,
+            {"Idempotency-Key": key} if key else {},
+            max_bytes=_MAX_BATCH_BYTES,
+        )
+        retries = Retries(busy_s=self.give_up_s, unreachable_s=gone_s)
+        asking = asyncio.ensure_future(ask_async(request, retries))
+        try:
+            done, _ = await asyncio.wait({asking}, timeout=_SLOW_S)
+            if not done:
+                self.note(
+                    f"{request.url} has given no answer for {_SLOW_S:.0f} s; it is asked again for {gone_s:.0f} s. "
+                    "`palestra trajectory` starts such a server"
+                )
+            return dict(await asking)
+        except HttpError as error:
+            if error.status is None:
+                raise ApiUnreachable(f"{error}. Start it with: palestra trajectory") from None
+            raise
+        finally:
+            asking.cancel()
