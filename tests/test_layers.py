@@ -47,11 +47,13 @@ MAY_IMPORT = {
     "result": "core chat tools agents evals export models policy rollout train",
     "api": "core agents evals envs models policy rollout harness train result",
     "env_api": "core chat agents envs evals models policy rollout train wire result api",
+    "agent_source": "core agents evals harness tools",
+    "run": "core envs models policy runs serve train wire agent_source api env_api",
     "suite": "evals api",
     "__init__": "tools agents evals envs api suite",
     "demo": "__init__",
     "faces": "core plan tools chat gguf models export agents evals envs report policy rollout runs serve tinker train "
-    "wire gateway harness bench dashboard result api env_api suite __init__",
+    "wire gateway harness bench dashboard result api env_api agent_source run suite __init__",
     "__main__": "faces",
 }
 
@@ -247,7 +249,7 @@ def test_starts_with_few_modules_and_without_torch(code: str, most_modules: int)
 
 def test_agent_files_are_read_without_torch() -> None:
     """A mistake in a user's file is told at once, before anything heavy is loaded."""
-    code = "import sys, palestra.faces.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
+    code = "import sys, palestra.agent_source as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from palestra.agent_source import AgentOptions
 from palestra.api import GRPOTrainer
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.faces.cli.agent_options import AgentOptions
 
 PROGRAM = """
 import json, os, sys, urllib.request

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from palestra.agent_source import load_agent_file
 from palestra.core.errors import PalestraError
 from palestra.faces.cli import eval as eval_module
-from palestra.faces.cli.agent_file import load_agent_file
 from palestra.faces.cli.eval import _cases
 
 

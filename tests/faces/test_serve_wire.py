@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from palestra.faces.cli.train_wire import new_run_for
 
 from palestra.faces.cli.settings import EnvSettings
-from palestra.faces.cli.train_wire import new_run_for
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]

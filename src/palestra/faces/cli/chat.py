@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from palestra.agent_source import DEMO, AgentFile, load_agent_file
 from palestra.chat.roundtrip import check_tool_calls
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
@@ -21,7 +22,6 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, visible
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
-from palestra.faces.cli.agent_file import DEMO, AgentFile, load_agent_file
 from palestra.faces.cli.chat_events import described, serve_chat
 from palestra.faces.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.faces.cli.find_run import find_run, model_of

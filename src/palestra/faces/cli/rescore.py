@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from palestra.agent_source import load_agent_file
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_jsonl
 from palestra.core.import_file import import_file
@@ -20,7 +21,6 @@ from palestra.core.types import Problem
 from palestra.envs.load import load_env
 from palestra.evals.measures import Measure, as_measures
 from palestra.evals.suite import hold_out
-from palestra.faces.cli.agent_file import load_agent_file
 from palestra.faces.cli.common import debug_option, json_line_option
 from palestra.faces.cli.find_run import require_run, run_argument
 from palestra.faces.cli.trust import code_for_tools, require_trust, trust_option

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.live import Live
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume
-from palestra.core.secrets import redact
 from palestra.core.show import visible
 from palestra.faces.cli.common import debug_option, json_line_option, plot_option
 from palestra.faces.cli.find_run import require_run, require_run_id, run_argument, run_of
@@ -106,7 +104,8 @@ def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
     for line in last:
         click.echo(visible(line))
     if follow:
-        _follow(reader, run_id, part)
+        for line in reader.follow(run_id, part):
+            click.echo(visible(line), nl=False)
 
 
 @_subcommand("stop")
@@ -150,28 +149,20 @@ def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
 @debug_option
 def finish(run: str, from_checkpoint: str | None, trust: bool, as_json: bool) -> None:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
-    from palestra.env_api import finish_wire
-    from palestra.faces.cli.display import training_display
-    from palestra.faces.cli.summary import outcome_summary, print_training
-    from palestra.faces.cli.train import resume_run
-    from palestra.faces.cli.train_wire import present
+    from palestra.faces.cli.display import watching
+    from palestra.faces.cli.summary import print_outcome
+    from palestra.run import resume as resume_run
 
     folder, console = require_run(run), Console(stderr=as_json)
     require_trust(folder, code_of_run(folder.record), trust)
     if folder.last_checkpoint() is None:
         raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
-    resume = Resume(folder.path, from_checkpoint, finish=True)
+    command = "palestra train"
     if "env_url" in folder.record:
         url = folder.record["env_url"]
-        continued_by = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
-        with training_display(console, folder.config, continued_by) as display:
-            outcome = finish_wire(folder, resume, watcher=display)
-        present(folder, outcome, console, as_json)
-        return
-    result = resume_run(resume, console)
-    print_training(console, result, result.outcome.report_path)
-    if as_json:
-        click.echo(json.dumps(outcome_summary(folder, result.outcome)))
+        command = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
+    _, outcome = resume_run(Resume(folder.path, from_checkpoint, finish=True), watching(console, command))
+    print_outcome(console, folder, outcome, as_json)
 
 
 @_subcommand("rm")
@@ -261,17 +252,3 @@ def _printer(as_json: bool) -> Iterator[Any]:
             yield lambda run: live.update(run_panel(run), refresh=True)
     else:
         yield lambda run: click.echo(run_line(run))
-
-
-def _follow(reader: RunReader, run_id: str, part: str) -> None:
-    """Print what is appended to a log until the run has ended."""
-    path = reader.get(run_id).logs[part]
-    with path.open(encoding="utf-8", errors="replace") as file:
-        file.seek(0, 2)
-        while True:
-            active = reader.get(run_id).is_active
-            while line := file.readline():
-                click.echo(visible(redact(line)), nl=False)
-            if not active:
-                return
-            time.sleep(0.3)
