@@ -280,8 +280,7 @@ def train_task(
         from palestra.train.run import Run
 
         with watching() as watcher, asyncio.Runner() as runner:
-            parts = {"runner": runner, "watcher": watcher, "loaded": loaded, "resume": resumed}
-            built = Run.build(chosen, task(chosen), run, **parts)
+            built = Run.build(chosen, task(chosen), run, runner=runner, watcher=watcher, loaded=loaded, resume=resumed)
             with hidden_progress_bars():
                 return built.train()
 

@@ -54,7 +54,7 @@ def plan_of(shape: ModelShape, device: Device, work: Workload, weight_bytes: int
 
 def learning_seconds(model: Any, shape: ModelShape, work: Workload) -> float:
     """One optimizer step on all rollouts, after one that compiles; the weights stay as they are."""
-    learner = LocalLearner(model, config=RunConfig.build({"rollout.temperature": 1.0}))
+    learner = LocalLearner(model, config=RunConfig().with_settings({"rollout.temperature": 1.0}))
     samples = random_samples(work, shape.vocabulary)
     loss = StepLoss.of(samples, Objective(), max_completion_length=work.new_tokens)
     seconds = 0.0

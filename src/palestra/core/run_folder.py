@@ -212,7 +212,7 @@ class RunFolder:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
         try:
             settings = json.loads(read_regular(self.request_file))["settings"]
-            names = RunConfig.build({k: v for k, v in settings.items() if k.startswith("track.")}).track
+            names = RunConfig().with_settings({k: v for k, v in settings.items() if k.startswith("track.")}).track
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             names = self.config.track if self.config_file.is_file() else RunConfig().track
         url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
@@ -304,7 +304,7 @@ class Resume:
         steps = done if self.finish else self.max_steps
         if steps is None:
             return planned
-        config = RunConfig.build(planned.model_dump(mode="json"), {"train": {"max_steps": steps}})
+        config = planned.with_settings({"train.max_steps": steps})
         if int(steps) < done:
             raise PalestraError(
                 f"train.max_steps={steps}, but {self.folder} has {done} steps already; give {done} or more, "

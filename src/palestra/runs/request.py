@@ -105,8 +105,9 @@ class RunRequest:
     def save(self, folder: RunFolder) -> None:
         """Write request.json, with absolute paths: it is executed in another process."""
         cwd = self.cwd or str(Path.cwd())
-        files = {name: absolute_name(getattr(self, name)) for name in ("environment", "agent_file")}
-        write_json(folder.request_file, asdict(replace(self, cwd=cwd, **files)))
+        environment, agent_file = absolute_name(self.environment), absolute_name(self.agent_file)
+        request = replace(self, cwd=cwd, environment=environment, agent_file=agent_file)
+        write_json(folder.request_file, asdict(request))
 
     @classmethod
     def load(cls, file: Path) -> RunRequest:
@@ -127,8 +128,8 @@ class RunRequest:
         request = cls(name=record["name"], nproc=int(record.get("ranks", 1)), cwd=str(Path.cwd()))
         match record.get("atropos"):
             case {"file": str(file), "env": dict(env), "openai": dict(openai), "packages": list(packages)}:
-                changes = {"env_settings": env, "server_settings": openai, "packages": tuple(packages)}
-                return replace(request, environment=file, **changes)
+                request = replace(request, environment=file, packages=tuple(packages))
+                return replace(request, env_settings=env, server_settings=openai)
         if folder.wire_command:
             raise PalestraError(
                 f"{folder.path.name} trains on environments over the wire; continue it with: {folder.wire_command}"

@@ -56,7 +56,7 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
         return None
     if options["train.max_steps"] is None:
         raise PalestraError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
-    return RunConfig.build({"train.max_steps": options["train.max_steps"]}).train.max_steps
+    return RunConfig().with_settings({"train.max_steps": options["train.max_steps"]}).train.max_steps
 
 
 def read(info: FieldInfo, text: str) -> Any:

@@ -116,9 +116,9 @@ def command(
     options = with_model_of_run(settings.from_options(parameters))
     if resume is not None:
         resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
-        wire = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s) if env_url else None
+        addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
         continued_by = f"palestra train --env-url {env_url}" if env_url else "palestra train"
-        run, outcome = executor.resume(resumed, watching(console, continued_by), wire, agent_file)
+        run, outcome = executor.resume(resumed, watching(console, continued_by), addresses, agent_file)
         print_outcome(console, run, outcome, as_json)
         return
     read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
