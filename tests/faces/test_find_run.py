@@ -162,7 +162,7 @@ def test_a_run_is_finished_or_resumed_as_asked(
     def resume(how: Resume, *_: Any) -> None:
         raise Asked(how)
 
-    monkeypatch.setattr("palestra.faces.cli.train.resume_run", resume)
+    monkeypatch.setattr("palestra.run.resume", resume)
     with pytest.raises(Asked) as asked:
         cli(*arguments)
     assert asked.value.args == (Resume(run.path, **expected),)
