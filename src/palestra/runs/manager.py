@@ -17,10 +17,10 @@ from palestra.core.files import new_folder, open_private
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.core.scratch import remove_stale
 from palestra.runs import limits
+from palestra.runs.database import id_of, row_from_folder
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs
-from palestra.runs.rebuild import id_of, row_from_folder
 from palestra.runs.recovery import reconcile
 from palestra.runs.request import RunRequest
 

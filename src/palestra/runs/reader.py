@@ -15,8 +15,8 @@ from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
 from palestra.core.show import visible
+from palestra.runs.database import id_of, row_from_folder
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
-from palestra.runs.rebuild import id_of, row_from_folder
 from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
 
 Part = Literal["trainer", "env", "api", "supervisor"]

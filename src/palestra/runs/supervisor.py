@@ -25,10 +25,10 @@ from palestra.core.files import last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
 from palestra.runs import limits
+from palestra.runs.database import REBUILT
 from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
 from palestra.runs.processes import Part, Process, descendants, end_all, processes_of_run, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
-from palestra.runs.rebuild import REBUILT
 from palestra.runs.recovery import reconcile
 from palestra.runs.request import (
     LaunchStep,

@@ -13,15 +13,23 @@ from rich.console import Console
 from rich.live import Live
 
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import Resume
-from palestra.core.show import visible
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.show import show_path, show_size, visible
 from palestra.faces.cli.common import debug_option, json_line_option, plot_option
 from palestra.faces.cli.find_run import require_run, require_run_id, run_argument, run_of
-from palestra.faces.cli.runs_compare import compare_runs, compare_table, draw, print_curves
-from palestra.faces.cli.runs_prune import prune
-from palestra.faces.cli.runs_tables import print_run, run_line, run_panel, runs_table
+from palestra.faces.cli.runs_tables import (
+    compare_table,
+    draw,
+    print_curves,
+    print_run,
+    run_line,
+    run_panel,
+    runs_table,
+)  # fmt: skip
 from palestra.faces.cli.trust import code_of_run, require_trust, trust_option
+from palestra.runs.compare import compared as compared_run
 from palestra.runs.manager import RunManager
+from palestra.runs.prune import cache_garbage, run_garbage
 from palestra.runs.reader import Run, RunReader, results
 
 _PARTS = ("trainer", "env", "api", "supervisor")
@@ -203,7 +211,7 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     reader = RunReader()
-    compared = compare_runs([run_of(reader, word) for word in runs])
+    compared = [compared_run(run_of(reader, word)) for word in runs]
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
     if as_json:
@@ -238,7 +246,38 @@ def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> Non
         raise PalestraError("\n".join(errors))
 
 
-command.add_command(prune)
+@_subcommand("prune")
+@run_argument(many=True, required=False)
+@click.option("--keep-cache", is_flag=True, help="Leave the converted GGUF files in the cache.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def prune(runs: Sequence[str], keep_cache: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Delete old checkpoints of runs that have ended, and the cache of converted GGUF files.
+
+    Of each run the newest and the best checkpoint stay, so that it can still be resumed; models, metrics, rollouts
+    and reports are left alone (`palestra runs rm` deletes whole runs). With RUN…, only of those runs.
+    """
+    if runs:
+        folders = [require_run(word) for word in runs]
+    else:
+        folders = [RunFolder(run.folder) for run in RunReader().list() if not run.is_active]
+    garbage = [found for folder in folders for found in run_garbage(folder)]
+    garbage += [] if runs or keep_cache else cache_garbage()
+    total = sum(found.size for found in garbage)
+    if not as_json:
+        for found in garbage:
+            click.echo(f"{show_size(found.size):>8}  {show_path(Path(found.path))}  ({found.why})")
+    if garbage and not dry_run:
+        if not yes:
+            click.confirm(f"Delete {len(garbage)} folders, {show_size(total)}?", abort=True, err=True)
+        for found in garbage:
+            found.delete()
+    if as_json:
+        rows = [{"path": str(found.path), "why": found.why, "bytes": found.size} for found in garbage]
+        click.echo(json.dumps({"deleted": not dry_run, "bytes": total, "folders": rows}))
+    else:
+        word = "would be freed" if dry_run else "freed"
+        click.echo(f"{show_size(total)} {word}" if garbage else "There is nothing to delete.")
 
 
 @contextmanager
