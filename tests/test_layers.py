@@ -35,12 +35,14 @@ MAY_IMPORT = {
     "result": "core models evals agents policy rollout train",
     "api": "core models evals agents policy envs rollout train sources result",
     "env_api": "core models evals agents policy envs rollout train sources result api",
+    "agent_source": "core evals agents sources",
+    "run": "core models policy envs runs servers train sources agent_source api env_api",
     "suite": "evals api",
     "__init__": "evals agents envs api suite",
     "demo": "__init__",
     "agent_tools": "core evals agents envs runs servers dashboard sources",
     "cli": "core algo plan models engine evals agents policy envs runs rollout learner servers train dashboard sources "
-    "result api env_api agent_tools",
+    "result api env_api agent_source run agent_tools",
     "__main__": "cli",
 }
 
@@ -246,7 +248,7 @@ def test_starts_with_few_modules_and_without_torch(code: str, most_modules: int)
 
 def test_agent_files_are_read_without_torch() -> None:
     """An error in a user's file is reported at once, before anything heavy is loaded."""
-    code = "import sys, palestra.cli.agent_file as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
+    code = "import sys, palestra.agent_source as a; a.load_agent_file(None); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

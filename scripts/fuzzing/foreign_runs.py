@@ -17,8 +17,7 @@ from torch.distributed.checkpoint import save
 
 from fuzzing.check import Tally, mutate
 from fuzzing.servers import ODD_VALUES
-from palestra.cli.runs_compare import compare_runs, compare_table
-from palestra.cli.runs_tables import print_run, runs_table
+from palestra.cli.runs_tables import compare_table, print_run, runs_table
 from palestra.cli.trust import code_of_run
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -26,6 +25,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.learner.sharded_state import read_metadata
+from palestra.runs.compare import compared
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import results
 
@@ -124,7 +124,7 @@ def _look(folder: RunFolder, manager: RunManager, tally: Tally, what: str) -> No
     console = Console(file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115
     print_run(console, run, results(run))
     console.print(runs_table([run], 120))
-    console.print(compare_table(compare_runs([run, run])))
+    console.print(compare_table([compared(run) for run in [run, run]]))
     code_of_run(folder.record)
     RunConfig.build(folder.config.model_dump())
 

@@ -28,6 +28,8 @@ from palestra.rollout.rewards import RewardFunctionList, as_list
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
+    from palestra.models.loading import LoadedModel
+    from palestra.train.run import Outcome
     from palestra.train.tasks import Task
 
 __all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
@@ -158,10 +160,7 @@ class GRPOTrainer:
 
     def _load(self, config: RunConfig) -> Any:
         if self._loaded is None:
-            from palestra.train.setup import load_for_run
-
-            with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
-                self._loaded = load_for_run(config)
+            self._loaded = load_quietly(config)
         return self._loaded
 
     def train(
@@ -197,30 +196,18 @@ class GRPOTrainer:
 
         `record` is more to be written down in the run folder's run.json.
         """
-        refuse_in_import("a training")
-        resumed = Resume.of(resume)
-        if resumed is not None:
-            run = RunFolder.open(resumed.folder)
-            config = run.config
-            self._loaded = None  # a run begins with the weights that its model was published with
-        else:
-            config = self._resolve(len(environment.problems("train")))
-            self._load(config)  # a model that cannot be loaded leaves no run folder behind
-            run = self._new_folder(config, self._record() | dict(record or {}))
-        return outside_event_loop(lambda: self._run(environment, config, run, resumed))
-
-    def _new_folder(self, config: RunConfig, record: Mapping[str, Any]) -> RunFolder:
-        """Made by the first rank, where there are several, and used by all."""
-        from palestra.train.ranks import join
-
-        output_dir = Path(config.output_dir)
-        run = join(config).from_first(lambda: RunFolder.create(output_dir, self._name, config, record, at=self._folder))
-        if not run.has_begun:
-            raise PalestraError(
-                f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
-                "all machines share"
-            )
-        return run
+        self._loaded = None if resume is not None else self._loaded  # a resumed run loads the published weights
+        run, outcome = train_task(
+            lambda config: self._task(environment, config),
+            lambda: self._resolve(len(environment.problems("train"))),
+            name=self._name,
+            record=self._record() | dict(record or {}),
+            folder=self._folder,
+            resume=resume,
+            watching=self._watching,
+            load=self._load,
+        )
+        return GRPOTrainingResult(self.agent, run, outcome, self)
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -229,26 +216,6 @@ class GRPOTrainer:
             "instructions": self.agent.instructions,
             "tools": [tool.schema for tool in self.agent.tools],
         }
-
-    def _run(
-        self, environment: Environment, config: RunConfig, run: RunFolder, resume: Resume | None
-    ) -> GRPOTrainingResult:
-        from palestra.train.run import Run
-
-        task = self._task(environment, config)
-        with self._watching() as watcher, asyncio.Runner() as runner:
-            built = Run.build(
-                config,
-                task,
-                run,
-                runner=runner,
-                watcher=watcher,
-                loaded=self._load(config),
-                resume=resume,
-            )
-            with hidden_progress_bars():
-                outcome = built.train()
-            return GRPOTrainingResult(self.agent, run, outcome, self)
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""
@@ -266,11 +233,72 @@ class GRPOTrainer:
         return ProgramTask(environment, self.agent, self._load(config), self._reward_functions)
 
     def _watching(self) -> AbstractContextManager[Watcher]:
-        if self._watcher is not None or not self._progress:
-            return nullcontext(self._watcher or Watcher())
-        from palestra.train.progress import console_progress
+        return watching(self._watcher, self._progress)
 
-        return console_progress()
+
+def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextManager[Watcher]:
+    """The given watcher, else a progress display, else a watcher that shows nothing."""
+    if watcher is not None or not progress:
+        return nullcontext(watcher or Watcher())
+    from palestra.train.progress import console_progress
+
+    return console_progress()
+
+
+def load_quietly(config: RunConfig) -> LoadedModel:
+    """Load the model of a run; a progress bar shows only downloads."""
+    from palestra.train.setup import load_for_run
+
+    with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
+        return load_for_run(config)
+
+
+def train_task(
+    task: Callable[[RunConfig], Task],
+    config: Callable[[], RunConfig],
+    *,
+    name: str,
+    record: Mapping[str, Any],
+    folder: Path | None = None,
+    resume: Path | str | Resume | None = None,
+    watching: Callable[[], AbstractContextManager[Watcher]],
+    load: Callable[[RunConfig], LoadedModel] = load_quietly,
+) -> tuple[RunFolder, Outcome]:
+    """Train in a new run folder, or continue a run with the config in its folder."""
+    refuse_in_import("a training")
+    resumed = Resume.of(resume)
+    if resumed is not None:
+        run = RunFolder.open(resumed.folder)
+        chosen = run.config
+        loaded = load(chosen)
+    else:
+        chosen = config()
+        loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
+        run = _new_folder(chosen, name, record, folder)
+
+    def train() -> Outcome:
+        from palestra.train.run import Run
+
+        with watching() as watcher, asyncio.Runner() as runner:
+            built = Run.build(chosen, task(chosen), run, runner=runner, watcher=watcher, loaded=loaded, resume=resumed)
+            with hidden_progress_bars():
+                return built.train()
+
+    return run, outside_event_loop(train)
+
+
+def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder: Path | None) -> RunFolder:
+    """Make the run folder on the first rank, and use it on all."""
+    from palestra.train.ranks import join
+
+    output_dir = Path(config.output_dir)
+    run = join(config).from_first(lambda: RunFolder.create(output_dir, name, config, record, at=folder))
+    if not run.has_begun:
+        raise PalestraError(
+            f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
+            "all machines share"
+        )
+    return run
 
 
 @explain_arguments(TRL_NAMES)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
-from palestra.api import GRPOTrainer
+from palestra.api import train_task, watching
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
@@ -51,10 +51,21 @@ def train_env(
     resume: Path | Resume | None = None,
 ) -> GRPOTrainingResult:
     """Train a model on an environment; scored before and after on its held-out problems."""
-    tools = tools_of(env, env.problems("train")[0])
-    agent = Agent(env.name.replace("/", "-"), config.model.name, env.env.instructions, tools)
-    trainer = GRPOTrainer(agent, config=config, watcher=watcher, folder=folder)
-    return trainer.train_on(env, record=record, resume=resume)
+    from palestra.train.tasks import EnvironmentTask
+
+    instructions, tools = env.env.instructions, tools_of(env, env.problems("train")[0])
+    name = env.name.replace("/", "-")
+    about = {"agent": name, "instructions": instructions, "tools": [tool.schema for tool in tools]}
+    run, outcome = train_task(
+        lambda config: EnvironmentTask(env),
+        lambda: config,
+        name=name,
+        record=about | dict(record or {}),
+        folder=folder,
+        resume=resume,
+        watching=lambda: watching(watcher),
+    )
+    return GRPOTrainingResult(Agent(name, config.model.name, instructions, tools), run, outcome)
 
 
 def train_wire(

@@ -31,7 +31,7 @@ BEGIN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-folder = Path(sys.argv[-1])  # train … --folder FOLDER, and train --resume FOLDER
+folder = Path(sys.argv[1]).parent  # python -m palestra.run FOLDER/request.json trainer
 
 
 def begin():
@@ -79,10 +79,6 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     yield made
     for row in made.index.rows():
         end_all([*made.all_processes(row.run_id), *processes_of_run(row.run_id)], 0.1)
-
-
-def parent(process: Process) -> int:
-    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def eventually(happened: Callable[[], Any], within_s: float = 10.0) -> bool:
@@ -251,31 +247,31 @@ def test_five_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
         runs.wait(run_id, "completed", "stopped")
 
 
-@pytest.mark.parametrize("victim", ["trainer", "supervisor", "guard"])
-def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim):
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [("trainer", "the trainer was killed by SIGKILL"), ("supervisor", "its supervisor has died")],
+)
+def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim, reason):
     run_id = runs.start(LEAVE_A_CHILD)
     runs.wait(run_id, "running")
-    assert eventually(lambda: len(runs.all_processes(run_id)) == 4)  # supervisor, log writer, trainer, its child
+    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
+    time.sleep(1.2)  # the supervisor looks for new processes every second
     everything = runs.all_processes(run_id)
-    supervisor = runs.index.row(run_id).supervisor
-    pids = {"trainer": runs.process(run_id, "trainer").pid, "supervisor": supervisor.pid}
-    guard = parent(supervisor)
-    os.kill(pids.get(victim, guard), signal.SIGKILL)
+    killed = runs.process(run_id, "trainer") if victim == "trainer" else runs.index.row(run_id).supervisor
+    os.kill(killed.pid, signal.SIGKILL)
     # nobody looks: only the system and the index are asked
     assert eventually(lambda: not any(process.is_alive for process in everything))
     assert eventually(lambda: runs.index.row(run_id).state == "failed")
-    reason = {"trainer": "the trainer was killed by SIGKILL", "supervisor": "its supervisor has died"}
-    assert reason.get(victim, "the guard of its supervisor has died") in str(runs.index.row(run_id).reason)
+    assert reason in str(runs.index.row(run_id).reason)
 
 
-def test_a_run_whose_supervisor_and_guard_are_both_gone_is_found_dead_by_whoever_looks(runs):
+def test_a_run_whose_processes_are_all_killed_is_found_dead_by_whoever_looks(runs):
     run_id = runs.start(SLEEP)
     runs.wait(run_id, "running")
     supervisor, trainer = runs.index.row(run_id).supervisor, runs.process(run_id, "trainer")
-    guard = parent(supervisor)
-    os.kill(guard, signal.SIGKILL)
-    os.kill(supervisor.pid, signal.SIGKILL)
-    assert eventually(lambda: not trainer.is_alive)  # by the kernel, before anybody looks
+    for process in (supervisor, trainer):
+        os.kill(process.pid, signal.SIGKILL)
+    assert eventually(lambda: not supervisor.is_alive)
     run = runs.manager.get(run_id)
     assert run.state == "failed"
     assert "supervisor has died" in str(run.reason)
@@ -292,7 +288,7 @@ def test_a_supervisor_that_hangs_is_found_by_its_silence_and_ended(runs, monkeyp
     monkeypatch.setattr("palestra.runs.recovery._RECHECK_S", 2.0)
     run_id = runs.start(LEAVE_A_CHILD)
     runs.wait(run_id, "running")
-    assert eventually(lambda: len(runs.all_processes(run_id)) == 4)  # supervisor, log writer, trainer, its child
+    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
     everything = runs.all_processes(run_id)
     os.kill(runs.index.row(run_id).pid, signal.SIGSTOP)
     assert eventually(lambda: "palestra runs gc" in str(runs.manager.get(run_id).reason))  # reading only notes it
@@ -308,10 +304,8 @@ def test_a_dead_run_before_it_does_not_hold_up_the_queue(runs):
     runs.manager.max_runs = 1
     first, second = runs.start(SLEEP), runs.start(SLEEP)
     runs.wait(first, "running")
-    supervisor = runs.index.row(first).supervisor
-    guard = parent(supervisor)
-    for pid in (guard, supervisor.pid):
-        os.kill(pid, signal.SIGKILL)
+    for process in (runs.index.row(first).supervisor, runs.process(first, "trainer")):
+        os.kill(process.pid, signal.SIGKILL)
     assert eventually(lambda: runs.index.row(second).state in ("starting", "running"), within_s=20)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.agent_source import AgentOptions
 from palestra.api import GRPOTrainer
-from palestra.cli.agent_options import AgentOptions
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 

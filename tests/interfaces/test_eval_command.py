@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from palestra.agent_source import load_agent_file
 from palestra.cli import eval as eval_module
-from palestra.cli.agent_file import load_agent_file
 from palestra.cli.eval import _cases
 from palestra.core.errors import PalestraError
 

@@ -77,6 +77,13 @@ def test_other_words_mean_models(add_run: AddRun, word: str) -> None:
     assert model_of(word) == (word, Path("export"))
 
 
+def test_an_existing_model_folder_wins_over_a_run_of_the_same_name(add_run: AddRun, tmp_path: Path) -> None:
+    run = add_run("k3f9aaaa", "broken", "broken-20260131-101500")
+    (tmp_path / "broken").mkdir()
+    assert model_of("broken") == ("broken", Path("export"))
+    assert require_run("broken").path == run.path  # commands that take a run alone
+
+
 def test_a_name_that_several_runs_have_is_refused_with_their_ids(add_run: AddRun) -> None:
     add_run("k3f9aaaa", "clerk", "clerk-1")
     add_run("k3x7bbbb", "clerk", "clerk-2")
@@ -155,7 +162,7 @@ def test_a_run_is_finished_or_resumed_as_asked(
     def resume(how: Resume, *_: Any) -> None:
         raise Asked(how)
 
-    monkeypatch.setattr("palestra.cli.train.resume_run", resume)
+    monkeypatch.setattr("palestra.run.resume", resume)
     with pytest.raises(Asked) as asked:
         cli(*arguments)
     assert asked.value.args == (Resume(run.path, **expected),)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from palestra.cli import run_atropos
-from palestra.cli.run_atropos import trajectory_process
-from palestra.core import children
-from palestra.core.errors import PalestraError
-from palestra.sources.wire.atropos import EnvProcess, ensure_python, serve_command, venv_folder, write_tokenizer
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.run import environment_request, new_wire_run, serve_environment
+from palestra.runs.manager import RunManager, RunRequest
+from palestra.runs.request import launch_token, process_environment
+from palestra.sources.wire.atropos import (
+    ensure_python,
+    env_process_environment,
+    serve_command,
+    venv_folder,
+    write_tokenizer,
+)
 
 DIGITS = Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py"
 VENV = venv_folder()
@@ -46,118 +51,107 @@ def test_written_tokenizer_gives_the_same_ids_and_names_no_class_that_older_vers
     assert again.eos_token_id == tiny_tokenizer.eos_token_id
 
 
-def test_environment_that_fails_is_told_with_the_end_of_its_log(tmp_path):
-    process = EnvProcess([sys.executable, "-c", "raise SystemExit('no data here')"], tmp_path / "log")
-    process.process.wait(20)
-    with pytest.raises(PalestraError, match="no data here"):
-        process.check()
-
-
-def test_a_file_that_does_nothing_when_it_is_run_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.atropos._LAST_POSTS_S", 0.0)
-    process = EnvProcess([sys.executable, "-c", "pass"], tmp_path / "log")
-    process.process.wait(20)
-    with pytest.raises(PalestraError, match=r"status 0.*\n.*\nDoes its file call its class's cli\(\)"):
-        process.check()
-
-
-def test_environment_that_goes_on_is_ended(tmp_path):
-    process = EnvProcess([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
-    process.check()
-    process.stop()
-    assert process.process.returncode is not None
-
-
-def test_environment_of_others_sees_no_key_of_ours_unless_it_is_passed_on_by_name(tmp_path, monkeypatch):
+def test_environment_of_others_sees_no_key_of_ours_unless_it_is_passed_on_by_name(monkeypatch):
     secret = ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "PALESTRA_TOKEN", "WANDB_API_KEY")
     for name in secret:
         monkeypatch.setenv(name, "sesame")
     monkeypatch.setenv("PALESTRA_PASS_ENV", "WANDB_API_KEY")
-    process = EnvProcess([sys.executable, "-c", "import os; print(dict(os.environ))"], tmp_path / "log")
-    assert process.process.wait(20) == 0
-    seen = ast.literal_eval((tmp_path / "log").read_text())
+    seen = env_process_environment({})
     assert set(secret) & seen.keys() == {"WANDB_API_KEY"}
-    assert seen["PATH"] == os.environ["PATH"]
-    assert seen["PYTHONUNBUFFERED"] == "1"
+    assert (seen["PATH"], seen["PYTHONUNBUFFERED"]) == (os.environ["PATH"], "1")
 
 
 @pytest.fixture
 def atropos(monkeypatch, tmp_path):
-    """run-atropos without installing, serving or training: `trainings` has what it was asked to train."""
-    trainings = []
+    """run-atropos without installing and training: a run that is started has ended at once, with one step."""
+    requests = []
 
-    @contextlib.contextmanager
-    def trajectory_process(run):
-        yield "http://127.0.0.1:1"
+    def launch(manager, run_id, folder):
+        request = RunRequest.load(folder.request_file)
+        requests.append((request, folder))
+        if not folder.has_begun:
+            wire = replace(request, env_url="http://127.0.0.1:1")
+            new_wire_run(wire, folder.path)
+        folder.metrics_file.write_text('{"step": 1, "reward_mean": 0.5}\n')
+        manager._index.move(run_id, ["pending"], "completed")
 
-    def run_on_wire(run, url, port, console, *, served, **options):
-        with monkeypatch.context() as patched:
-            patched.setattr(run_atropos, "write_tokenizer", lambda tokenizer, folder: folder)
-            environment = SimpleNamespace(words=[])
-            patched.setattr(run_atropos, "EnvProcess", lambda command, log, env: started(environment, command))
-            served("http://127.0.0.1:2", None)
-        trainings.append(SimpleNamespace(run=run, words=environment.words, **options))
-
-    def started(environment, command):
-        environment.words = command
-        return SimpleNamespace(stop=lambda: None, check=lambda: None)
-
-    def install(folder, packages, note):
-        return folder / "bin/python"
-
-    for name, stand_in in {
-        "trajectory_process": trajectory_process, "run_on_wire": run_on_wire, "ensure_python": install,
-        "present": lambda *_: None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(run_atropos, name, stand_in)
+    monkeypatch.setattr(RunManager, "_launch", launch)
+    monkeypatch.setattr(
+        "palestra.sources.wire.atropos.ensure_python", lambda folder, packages, note: folder / "bin/python"
+    )
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    return trainings
+    return requests
+
+
+def served(monkeypatch, request, folder):
+    """The command line that the environment's process is replaced by."""
+
+    class Replaced(Exception):
+        pass
+
+    def execve(program, words, environ):
+        raise Replaced(words)
+
+    monkeypatch.setattr("palestra.sources.wire.atropos.os.execve", execve)
+    monkeypatch.setattr("palestra.sources.wire.atropos.cached_tokenizer", lambda model: Path("/cache/tokenizer"))
+    with pytest.raises(Replaced) as replaced:
+        serve_environment(environment_request(replace(request, env_url="http://127.0.0.1:1"), folder), nullcontext)
+    return replaced.value.args[0]
 
 
 def value(words, name):
     return words[words.index(name) + 1]
 
 
-def test_the_server_type_that_gives_token_ids_is_passed_unless_another_is_named(cli, atropos):
-    for more in ([], ["--openai.server_type", "vllm"]):
-        assert cli("env", "run-atropos", str(DIGITS), "--train.max_steps", "3", *more).code == 0
-    assert [value(t.words, "--openai.server_type") for t in atropos] == ["sglang", "vllm"]
+@pytest.mark.parametrize(("more", "kind"), [((), "sglang"), (("--openai.server_type", "vllm"), "vllm")])
+def test_the_server_type_that_gives_token_ids_is_passed_unless_another_is_named(cli, atropos, monkeypatch, more, kind):
+    answer = cli("env", "run-atropos", str(DIGITS), "--train.max_steps", "3", *more, "--json")
+    assert answer.code == 0, answer.err
+    summary = json.loads(answer.out.splitlines()[-1])
+    assert (summary["steps"], summary["reward_first"], Path(summary["run_dir"]).name[:5]) == (1, 0.5, "wire-")
+    words = served(monkeypatch, *atropos[0])
+    assert value(words, "--openai.server_type") == kind
+    assert value(words, "--openai.base_url") == "http://127.0.0.1:9001/v1"
 
 
-def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cli, atropos):
+def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cli, atropos, monkeypatch):
     first = ["--train.max_steps", "3", "--with", "sympy==1.13.1", "--env.max_token_length", "99"]
     assert cli("env", "run-atropos", str(DIGITS), *first).code == 0
-    folder = str(atropos[0].run.path)
-    answer = cli("env", "run-atropos", "--resume", folder, "--train.max_steps", "7", "--trust")
+    folder = atropos[0][1]
+    answer = cli("env", "run-atropos", "--resume", str(folder.path), "--train.max_steps", "7")
     assert answer.code == 0, answer.err
-    again = atropos[1]
-    assert (again.resume.folder.resolve(), again.resume.max_steps) == (atropos[0].run.path.resolve(), 7)
-    assert again.continued_by == "palestra env run-atropos"
-    assert value(again.words, "--env.total_steps") == "7"
-    assert again.words[0] == atropos[0].words[0], "the same Python"
-    assert str(DIGITS) in again.words
-    assert value(again.words, "--env.max_token_length") == "99"
-    answer = cli("train", "--resume", folder, "--trust")
+    request, again = atropos[1]
+    assert (again.path, again.config.train.max_steps) == (folder.path, 7)
+    assert (request.environment, request.packages) == (str(DIGITS), ("sympy==1.13.1",))
+    words = served(monkeypatch, request, again)
+    assert value(words, "--env.total_steps") == "7"
+    assert value(words, "--env.max_token_length") == "99"
+    assert words[0] == str(venv_folder(["sympy==1.13.1"]) / "bin/python")
+    answer = cli("train", "--resume", str(folder.path))
     assert answer.code == 2
-    assert f"palestra env run-atropos --resume {folder}" in answer.err.replace("\n", "")
-    assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", folder, "--trust").err
+    assert f"palestra env run-atropos --resume {folder.path}" in answer.err.replace("\n", "")
+    assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", str(folder.path)).err
     assert "FILE, or --resume" in cli("env", "run-atropos").err
 
 
-def test_a_token_of_our_servers_is_not_asked_of_an_environment_that_cannot_know_it(cli, atropos, monkeypatch):
+def test_a_run_of_an_older_version_is_resumed_by_its_record(cli, atropos, tmp_path):
+    record = {"env_url": "", "atropos": {"file": str(DIGITS), "env": {"x": "1"}, "openai": {}, "packages": ["p"]}}
+    config = RunConfig.build({"train.max_steps": 3})
+    folder = RunFolder.create(tmp_path, "wire", config, record, at=tmp_path / "old")
+    assert "--trust" in cli("env", "run-atropos", "--resume", str(folder.path)).err
+    answer = cli("env", "run-atropos", "--resume", str(folder.path), "--trust")
+    assert answer.code == 0, answer.err
+    request = atropos[0][0]
+    assert (request.environment, request.env_settings, request.packages) == (str(DIGITS), {"x": "1"}, ("p",))
+
+
+def test_a_token_of_our_servers_is_not_asked_of_an_environment_that_cannot_know_it(atropos, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_TOKEN", "sesame-sesame")
-    assert cli("env", "run-atropos", str(DIGITS), "--train.max_steps", "3").code == 0
-    assert atropos[0].token is None
-    seen = []
-    monkeypatch.setattr(children, "start", lambda command, env, stderr: seen.append(env) or OneLine())
-    monkeypatch.setattr(children, "end", lambda *_: None)
-    with trajectory_process(atropos[0].run) as url:
-        assert url == "http://127.0.0.1:3"
-    assert "PALESTRA_TOKEN" not in seen[0]
-
-
-class OneLine:
-    stdout = io.StringIO("the trajectory API is at http://127.0.0.1:3")
+    request, folder = RunRequest(environment=str(DIGITS)), RunFolder(tmp_path)
+    folder.wire.mkdir()
+    assert launch_token(request, folder) is None
+    for part in ("api", "trainer", "env"):
+        assert "PALESTRA_TOKEN" not in process_environment(part, "r", request)
 
 
 def test_a_secret_among_the_settings_is_refused_before_it_is_written_to_disk(cli, atropos, tmp_path):

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from palestra.cli.settings import EnvSettings
-from palestra.cli.train_wire import new_run_for
+from palestra.run import new_wire_run
+from palestra.runs.request import RunRequest
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 TRAINER = ["--model.name", "palestra/tiny", "--rollout.group_size", "4", "--train.problems_per_step", "2"]
@@ -101,10 +101,11 @@ def steps(run: Path) -> list[dict[str, float]]:
 def test_only_an_environment_of_ours_is_scored_by_the_trainer(monkeypatch, tmp_path):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    settings = EnvSettings(env={"held_out_size": "2"}, run={"train.max_steps": 3, "output_dir": str(tmp_path)})
+    settings = {"train.max_steps": 3, "output_dir": str(tmp_path)}
+    shared = {"env_url": "http://127.0.0.1:8001", "env_settings": {"held_out_size": "2"}, "settings": settings}
 
     def record_of(env: str | None) -> dict:
-        return new_run_for(env, "http://127.0.0.1:8001", None, settings).record
+        return new_wire_run(RunRequest(environment=env, **shared)).record
 
     ours = str(root / "examples" / "my_first_env.py")
     record = record_of("examples/my_first_env.py")

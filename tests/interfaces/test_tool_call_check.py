@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture
 def broken_model(tmp_path: Path) -> Path:
     """The embedded model with a template that writes calls as no parser reads them."""
-    folder = tmp_path / "unreadable_calls"
+    folder = tmp_path / "broken"
     with resources.as_file(resources.files("palestra.models") / "tiny") as tiny:
         shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     template = folder / "chat_template.jinja"
@@ -26,11 +26,11 @@ def broken_model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        ("train", "my_agent.py", "--model.name", "unreadable_calls"),
-        ("eval", "my_agent.py", "--model.name", "unreadable_calls"),
-        ("chat", "unreadable_calls", "--agent", "my_agent.py", "--once", "hi"),
-        ("serve", "unreadable_calls", "--port", "0"),
-        ("gateway", "unreadable_calls", "--out", "rollouts.jsonl", "--port", "0"),
+        ("train", "my_agent.py", "--model.name", "broken"),
+        ("eval", "my_agent.py", "--model.name", "broken"),
+        ("chat", "broken", "--agent", "my_agent.py", "--once", "hi"),
+        ("serve", "broken", "--port", "0"),
+        ("gateway", "broken", "--out", "rollouts.jsonl", "--port", "0"),
     ],
     ids=lambda command: command[0],
 )
@@ -44,7 +44,7 @@ def test_a_model_with_unreadable_calls_is_rejected_with_format_and_remedy(cli, a
 
 def test_an_agent_without_tools_trains_on_such_a_model(cli, agent_file, broken_model):
     agent_file(('"Use the tools to answer.", [price]', '"Answer.", []'))
-    answer = cli("train", "my_agent.py", "--model.name", "unreadable_calls")
+    answer = cli("train", "my_agent.py", "--model.name", "broken")
     assert answer.code == 0, answer.err
 
 
@@ -55,7 +55,7 @@ def test_doctor_checks_the_tool_calls_of_a_model(cli, broken_model):
         ("chat template", "ok"),
         ("tool calls", "ok"),
     ]
-    answer = cli("doctor", "--model", "unreadable_calls", "--json")
+    answer = cli("doctor", "--model", "broken", "--json")
     assert answer.code == 1
     row = json.loads(answer.out)["findings"][-1]
     assert (row["state"], row["found"]) == ("broken", "format hermes")

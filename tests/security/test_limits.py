@@ -220,8 +220,7 @@ def test_the_relay_asks_for_no_more_completions_than_the_test_may_have(relay):
 
 
 def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monkeypatch):
-    from palestra.cli import run_atropos
-    from palestra.cli.settings import EnvSettings
+    from palestra.sources.wire import atropos
 
     class Replaced(Exception):
         pass
@@ -230,14 +229,13 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
         raise Replaced(words, environ)
 
     monkeypatch.setenv("PALESTRA_RELAY_TOKEN", "relay-0123456789")
-    monkeypatch.setattr(run_atropos.AtroposEnv, "python", lambda *_: Path("/venv/bin/python"))
-    monkeypatch.setattr(run_atropos, "_cached_tokenizer", lambda *_: Path("/cache/tokenizer"))
-    monkeypatch.setattr(run_atropos.os, "execve", execve)
+    monkeypatch.setattr(atropos.AtroposEnv, "python", lambda *_: Path("/venv/bin/python"))
+    monkeypatch.setattr(atropos, "cached_tokenizer", lambda *_: Path("/cache/tokenizer"))
+    monkeypatch.setattr(atropos.os, "execve", execve)
     openai = {"model_name": "m", "base_url": "http://127.0.0.1:1/0/v1", "api_key_env": "PALESTRA_RELAY_TOKEN"}
-    settings = EnvSettings({"level": 2, "group_size": 3}, openai, {})
     out = tmp_path / "out.jsonl"
     with pytest.raises(Replaced) as replaced:
-        run_atropos.process(Path("gsm.py"), settings, 5, out, None)
+        atropos.AtroposEnv(Path("gsm.py"), {"level": 2, "group_size": 3}, openai).process(RunConfig(), 5, out)
     words, environ = replaced.value.args
     assert "relay-0123456789" not in "".join([*words, *environ.values()])
     import yaml
@@ -249,7 +247,7 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
     assert written["env"] | {"total_steps": 5, "group_size": 3, "level": 2, "use_wandb": False} == written["env"]
     assert written["env"]["data_path_to_save_groups"] == str(out)
     with pytest.raises(PalestraError, match="say where: --openai"):
-        run_atropos.process(Path("gsm.py"), EnvSettings(), 5, out, None)
+        atropos.AtroposEnv(Path("gsm.py"), {}, {}).process(RunConfig(), 5, out)
 
 
 @pytest.fixture

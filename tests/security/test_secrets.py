@@ -215,10 +215,10 @@ def test_logs_are_for_their_owner_alone(tmp_path):
 
 
 def written_log(path: Path, environ: dict[str, str], parts: Iterable[bytes]) -> bytes:
-    from palestra.runs.processes import _write_log
+    from palestra.runs.processes import write_log
 
     reads, writes = os.pipe()
-    thread = threading.Thread(target=_write_log, args=(reads, path, environ))
+    thread = threading.Thread(target=write_log, args=(reads, path, environ))
     thread.start()
     for part in parts:
         os.write(writes, part)
@@ -241,8 +241,8 @@ import os
 from pathlib import Path
 from palestra.runs.processes import spawn
 words = ["/bin/sh", "-c", "echo it is $PALESTRA_TOKEN and $MY_API_KEY"]
-spawn(words, Path({str(tmp_path / "log")!r}), {{"PALESTRA_TOKEN": "run-0123456789", **os.environ}}, Path("/"))
-os.wait(), os.wait()
+environ = {{"PALESTRA_TOKEN": "run-0123456789", **os.environ}}
+spawn(words, Path({str(tmp_path / "log")!r}), environ, Path("/")).log_writer.join()
 """
     environ = {**os.environ, "MY_API_KEY": "sk-0123456789"}
     environ.pop("PALESTRA_TOKEN", None)

@@ -89,7 +89,7 @@ def started(run: Run, draft: Draft) -> Data:
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
         "environment": draft.found.name,
         "config": draft.config(),
-        "config_path": RunFolder(run.folder).settings_file,
+        "config_path": RunFolder(run.folder).request_file,
         "logs": _logs(run),
         "wandb_project": draft.value("track.project"),
         "wandb_run_name": draft.value(TRACKING_NAME),

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from palestra.cli.agent_file import DEMO, AgentFile, load_agent_file
+from palestra.agent_source import DEMO, AgentFile, load_agent_file
 from palestra.cli.chat_events import described, serve_chat
 from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.cli.find_run import find_run, model_of

@@ -25,6 +25,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 json_line_option = click.option(
     "--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr."
 )
+wait_limit_option = click.option(
+    "--wait-limit",
+    "wait_limit_s",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Over the wire: stop when no group arrives for so long while the environment fails. 0: never.",
+)
 dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
 
@@ -39,6 +47,24 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
     )(command)
+
+
+def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what to train without an agent file."""
+    for option in (
+        click.option("--instructions", metavar="TEXT", help="The system message of our own agent loop, with --cases."),
+        click.option("--mcp-shared", multiple=True, metavar="COMMAND", help="One such server for all attempts."),
+        click.option("--mcp", multiple=True, metavar="COMMAND", help="An MCP server whose tools the agent gets."),
+        click.option("--measure", multiple=True, metavar="FILE:NAME", help="Tells good from bad; may be repeated."),
+        click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
+        click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
+        click.option(
+            "--agent-port", type=click.IntRange(0, 65535), help="Let external agents take cases, at this port."
+        ),
+        click.option("--agent-cmd", metavar="COMMAND", help="A program that calls the model by its base URL."),
+    ):
+        function = option(function)
+    return function
 
 
 def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -82,12 +108,6 @@ def print_sections(
         with formatter.section(title):
             formatter.write_dl(list(rows), col_max=column)
     click.echo(formatter.getvalue().rstrip())
-
-
-def absolute_name(name: str) -> str:
-    """A file (or FILE:CLASS) with its absolute path, so that it is found from any folder; other names unchanged."""
-    file, colon, class_name = name.partition(":")
-    return f"{Path(file).resolve()}{colon}{class_name}" if file.endswith(".py") else name
 
 
 def load_libraries(console: Console, model: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from palestra.agent_source import open_agent_file
 from palestra.cli import settings
-from palestra.cli.agent_file import open_agent_file
 from palestra.cli.common import config_option, debug_option, json_option, print_sections
 from palestra.core.config import RunConfig
 
@@ -35,7 +35,7 @@ def command(agent_file: str | None, config_file: Path | None, keys: bool, as_jso
         return
     import yaml
 
-    _, _, config = open_agent_file(agent_file, config_file, settings.from_options(parameters))
+    _, _, config = open_agent_file(agent_file, settings.layer(config_file, settings.from_options(parameters)))
     data = config.model_dump(mode="json")
     click.echo(json.dumps(data) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False), nl=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import click
 from rich.console import Console
@@ -13,6 +14,7 @@ from palestra.cli.common import load_libraries
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path
+from palestra.run import Watching
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import Display, make_display
 
@@ -23,6 +25,11 @@ class DryRun(Exception):
 
 def _end_dry_run() -> None:
     raise DryRun
+
+
+def watching(console: Console, command: str, *, dry_run: bool = False) -> Watching:
+    """A display for a run whose config is not known yet; `command` continues the run with --resume."""
+    return partial(training_display, console, command=command, dry_run=dry_run)
 
 
 @contextmanager

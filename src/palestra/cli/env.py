@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from palestra.cli import run_atropos, settings
 from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.process_page import write_page
-from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.core.config import RunConfig
 from palestra.core.files import slug
 from palestra.core.show import show_path
-from palestra.env_api import evaluate_env, process_env, serve_env
-from palestra.envs.load import find_env, load_env
+from palestra.env_api import evaluate_env, process_env
+from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.evidence import RunFacts
 from palestra.policy.openai import OpenAISettings
-from palestra.policy.remote import RemotePolicy
-from palestra.sources.wire.protocol import WireClient
+from palestra.run import open_env, serve_environment
+from palestra.runs.request import RunRequest
+from palestra.sources.wire import WIRE_DEFAULTS
+from palestra.sources.wire.atropos import AtroposEnv
 from palestra.train.progress import make_display
+from palestra.train.watcher import Watcher
 
 
 @click.group("env")
@@ -47,14 +51,6 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
         function = option(function)
     return function
 
-
-_TRAINER_SERVER = {
-    "base_url": "http://127.0.0.1:9001/v1",
-    "api_key_env": "PALESTRA_TOKEN",
-    "timeout_s": 600,  # a trainer does not answer during a step
-    "max_concurrent": 128,
-}
-_API_UNREACHABLE_S = 60.0
 
 _OPTIONS_METAVAR = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 
@@ -76,9 +72,10 @@ def process(
     A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
     """
     if (source := find_env(name_or_file)).dialect == "atropos":
-        options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+        request = _request(name_or_file, config_file, model, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
-        run_atropos.process(source.file_path, read_settings(config_file, options), groups, path, Console(stderr=True))
+        environment = AtroposEnv(source.file_path, request.env_settings, request.server_settings)
+        environment.process(request.config(WIRE_DEFAULTS), groups, path)
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
@@ -137,49 +134,42 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
     in a venv of its own.
     """
-    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    request = _request(name_or_file, config_file, model, parameters)
     console = Console(stderr=parameters["as_json"])
-    if (source := find_env(name_or_file)).dialect == "atropos":
-        run_atropos.serve(source.file_path, read_settings(config_file, options), api_url, console)
-    env, config, read = open_env(name_or_file, config_file, options)
-    served_as = read.openai.get("model_name") or read.run.get("model.name")
-    server = OpenAISettings.read({**_TRAINER_SERVER, **read.openai, "model_name": served_as or ""})
-    load_libraries(console, config.model.name)
-    wire = WireClient(api_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
-    policy = RemotePolicy(
-        server.base_url,
-        token=os.environ.get(server.api_key_env),
-        timeout_s=server.timeout_s,
-        max_concurrent=server.max_concurrent,
-    )
-    with make_display(console, config.track.log_every) as display:
-        fed = serve_env(env, config, wire, policy, model_name=served_as, watcher=display)
+
+    @contextmanager
+    def watching(config: RunConfig) -> Iterator[Watcher]:
+        load_libraries(console, config.model.name)
+        with make_display(console, config.track.log_every) as display:
+            yield display
+
+    fed = serve_environment(replace(request, env_url=api_url), watching)
     mean = fed.score_sum / max(1, fed.posted_rollouts)
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
     if parameters["as_json"]:
         click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
 
 
+def _request(
+    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any], *, runs: bool = False
+) -> RunRequest:
+    """The environment and the settings of a command; with `runs`, --model may name a run."""
+    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    read = read_settings(config_file, with_model_of_run(options) if runs else options)
+    return RunRequest(environment=name_or_file, settings=read.run, env_settings=read.env, server_settings=read.openai)
+
+
 def _prepare(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
     """The environment and all settings, checked before torch is loaded."""
-    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
-    env, config, read = open_env(name_or_file, config_file, with_model_of_run(options))
+    request = _request(name_or_file, config_file, model, parameters, runs=True)
+    env, config = open_env(request)
     console = Console(stderr=parameters["as_json"])
-    openai = OpenAISettings.read(read.openai) if read.openai else None
+    openai = OpenAISettings.read(dict(request.server_settings)) if request.server_settings else None
     if openai is None:
         load_libraries(console, config.model.name)
     return env, config, openai, console
-
-
-def open_env(
-    name_or_file: str, config_file: Path | None, options: dict[str, Any]
-) -> tuple[RunningEnv, RunConfig, EnvSettings]:
-    """An environment, and the run's settings: its recommended ones, the YAML file's, then the command line's."""
-    read = read_settings(config_file, options)
-    env = load_env(name_or_file, read.env)
-    return env, RunConfig.build(env.env.run_settings, read.run), read
 
 
 settings.options(process)

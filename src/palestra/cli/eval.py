@@ -9,12 +9,11 @@ from typing import Any
 import click
 from rich.console import Console
 
+from palestra.agent_source import AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
 from palestra.cli import settings
-from palestra.cli.agent_file import AgentFile
-from palestra.cli.agent_options import AgentOptions, agent_options
-from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.evals.evidence import RunFacts
@@ -50,7 +49,7 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
     """
     own = AgentOptions.take(parameters)
     options = with_model_of_run(settings.from_options(parameters))
-    file, agent, config = own.open(agent_file, config_file, options)
+    file, agent, config = own.open(agent_file, settings.layer(config_file, options))
     suite, cases, split = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)

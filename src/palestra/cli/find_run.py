@@ -32,17 +32,23 @@ class FoundRun:
     run_id: str | None
 
 
-def find_run(word: str) -> FoundRun | None:
+def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
     """The run that is meant by its folder (or a model or checkpoint in it), the folder's name in ./runs or in the
     index, its id or an unambiguous beginning of it, or its name; `@STEP` after it names a checkpoint.
-    None if there is none; several matches are refused."""
+
+    None if there is none; several matches raise PalestraError. With `or_model`, an existing path outside of runs is a
+    model, also if a run has the same name.
+    """
     rows = _index_rows()
     word = word.partition("@")[0]
-    for path in _folders(word):
+    is_model = or_model and bool(word) and Path(word).expanduser().exists()
+    for path in _folders(word) if is_model else [*_folders(word), RUNS / word]:
         names = {str(path.resolve()), str(path.absolute())}
         row = next((row for row in rows if row.folder in names), None)
         if row is not None or RunFolder(path).has_begun:
             return FoundRun(RunFolder(path), None if row is None else row.run_id)
+    if is_model:
+        return None
     matches = (
         [row for row in rows if row.run_id == word]
         or [row for row in rows if word and row.run_id.startswith(word)]
@@ -95,7 +101,7 @@ def run_of(reader: RunReader, word: str) -> Run:
 def model_of(word: str) -> tuple[str, Path]:
     """The model that is meant: of a run, of one of its checkpoints (RUN@50, RUN@best or its folder), or the model of
     this name; and the folder for what is exported from it. A run without a model gives its newest checkpoint."""
-    run = find_run(word)
+    run = find_run(word, or_model=True)
     if run is None:
         _explain_missing(word)
         return word, Path("export")
@@ -158,7 +164,7 @@ class _Run(click.ParamType):
 
 def _folders(word: str) -> Iterator[Path]:
     path = Path(word).expanduser()
-    yield from (path, RUNS / word)
+    yield path
     if path.parent.name == RunFolder(path).checkpoints.name:
         yield path.parent.parent
     if path == RunFolder(path.parent).model:

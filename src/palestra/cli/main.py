@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
-import gc
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
-
-OBJECTS_UNTIL_COLLECTION = 50_000  # Python's own 700 means a thousand collections while torch is imported: a second
 
 # name -> (module beside this one, or module:attribute where it is not `command`; its line in `palestra --help`)
 COMMANDS = {
@@ -113,25 +109,4 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The command of this process, which ends with it; from Python, call `run`."""
-    from palestra.core.secrets import hide_environment  # here: `palestra --help` is fast
-
-    status = list[int]()
-    atexit.register(_end_process, status)  # the first of all handlers, so the last that runs
-    gc.set_threshold(OBJECTS_UNTIL_COLLECTION, *gc.get_threshold()[1:])
-    hide_environment()
-    status.append(run(sys.argv[1:]))
-    sys.exit(status[0])
-
-
-def _end_process(status: list[int]) -> None:
-    """End the process as soon as its threads and exit handlers have: to free each of torch's modules takes a second.
-
-    Not without a status, when a traceback is shown, nor under a debugger or a coverage tool, which come behind this.
-    """
-    if status and sys.gettrace() is None:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except (OSError, ValueError, AttributeError):  # a broken pipe, or none: Python has its own words for that
-            return
-        os._exit(status[0])
+    run_process(run)

@@ -23,6 +23,7 @@ from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
 from palestra.plan.work import StepWork
+from palestra.runs.request import RunRequest
 
 _DEFAULT_CONTEXT = 2048
 
@@ -132,7 +133,7 @@ def _config(
     file = settings.read_run_settings(config_file)
     if "rollout.max_new_tokens" not in {**file, **options, **layer}:
         layer["rollout.max_new_tokens"] = max(1, (context or _DEFAULT_CONTEXT) // 4)
-    return RunConfig.build(file, options, layer)
+    return RunRequest(settings={**file, **options, **layer}).config()
 
 
 def _device(name: str, parameters: dict[str, Any]) -> Device:

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.agent_file import load_agent_file
+from palestra.agent_source import load_agent_file
 from palestra.cli.common import debug_option, json_line_option
 from palestra.cli.find_run import require_run, run_argument
 from palestra.cli.trust import code_for_tools, require_trust, trust_option

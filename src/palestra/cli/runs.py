@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +14,22 @@ from rich.live import Live
 
 from palestra.cli.common import debug_option, json_line_option, plot_option
 from palestra.cli.find_run import require_run, require_run_id, run_argument, run_of
-from palestra.cli.runs_compare import compare_runs, compare_table, draw, print_curves
-from palestra.cli.runs_prune import prune
-from palestra.cli.runs_tables import print_run, run_line, run_panel, runs_table
+from palestra.cli.runs_tables import (
+    compare_table,
+    draw,
+    print_curves,
+    print_run,
+    run_line,
+    run_panel,
+    runs_table,
+)  # fmt: skip
 from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import Resume
-from palestra.core.secrets import redact
-from palestra.core.show import visible
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.show import show_path, show_size, visible
+from palestra.runs.compare import compared as compared_run
 from palestra.runs.manager import RunManager
+from palestra.runs.prune import cache_garbage, run_garbage
 from palestra.runs.reader import Run, RunReader, results
 
 _PARTS = ("trainer", "env", "api", "supervisor")
@@ -106,7 +112,8 @@ def logs(run: str, part: Any, lines: int, follow: bool, as_json: bool) -> None:
     for line in last:
         click.echo(visible(line))
     if follow:
-        _follow(reader, run_id, part)
+        for line in reader.follow(run_id, part):
+            click.echo(visible(line), nl=False)
 
 
 @_subcommand("stop")
@@ -150,28 +157,20 @@ def resume(runs: Sequence[str], max_steps: int | None, as_json: bool) -> None:
 @debug_option
 def finish(run: str, from_checkpoint: str | None, trust: bool, as_json: bool) -> None:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
-    from palestra.cli.display import training_display
-    from palestra.cli.summary import outcome_summary, print_training
-    from palestra.cli.train import resume_run
-    from palestra.cli.train_wire import present
-    from palestra.env_api import finish_wire
+    from palestra.cli.display import watching
+    from palestra.cli.summary import print_outcome
+    from palestra.run import resume as resume_run
 
     folder, console = require_run(run), Console(stderr=as_json)
     require_trust(folder, code_of_run(folder.record), trust)
     if folder.last_checkpoint() is None:
         raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
-    resume = Resume(folder.path, from_checkpoint, finish=True)
+    command = "palestra train"
     if "env_url" in folder.record:
         url = folder.record["env_url"]
-        continued_by = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
-        with training_display(console, folder.config, continued_by) as display:
-            outcome = finish_wire(folder, resume, watcher=display)
-        present(folder, outcome, console, as_json)
-        return
-    result = resume_run(resume, console)
-    print_training(console, result, result.outcome.report_path)
-    if as_json:
-        click.echo(json.dumps(outcome_summary(folder, result.outcome)))
+        command = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
+    _, outcome = resume_run(Resume(folder.path, from_checkpoint, finish=True), watching(console, command))
+    print_outcome(console, folder, outcome, as_json)
 
 
 @_subcommand("rm")
@@ -212,7 +211,7 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     if len(set(runs)) < 2:
         raise PalestraError("one run cannot be compared; give two or more")
     reader = RunReader()
-    compared = compare_runs([run_of(reader, word) for word in runs])
+    compared = [compared_run(run_of(reader, word)) for word in runs]
     if plot is not None:
         plot.write_text(draw(compared), encoding="utf-8")
     if as_json:
@@ -247,7 +246,38 @@ def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> Non
         raise PalestraError("\n".join(errors))
 
 
-command.add_command(prune)
+@_subcommand("prune")
+@run_argument(many=True, required=False)
+@click.option("--keep-cache", is_flag=True, help="Leave the converted GGUF files in the cache.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def prune(runs: Sequence[str], keep_cache: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Delete old checkpoints of runs that have ended, and the cache of converted GGUF files.
+
+    Of each run the newest and the best checkpoint stay, so that it can still be resumed; models, metrics, rollouts
+    and reports are left alone (`palestra runs rm` deletes whole runs). With RUN…, only of those runs.
+    """
+    if runs:
+        folders = [require_run(word) for word in runs]
+    else:
+        folders = [RunFolder(run.folder) for run in RunReader().list() if not run.is_active]
+    garbage = [found for folder in folders for found in run_garbage(folder)]
+    garbage += [] if runs or keep_cache else cache_garbage()
+    total = sum(found.size for found in garbage)
+    if not as_json:
+        for found in garbage:
+            click.echo(f"{show_size(found.size):>8}  {show_path(Path(found.path))}  ({found.why})")
+    if garbage and not dry_run:
+        if not yes:
+            click.confirm(f"Delete {len(garbage)} folders, {show_size(total)}?", abort=True, err=True)
+        for found in garbage:
+            found.delete()
+    if as_json:
+        rows = [{"path": str(found.path), "why": found.why, "bytes": found.size} for found in garbage]
+        click.echo(json.dumps({"deleted": not dry_run, "bytes": total, "folders": rows}))
+    else:
+        word = "would be freed" if dry_run else "freed"
+        click.echo(f"{show_size(total)} {word}" if garbage else "There is nothing to delete.")
 
 
 @contextmanager
@@ -261,17 +291,3 @@ def _printer(as_json: bool) -> Iterator[Any]:
             yield lambda run: live.update(run_panel(run), refresh=True)
     else:
         yield lambda run: click.echo(run_line(run))
-
-
-def _follow(reader: RunReader, run_id: str, part: str) -> None:
-    """Print what is appended to a log until the run has ended."""
-    path = reader.get(run_id).logs[part]
-    with path.open(encoding="utf-8", errors="replace") as file:
-        file.seek(0, 2)
-        while True:
-            active = reader.get(run_id).is_active
-            while line := file.readline():
-                click.echo(visible(redact(line)), nl=False)
-            if not active:
-                return
-            time.sleep(0.3)

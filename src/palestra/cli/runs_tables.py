@@ -1,4 +1,4 @@
-"""Runs on the terminal: a list, one in detail."""
+"""Runs on the terminal: a list, one in detail, several compared."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from palestra.cli.settings import show
 from palestra.cli.summary import print_findings
+from palestra.core.errors import PalestraError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, show_size, visible
+from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
 from palestra.evals.findings import recorded_findings
+from palestra.evals.run_report.charts import curves_svg
+from palestra.runs.compare import ComparedRun, differing_keys
 from palestra.runs.reader import Run
 
+_SPARKLINE_WIDTH = 60  # characters
 _WIDE = 100  # characters
 STATE_COLOURS = {"completed": "green", "failed": "red", "running": "cyan", "starting": "cyan", "pending": "yellow"}
 
@@ -125,3 +130,42 @@ def _about(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def draw(compared: Sequence[ComparedRun]) -> str:
+    """The reward curves as SVG."""
+    curves = {f"{one.label} {one.run.name}": one.rewards for one in compared if one.rewards}
+    if not curves:
+        raise PalestraError("none of these runs has finished a step; there is no curve to draw yet")
+    bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
+    return curves_svg(curves, "Mean reward over steps", percent=bounded)
+
+
+def compare_table(compared: Sequence[ComparedRun]) -> Table:
+    """One column per run: results above, settings that differ below."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", style="dim")
+    for one in compared:
+        table.add_column(Text(f"{one.label}\n{one.run.name}"), justify="right")
+    table.add_row("state", *[Text(one.run.state, style=STATE_COLOURS.get(one.run.state, "")) for one in compared])
+    for name in compared[0].summary:
+        table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
+    for key in differing_keys([one.settings for one in compared]):
+        table.add_row(key, *[Text(visible(show(one.settings.get(key)))) for one in compared])
+    return table
+
+
+def print_curves(console: Console, compared: Sequence[ComparedRun]) -> None:
+    """A sparkline of each run's pass rate over its steps."""
+    for one in compared:
+        if one.pass_rates:
+            bars = sparkline([rate for _, rate in one.pass_rates], _SPARKLINE_WIDTH)
+            console.print(Text.assemble(f"{one.label}  ", (bars, "green"), ("  pass rate", "dim")))
+
+
+def _show_result(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "seconds":
+        return show_seconds(value)
+    return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.yaml_config import flatten, load_yaml, translate
+from palestra.core.yaml_config import flatten, load_yaml, read_yaml_config, translate
 
 PREFIXES = ("env", "openai")
 _META = "palestra.prefixed"
@@ -56,7 +56,7 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
         return None
     if options["train.max_steps"] is None:
         raise PalestraError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
-    return RunConfig.build({"train.max_steps": options["train.max_steps"]}).train.max_steps
+    return RunConfig().with_settings({"train.max_steps": options["train.max_steps"]}).train.max_steps
 
 
 def read(info: FieldInfo, text: str) -> Any:
@@ -168,6 +168,11 @@ def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSetti
     typed = click.get_current_context().meta[_META]
     run = {**translate(flatten(sections), str(config_file)), **options}
     return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)
+
+
+def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run: of the YAML file, overlaid by those of the command line."""
+    return {**(read_yaml_config(config_file) if config_file else {}), **options}
 
 
 def read_run_settings(config_file: Path | None) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from palestra.cli.agent_options import AgentOptions
+from palestra.agent_source import AgentOptions
+from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
@@ -30,7 +33,6 @@ from palestra.evals.report import (
     overall_name,
     pick_transcripts,
 )
-from palestra.result import GRPOTrainingResult
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
@@ -39,13 +41,36 @@ _MAX_TEXT_CHARS = 600
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
-def print_training(console: Console, result: GRPOTrainingResult, page: Path) -> None:
-    """All results of a training."""
-    _print_transcripts(console, result)
-    console.print()
-    console.print(change_table(result.before, result.after))
-    print_findings(console, result.outcome.findings)
-    _print_next(console, result, page)
+def print_outcome(console: Console, run: RunFolder, outcome: Outcome, as_json: bool) -> None:
+    """The results of a training; of one over the wire, the mean scores, and before and after if it was scored here."""
+    more: dict[str, Any] = {}
+    if "env_url" in run.record:
+        more = _print_wire(console, outcome)
+    else:
+        assert outcome.before is not None
+        assert outcome.after is not None
+        _print_transcripts(console, outcome.before, outcome.after)
+        console.print()
+        console.print(change_table(outcome.before, outcome.after))
+        print_findings(console, outcome.findings)
+        _print_next(console, run, outcome)
+    if as_json and is_first_rank():
+        click.echo(json.dumps(more | outcome_summary(run, outcome)))
+
+
+def _print_wire(console: Console, outcome: Outcome) -> dict[str, Any]:
+    if outcome.before is not None and outcome.after is not None:
+        console.print(change_table(outcome.before, outcome.after))
+    print_findings(console, outcome.findings)
+    rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
+    steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
+    console.print(
+        f"{steps} steps in {show_seconds(outcome.seconds)}; mean score {rewards[0]:.3f} at the first, "
+        f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}\n"
+        f"report: {show_path(outcome.report_path)}",
+        highlight=False,
+    )
+    return {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
 
 
 def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
@@ -148,14 +173,14 @@ def show_interval(value: Rate | Mean) -> str:
     return f"{100 * rate.rate:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
 
 
-def _print_transcripts(console: Console, result: GRPOTrainingResult) -> None:
+def _print_transcripts(console: Console, before_report: EvalReport, after_report: EvalReport) -> None:
     titles = {
         (False, True): "failed before, passes now",
         (False, False): "fails still",
         (True, True): "passed before, passes now",
         (True, False): "passed before, fails now",
     }
-    for before, after in pick_transcripts(result.before.rollouts, result.after.rollouts):
+    for before, after in pick_transcripts(before_report.rollouts, after_report.rollouts):
         console.print()
         console.rule(Text(titles[before.passed, after.passed], style="bold"), align="left", style="dim")
         for message in opening(after.messages):
@@ -202,17 +227,15 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
             console.print(Text(f"  {visible(str(finding.example))}", style="dim"), soft_wrap=True)
 
 
-def _print_next(console: Console, result: GRPOTrainingResult, page: Path) -> None:
+def _print_next(console: Console, run: RunFolder, outcome: Outcome) -> None:
     rows = [
-        ("run folder", show_path(result.run.path)),
-        ("report", show_path(page)),
-        ("model", show_path(result.model_path)),
-        ("score it", score_command(result.run, result.model_path)),
+        ("run folder", show_path(run.path)),
+        ("report", show_path(outcome.report_path)),
+        ("model", show_path(outcome.model_path)),
+        ("score it", score_command(run, outcome.model_path)),
     ]
     console.print()
-    console.print(
-        Text(f"Done in {show_seconds(result.outcome.seconds)}. Open the report in a browser.", style="bold green")
-    )
+    console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
     for label, text in rows:  # on one line each, so that they can be copied
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
 

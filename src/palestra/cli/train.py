@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shlex
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from palestra.agents.agent import Agent
-from palestra.api import train_grpo
+from palestra import run as executor
+from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.agent_file import AgentFile
-from palestra.cli.agent_options import AgentOptions, agent_options
-from palestra.cli.common import absolute_name, config_option, debug_option, json_line_option
-from palestra.cli.display import DryRun, training_display
-from palestra.cli.env import open_env
+from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, wait_limit_option
+from palestra.cli.display import DryRun, watching
 from palestra.cli.find_run import require_run, with_model_of_run
 from palestra.cli.serve import require_serve_extra
-from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
-from palestra.cli.summary import outcome_summary, print_training
-from palestra.cli.train_wire import new_run_for, present, run_on_wire, wait_limit_option
+from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
+from palestra.cli.summary import print_outcome
 from palestra.cli.trust import code_of_run, require_trust, trust_option
-from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.launch import launch_ranks
 from palestra.core.ranks import RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
-from palestra.env_api import train_env
-from palestra.envs.load import find_env, load_env
-from palestra.result import GRPOTrainingResult
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
-from palestra.train.progress import Display
 
 
 @click.command(
@@ -124,38 +113,40 @@ def command(
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
-    new = NewRun(agent_file, env, own, config_file, with_model_of_run(settings.from_options(parameters)))
+    options = with_model_of_run(settings.from_options(parameters))
+    if resume is not None:
+        resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
+        addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
+        continued_by = f"palestra train --env-url {env_url}" if env_url else "palestra train"
+        run, outcome = executor.resume(resumed, watching(console, continued_by), addresses, agent_file)
+        print_outcome(console, run, outcome, as_json)
+        return
+    read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
+    request = RunRequest(
+        environment=env,
+        agent_file=agent_file,
+        agent=own.record(),
+        settings=read.run,
+        env_settings=read.env,
+        server_settings=read.openai,
+        env_url=env_url,
+        serve_port=serve_port,
+        wait_limit_s=wait_limit_s,
+        wire=wire or None,
+        nproc=nproc or 1,
+    )
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
-            new.train(console, Path(scratch), dry_run=True)
+            executor.train(request, watching(console, "palestra train", dry_run=True), Path(scratch))
         console.print("ready; nothing was trained (--dry-run)")
-        return
-    if detach:
-        _detach(new, wire or None, nproc or 1, console, as_json)
-        return
-    resumed = None if resume is None else _resume_of(resume, from_checkpoint, new.options, config_file, trust)
-    if env_url is not None:
-        require_serve_extra()
-        if resumed is None:
-            run = new_run_for(env, env_url, folder, read_settings(config_file, new.options))
-        else:
-            run = RunFolder.open(resumed.folder)
-        outcome = run_on_wire(
-            run,
-            env_url,
-            serve_port,
-            console,
-            continued_by=f"palestra train --env-url {env_url}",
-            token=os.environ.get("PALESTRA_TOKEN") or None,
-            wait_limit_s=wait_limit_s,
-            resume=resumed,
-        )
-        present(run, outcome, console, as_json)
-        return
-    result = new.train(console, folder) if resumed is None else resume_run(resumed, console, agent_file)
-    print_training(console, result, result.outcome.report_path)
-    if as_json and is_first_rank():
-        click.echo(json.dumps(outcome_summary(result.run, result.outcome)))
+    elif detach:
+        _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console, as_json)
+    else:
+        if env_url is not None:
+            require_serve_extra()
+        continued_by = f"palestra train --env-url {env_url}" if env_url else "palestra train"
+        run, outcome = executor.train(request, watching(console, continued_by), folder)
+        print_outcome(console, run, outcome, as_json)
 
 
 def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
@@ -191,50 +182,6 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
         raise PalestraError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
 
 
-@dataclass(frozen=True)
-class NewRun:
-    """What a new run trains on, and its settings, as the command line names them."""
-
-    agent_file: str | None
-    env: str | None
-    own: AgentOptions
-    config_file: Path | None
-    options: dict[str, Any]
-
-    def train(self, console: Console, folder: Path | None, *, dry_run: bool = False) -> GRPOTrainingResult:
-        if self.env is None:
-            file, agent, config = self.own.open(self.agent_file, self.config_file, self.options)
-            record = {"agent_options": self.own.record()} if self.own.are_set else None
-            with training_display(console, config, "palestra train", dry_run=dry_run) as display:
-                return _train_agent(file, agent, config, display, folder=folder, record=record)
-        env, config, read = open_env(self.env, self.config_file, self.options)
-        environment = {"environment": {"name": absolute_name(self.env), "settings": read.env}}
-        with training_display(console, config, "palestra train", dry_run=dry_run) as display:
-            return train_env(env, config, watcher=display, record=environment, folder=folder)
-
-    def check(self) -> EnvSettings:
-        """The settings, tried on the environment or the agent file, so that a mistake is reported before the start."""
-        if self.env is None:
-            self.own.open(self.agent_file, self.config_file, self.options)
-        elif find_env(self.env).dialect == "palestra":
-            open_env(self.env, self.config_file, self.options)
-        return read_settings(self.config_file, self.options)
-
-
-def _train_agent(file: AgentFile, agent: Agent, config: RunConfig, display: Display, **more: Any) -> GRPOTrainingResult:
-    return train_grpo(
-        agent,
-        file.suite,
-        file.measures,
-        config=config,
-        reward_weights=file.reward_weights,
-        held_out=file.held_out,
-        watcher=display,
-        source=file.source or None,
-        **more,
-    )
-
-
 def _is_trusted(run: RunFolder, trust: bool) -> bool:
     """True if the run may be continued; PalestraError if it may not."""
     require_trust(run, code_of_run(run.record), trust)
@@ -252,41 +199,10 @@ def _resume_of(
     return Resume(run.path, checkpoint, max_steps)
 
 
-def resume_run(resume: Resume, console: Console, agent_file: str | None = None) -> GRPOTrainingResult:
-    """Go on with a run whose environment or agent file is in its record."""
-    run = RunFolder.open(resume.folder)
-    if environment := run.environment():
-        env = load_env(*environment)
-        with training_display(console, run.config, "palestra train") as display:
-            return train_env(env, run.config, watcher=display, resume=resume)
-    if run.wire_command:
-        raise PalestraError(f"{run.path} trains on environments over the wire; continue it with: {run.wire_command}")
-    source, own = agent_file or run.record.get("source"), AgentOptions.from_record(run.record.get("agent_options"))
-    if source is None and not own.are_set:
-        raise PalestraError(
-            f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
-            f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
-        )
-    file, agent, _ = own.open(source, None, {})
-    agent = replace(agent, model=run.config.model.name)
-    with training_display(console, run.config, "palestra train") as display:
-        return _train_agent(file, agent, run.config, display, resume=resume)
-
-
-def _detach(new: NewRun, wire: bool | None, nproc: int, console: Console, as_json: bool) -> None:
+def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
     """Start the training in the background, under a supervisor, and print the commands to follow it."""
-    checked = new.check()
-    request = RunRequest(
-        environment=new.env and absolute_name(new.env),
-        agent_file=new.agent_file and absolute_name(new.agent_file),
-        agent_arguments=new.own.arguments(),
-        settings={"output_dir": str(Path("runs").absolute()), **checked.run},
-        env_settings=checked.env,
-        server_settings=checked.openai,
-        wire=wire,
-        nproc=nproc,
-        name=Path(new.env or new.agent_file or new.own.cases or "demo").stem,
-    )
+    executor.check(request)
+    request = replace(request, settings={"output_dir": str(Path("runs").absolute()), **request.settings})
     run = RunManager().start(request)
     if as_json:
         click.echo(json.dumps(run.to_dict()))

@@ -135,7 +135,11 @@ class RunConfig(Section):
             "rollout.max_new_tokens": max_new_tokens,
         }
         missing = {key: value for key, value in values.items() if self.value(key) is None}
-        return RunConfig.build(self.model_dump(), missing) if missing else self
+        return self.with_settings(missing) if missing else self
+
+    def with_settings(self, changes: Mapping[str, Any]) -> RunConfig:
+        """This config with other values of some settings, by dotted key; checked as a whole."""
+        return RunConfig.build(self.model_dump(mode="json"), changes)
 
     @classmethod
     def build(cls, *layers: Mapping[str, Any]) -> RunConfig:

@@ -165,7 +165,7 @@ class GRPOTrainingConfig(BaseModel):
             return None
         with needs_extra("build_peft_config", "lora"):
             from peft import LoraConfig
-        return LoraConfig(**RunConfig.build(self._settings()).lora.peft_arguments())
+        return LoraConfig(**self.to_run_config().lora.peft_arguments())
 
     def _lora_rank(self) -> int:
         return self.lora_r if self.use_lora or self.load_in_4bit else 0

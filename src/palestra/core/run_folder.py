@@ -58,8 +58,8 @@ class RunFolder:
       report.json, report.html
       dashboard.db        the dashboard's index of the rollouts; made again where it is missing
       run.lock, index.json                  who trains in it, and its id
-      request.json, settings.yaml, logs/    runs in the background
-      wire/, env.yaml, tokenizer/           environments in processes of their own
+      request.json, logs/                   runs in the background
+      wire/                                 environments in processes of their own
       tinker/                               what a client of `palestra tinker` saved
     """
 
@@ -118,12 +118,10 @@ class RunFolder:
     report_file = PathBelow("report.json")
     report_page = PathBelow("report.html")
     request_file = PathBelow("request.json")
-    settings_file = PathBelow("settings.yaml")
     index_file = PathBelow("index.json")  # what the index of runs needs to list the run again, should it be lost
     lock_file = PathBelow("run.lock")  # held by the process that trains
     logs = PathBelow("logs")
     wire = PathBelow("wire")  # what environments in other processes have posted; only runs over the wire have it
-    env_settings_file = PathBelow("env.yaml")
     env_checkpoints = PathBelow("environments")  # where environments in other processes may keep their state
     tokenizer = PathBelow("tokenizer")
     tinker = PathBelow("tinker")  # weights/NAME with the optimizer's state, sampler_weights/NAME without
@@ -214,7 +212,7 @@ class RunFolder:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
         try:
             settings = json.loads(read_regular(self.request_file))["settings"]
-            names = RunConfig.build({k: v for k, v in settings.items() if k.startswith("track.")}).track
+            names = RunConfig().with_settings({k: v for k, v in settings.items() if k.startswith("track.")}).track
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             names = self.config.track if self.config_file.is_file() else RunConfig().track
         url = self.wandb_url_file.read_text(encoding="utf-8") if self.wandb_url_file.is_file() else None
@@ -306,7 +304,7 @@ class Resume:
         steps = done if self.finish else self.max_steps
         if steps is None:
             return planned
-        config = RunConfig.build(planned.model_dump(mode="json"), {"train": {"max_steps": steps}})
+        config = planned.with_settings({"train.max_steps": steps})
         if int(steps) < done:
             raise PalestraError(
                 f"train.max_steps={steps}, but {self.folder} has {done} steps already; give {done} or more, "

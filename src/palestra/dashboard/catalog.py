@@ -9,9 +9,9 @@ from pathlib import Path
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
+from palestra.runs.database import id_of
 from palestra.runs.index import UnknownRun
 from palestra.runs.manager import Run, RunManager
-from palestra.runs.rebuild import id_of
 
 _DEPTH = 3  # folders below PATH that are looked into
 

@@ -1,4 +1,4 @@
-"""One process trains in a run folder: a lock in the folder itself, whatever the index says or is lost."""
+"""One process trains in a run folder: a lock in the folder itself, independent of the index of runs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,43 @@ import contextlib
 import json
 import os
 import shlex
-import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_regular
 from palestra.core.run_folder import RunFolder
 from palestra.runs.processes import this_host, this_process
 
-_SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-_MAX_CHARS = 10_000
+_MAX_BYTES = 10_000
 
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel gives back when the process ends; PalestraError if another holds it."""
-    with _open(RunFolder(folder).lock_file, create=True) as file:
-        if not _take(file):
-            raise _held(folder)
+    """Hold the folder's lock, which the kernel releases when the process ends; PalestraError if another holds it."""
+    path = RunFolder(folder).lock_file
+    lock = FileLock(path, timeout=0, mode=0o644, thread_local=False)
+    try:
+        _require_regular(path)
+        lock.acquire()
+    except Timeout:
+        raise _held(folder) from None
+    except OSError as error:
+        reason = "it is a symbolic link" if path.is_symlink() else error.strerror or error
+        raise PalestraError(
+            f"the run folder cannot be locked: {path} ({reason}); make the folder writable, or delete the file"
+        ) from None
+    try:
         me = this_process()
-        file.seek(0)
-        file.truncate(0)
-        file.write(json.dumps({"pid": me.pid, "born": me.born, "host": this_host()}))
-        file.flush()
+        flags = os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(path, flags), "w", encoding="utf-8") as file:
+            json.dump({"pid": me.pid, "born": me.born, "host": this_host()}, file)
         yield
+    finally:
+        lock.release()
 
 
 def refuse_held(folder: Path) -> None:
@@ -41,44 +52,29 @@ def refuse_held(folder: Path) -> None:
 
 
 def holder(folder: Path) -> dict[str, Any] | None:
-    """pid, born and host of the process that holds the lock; None if nobody does."""
+    """pid, born and host of the process that holds the lock; None if it is free. Creates no file."""
+    path = RunFolder(folder).lock_file
     try:
-        with _open(RunFolder(folder).lock_file, create=False) as file:
-            return None if _take(file) else dict(json.loads(file.read(_MAX_CHARS) or "{}"))
-    except (OSError, ValueError, TypeError, RecursionError, PalestraError):
-        return None
+        _require_regular(path)
+        if path.exists():
+            with FileLock(path, timeout=0, thread_local=False):
+                pass
+    except Timeout:
+        try:
+            return dict(json.loads(read_regular(path, _MAX_BYTES) or b"{}"))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return {}
+    except OSError:
+        pass
+    return None
 
 
-def _open(path: Path, *, create: bool) -> IO[str]:
-    """Open the lock file, which must be a regular file: a link would be written through, and a FIFO waited for."""
-    flags = os.O_RDWR | (os.O_CREAT if create else 0) | _SAFE_FLAGS
-    try:
-        number = os.open(path, flags, 0o644)
-    except OSError as error:
-        if not create:
-            raise
-        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
-        raise PalestraError(
-            f"the run folder cannot be locked: {path} ({reason}); make the folder writable, or delete the file"
-        ) from None
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise PalestraError(f"the run folder cannot be locked: {path} is not a regular file; delete it")
-    return open(number, "r+", encoding="utf-8")
-
-
-def _take(file: IO[str]) -> bool:
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+def _require_regular(path: Path) -> None:
+    """OSError for anything but a regular file: a link would be written through, and a FIFO waited for."""
+    if not path.parent.is_dir():
+        raise OSError("there is no such folder")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError("it is not a regular file")
 
 
 def _held(folder: Path) -> PalestraError:

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.machine import port_error
-from palestra.runs.database import Database, insert
+from palestra.runs.database import REBUILT, Database, insert, remember
 from palestra.runs.limits import Demand, fits
 from palestra.runs.processes import Process
-from palestra.runs.rebuild import REBUILT, remember
 
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from palestra.core.config import RunConfig
+import psutil
+
+from palestra.core.config_sections import ModelSection
 from palestra.core.errors import PalestraError
 from palestra.core.machine import processors
 
@@ -47,9 +48,8 @@ def fits(
     return None
 
 
-def demand_of(settings: Mapping[str, Any], machine_gpus: int, processes: int, ranks: int = 1) -> Demand:
+def demand_of(model: ModelSection, machine_gpus: int, processes: int, ranks: int = 1) -> Demand:
     """An estimate, from the settings alone, of what a run needs. More GPUs than the machine has are refused."""
-    model = RunConfig.build(settings).model
     gpus = model.gpus or (ranks if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
     require_gpus(model.gpus, machine_gpus)
     if ranks > 1 and gpus > machine_gpus:
@@ -97,10 +97,5 @@ def count_gpus() -> int:
 
 
 def free_memory_gib() -> float:
-    """What can be allocated without swapping; infinite if the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    words = next(line.split() for line in lines if line.startswith("MemAvailable"))
-    return int(words[1]) / 2**20
+    """What can be allocated without swapping."""
+    return psutil.virtual_memory().available / 2**30

@@ -120,7 +120,7 @@ class Site(Section):
     @classmethod
     def _valid_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
         try:
-            RunConfig.build(settings)
+            RunConfig().with_settings(settings)
         except PalestraError as error:
             raise ValueError(str(error)) from None
         return settings

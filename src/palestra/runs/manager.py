@@ -17,6 +17,7 @@ from palestra.core.files import new_folder, open_private
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.core.scratch import remove_stale
 from palestra.runs import limits
+from palestra.runs.database import id_of, row_from_folder
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs
@@ -44,14 +45,13 @@ class RunManager(RunReader):
     def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
         """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError, and so do more
         than `max_active` runs that are running or queued."""
-        request.check()
-        needs_wire = request.needs_wire()
-        demand = limits.demand_of(request.run_settings, limits.count_gpus(), 3 if needs_wire else 1, request.nproc)
+        config, needs_wire = request.check(), request.needs_wire()
+        demand = limits.demand_of(config.model, limits.count_gpus(), 3 if needs_wire else 1, request.nproc)
         reconcile(self._index)
         output_dir = Path(str(request.settings.get("output_dir") or self.home / "runs")).expanduser().absolute()
         name = request.name or request.subject
         folder = RunFolder(new_folder(output_dir, name))
-        request.save(folder, Path.cwd())
+        request.save(folder)
         if needs_wire:
             folder.wire.mkdir()
         now, run_id = time.time(), self._index.new_id()
@@ -97,7 +97,7 @@ class RunManager(RunReader):
         if not folder.path.is_dir():
             raise PalestraError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
         if not folder.request_file.is_file():
-            _write_request(folder)
+            RunRequest.of_run(folder).save(folder)
         if folder.has_begun:
             limits.require_gpus(folder.config.model.gpus, limits.count_gpus())
         if max_steps is not None:
@@ -113,6 +113,16 @@ class RunManager(RunReader):
             raise PalestraError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)
         return self.get(run_id)
+
+    def adopt(self, folder: RunFolder) -> str:
+        """The id of the run in a folder, which is added to the index if it is not listed."""
+        row = self.listed_row(folder)
+        if row is None:
+            folder = RunFolder(folder.path.absolute())
+            values = row_from_folder(folder)
+            values |= {"run_id": id_of(folder.path)} if self._index.has(values["run_id"]) else {}
+            self._index.add(**values)
+        return values["run_id"] if row is None else row.run_id
 
     def remove(self, run_id: str, *, keep_folder: bool = False) -> None:
         """Remove a run that has ended from the index, and delete its folder."""
@@ -146,13 +156,3 @@ class RunManager(RunReader):
             reason = f"its supervisor could not be started; see {log.name}"
             self._index.move(run_id, ["pending"], "failed", reason=reason, ended=time.time())
             raise PalestraError(f"run {run_id}: {reason}")
-
-
-def _write_request(folder: RunFolder) -> None:
-    """So that a run that was started in a terminal can be continued in the background."""
-    if folder.wire_command:
-        raise PalestraError(
-            f"{folder.path.name} trains on environments over the wire; continue it with: {folder.wire_command}"
-        )
-    record = folder.record
-    RunRequest(name=record["name"], nproc=int(record.get("ranks", 1))).save(folder, Path.cwd())

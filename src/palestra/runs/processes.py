@@ -1,37 +1,38 @@
-"""Processes identified by pid and start time, so that a reused pid is never taken for the old process."""
+"""Processes of a run: identified by pid and start time, started with a redacted log, ended with their descendants."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
+from palestra.core.children import ends_with_parent
 from palestra.core.files import open_private
 from palestra.core.secrets import redact
 
 RUN_VARIABLE = "PALESTRA_RUN"  # holds the run id in the environment of every process that a run starts
-_LINUX = sys.platform == "linux"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.05
 _MAX_LINE_BYTES = 1 << 16
 _UNFINISHED_LINE_S = 0.2
+_KILL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process by its pid and when it was started (boot and clock tick)."""
+    """A process by its pid and start time, so that a reused pid is never taken for the old process."""
 
     pid: int
-    born: str
+    born: str  # boot id and clock ticks since boot: changes of the system clock do not affect it
 
     @property
     def is_alive(self) -> bool:
@@ -40,10 +41,15 @@ class Process:
 
 def identify(pid: int) -> Process | None:
     """The process that has this pid now; None if there is none or it is a zombie."""
-    if not _LINUX:
-        return _identify_by_ps(pid)
-    fields = _stat(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else Process(pid, f"{_boot()}/{fields[19]}")
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return None
+            since_boot_s = process.create_time() - psutil.boot_time()
+    except psutil.Error:
+        return None
+    return Process(pid, f"{_boot()}/{round(since_boot_s * _ticks_per_s())}")
 
 
 def this_process() -> Process:
@@ -62,61 +68,40 @@ def this_host() -> str:
     return f"{os.uname().nodename} {namespace}".strip()
 
 
-def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> tuple[Process, Process]:
-    """Start a command in a session of its own; it gets SIGTERM when this process dies. Also returns its log writer.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process that the supervisor has started, and the thread that writes its log."""
 
-    Forks, so the caller must have a single thread. `reap` collects the exit status.
+    process: Process
+    popen: subprocess.Popen[bytes]
+    log_writer: threading.Thread
+
+
+def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> Part:
+    """Start a command in its own session; on Linux it gets SIGTERM when this process dies.
+
+    Its output goes to `log`, which only its owner may read, without the secrets in our environment and in `env`.
     """
-    libc, parent = ctypes.CDLL(None), os.getpid()
     reads, output = os.pipe()
-    writer = _start_log_writer(reads, output, log, env)
-    os.close(reads)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            if _LINUX:
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() == parent:
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                os.chdir(cwd)
-                os.execve(command[0], list(command), dict(env))
-        except OSError as error:
-            os.write(output, f"{command[0]} cannot be started: {error}\n".encode())
-        finally:
-            os._exit(127)
+    popen = subprocess.Popen(
+        command,
+        env=dict(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=ends_with_parent(),
+    )
     os.close(output)
-    return identify(pid) or Process(pid, "ended at once"), writer
+    arguments = (reads, log, {**os.environ, **env})
+    writer = threading.Thread(target=write_log, args=arguments, name=f"log of {popen.pid}", daemon=True)
+    writer.start()
+    return Part(identify(popen.pid) or Process(popen.pid, "ended at once"), popen, writer)
 
 
-def _start_log_writer(reads: int, output: int, log: Path, env: Mapping[str, str]) -> Process:
-    """A process between a command and its log, which only its owner may read. It replaces the secrets that we have,
-    and those of the command's environment `env`, such as the token of a run's own servers.
-
-    It ends with the last process that writes, and outlives us: the command must be able to write while it saves.
-    """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-            os.close(output)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for standard in (0, 1, 2):
-                os.dup2(nothing, standard)
-            _write_log(reads, log, {**os.environ, **env})
-        finally:
-            os._exit(0)
-    return identify(pid) or Process(pid, "ended at once")
-
-
-def _write_log(reads: int, log: Path, environ: Mapping[str, str]) -> None:
-    """Line by line, so that no secret is cut in two; a line that is not finished waits a moment for its rest."""
+def write_log(reads: int, log: Path, environ: Mapping[str, str]) -> None:
+    """Copy a pipe to a log, line by line, so that no secret is cut in two; an unfinished line waits a moment."""
     rest = b""
     with open_private(log) as file:
         while True:
@@ -133,25 +118,6 @@ def _write_log(reads: int, log: Path, environ: Mapping[str, str]) -> None:
                 return
 
 
-def become_subreaper() -> None:
-    """Orphans among our descendants become our children, not init's."""
-    if _LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def reap() -> dict[int, int]:
-    """Exit codes of children that have ended, by pid; negative for a signal."""
-    ended: dict[int, int] = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended[pid] = os.waitstatus_to_exitcode(status)
-
-
 def send(process: Process, number: signal.Signals) -> None:
     """Send a signal to a process, and to its process group if it leads one; nothing if it has ended."""
     if process.is_alive:
@@ -164,8 +130,8 @@ def send(process: Process, number: signal.Signals) -> None:
 
 def end_all(processes: Iterable[Process], terminate_s: float) -> None:
     """SIGTERM to all, then SIGKILL to those that are alive after `terminate_s`."""
-    left = list(processes)
-    for number, wait_s in ((signal.SIGTERM, terminate_s), (signal.SIGKILL, 5.0)):
+    left = [process for process in processes if process.pid != os.getpid()]
+    for number, wait_s in ((signal.SIGTERM, terminate_s), (signal.SIGKILL, _KILL_S)):
         for process in left:
             send(process, number)
         until = time.monotonic() + wait_s
@@ -175,43 +141,22 @@ def end_all(processes: Iterable[Process], terminate_s: float) -> None:
 
 def descendants(pid: int) -> list[Process]:
     """All descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for each in _all_pids():
-        if fields := _stat(each):
-            children.setdefault(int(fields[1]), []).append(each)
-    pids, queue = [], [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        queue += below
-        pids += below
-    return [process for each in pids if (process := identify(each))]
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+    return [process for child in below if (process := identify(child.pid))]
 
 
 def processes_of_run(run_id: str) -> list[Process]:
     """All processes that a run has started, directly or not, also those whose parent has died."""
-    variable = f"{RUN_VARIABLE}={run_id}".encode()
     found: dict[int, Process] = {}
-    for pid in _all_pids():
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if variable in environ and pid != os.getpid() and (process := identify(pid)):
-            found |= {p.pid: p for p in (process, *descendants(pid))}
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if candidate.pid != os.getpid() and candidate.environ().get(RUN_VARIABLE) == run_id:
+                below = [process for process in (identify(candidate.pid), *descendants(candidate.pid)) if process]
+                found |= {process.pid: process for process in below}
     return list(found.values())
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _LINUX else []
-
-
-def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the third field on: state, parent, …; the name before them may hold spaces and brackets."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()
 
 
 @lru_cache(1)
@@ -222,7 +167,6 @@ def _boot() -> str:
         return "boot"
 
 
-def _identify_by_ps(pid: int) -> Process | None:
-    command = ["ps", "-o", "state=,lstart=", "-p", str(pid)]
-    state, _, born = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")
-    return Process(pid, born.strip()) if state and not state.startswith("Z") else None
+@lru_cache(1)
+def _ticks_per_s() -> int:
+    return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

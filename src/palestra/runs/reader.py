@@ -15,8 +15,8 @@ from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
 from palestra.core.show import visible
+from palestra.runs.database import id_of, row_from_folder
 from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
-from palestra.runs.rebuild import id_of, row_from_folder
 from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
 
 Part = Literal["trainer", "env", "api", "supervisor"]
@@ -32,6 +32,7 @@ _PROGRESS = {
     "eval/pass_rate": "eval_percent_correct",
     "loss": "loss",
 }
+_FOLLOW_S = 0.3
 _RECENT_ROWS = 40
 _HISTORY_ROWS = 50
 _MAX_LOG_LINES = 8
@@ -122,6 +123,26 @@ class RunReader:
             remedy = f"it has {', '.join(paths)}" if paths else "it was started in a terminal, and wrote there"
             raise PalestraError(f"the run {run_id} has no log of {str(part)[:80]!r}; {remedy}")
         return tail(paths[part], lines)
+
+    def follow(self, run_id: str, part: Part = "trainer", *, start: int | None = None) -> Iterator[str]:
+        """Lines that are appended to a process's log, redacted, until the run has ended.
+
+        From the byte `start` on, or from the present end.
+        """
+        path = self.get(run_id).logs[part]
+        while self.get(run_id).is_active and not path.is_file():
+            time.sleep(_FOLLOW_S)
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            file.seek(*((0, 2) if start is None else (start, 0)))
+            while True:
+                is_active = self.get(run_id).is_active
+                while line := file.readline():
+                    yield redact(line)
+                if not is_active:
+                    return
+                time.sleep(_FOLLOW_S)
 
     def metrics(self, run_id: str) -> Rows:
         """One row a step."""

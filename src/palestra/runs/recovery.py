@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 from palestra.runs.index import ACTIVE, Index, Row, State
 from palestra.runs.processes import descendants, end_all, processes_of_run, send, this_host
 
+SUPERVISOR_DIED = "its supervisor has died"
 LAUNCH_TIMEOUT_S = 20.0  # a supervisor has registered itself by then
 HEARTBEAT_TIMEOUT_S = 30.0  # supervisors write a heartbeat every second
 _OTHER_HOST_TIMEOUT_S = 10 * HEARTBEAT_TIMEOUT_S  # clocks differ, and its processes cannot be looked at
@@ -26,7 +28,7 @@ def death_of(row: Row) -> str | None:
     if row.supervisor is None:
         return "its supervisor did not start" if time.time() - row.launched > LAUNCH_TIMEOUT_S else None
     if not row.supervisor.is_alive:
-        return "its process has died" if row.kind == "foreground" else "its supervisor has died"
+        return "its process has died" if row.kind == "foreground" else SUPERVISOR_DIED
     return None
 
 
@@ -55,6 +57,14 @@ def reconcile(index: Index) -> list[str]:
     return ended
 
 
+def recover_own(home: Path, run_id: str, supervisor: int) -> None:
+    """Mark the run of this process, whose supervisor has died, and end what is left of it."""
+    index = Index(home)
+    row = index.row(run_id)
+    if row.state in ACTIVE and row.pid == supervisor:
+        recover(index, row, SUPERVISOR_DIED)
+
+
 def recover(index: Index, row: Row, reason: str) -> None:
     """End all processes of a run whose supervisor is gone, and mark it. Safe to call from several processes."""
     if index.row(row.run_id).launched != row.launched:  # it was resumed in the meantime
@@ -64,12 +74,12 @@ def recover(index: Index, row: Row, reason: str) -> None:
         earlier = _with_earlier(row, reason)
         index.move(row.run_id, [row.state], "stopping", of_launch=row.launched, reason=earlier)
     if row.host == this_host():
+        # first of all: once their parents are gone, descendants are not found any more
+        left = {part.process for part in index.parts(row.run_id) if part.exit_code is None}
+        left |= {below for process in left for below in descendants(process.pid)} | set(processes_of_run(row.run_id))
         if row.kind == "managed" and row.supervisor is not None:
             send(row.supervisor, signal.SIGKILL)
-        left = {part.process.pid: part.process for part in index.parts(row.run_id) if part.exit_code is None}
-        left |= {below.pid: below for pid in list(left) for below in descendants(pid)}
-        left |= {process.pid: process for process in processes_of_run(row.run_id)}
-        end_all(left.values(), _TERMINATE_S)
+        end_all(left, _TERMINATE_S)
     index.move(row.run_id, ["stopping"], state, of_launch=row.launched, reason=text, ended=time.time())
 
 

@@ -1,4 +1,4 @@
-"""What the run manager was asked to run: kept in the run folder, and turned into the commands of its processes."""
+"""A run as data: what to train on and how, written to request.json and executed by `python -m palestra.run`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import write_json, write_text
+from palestra.core.files import read_regular, write_json
 from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import own_environment, redact
@@ -31,25 +31,32 @@ _READY_S = 3600.0  # a model may have to be downloaded first; a process that die
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to train on, and how.
+    """What to train on, and how; plain JSON data.
 
-    `settings` are dotted keys of RunConfig, `env_settings` fields of the environment's own config, and
-    `server_settings` what an Atropos environment is told about its inference server. `wire` says whether the
-    environment runs in a process of its own; None: only if it must (Atropos). Without environment and agent
-    file, the demo is trained.
+    The task is one of: an environment with its settings; an agent file; a program or MCP servers with cases
+    (`agent`, the options of `palestra train`); groups that environments post to `env_url`. Without any of these, the
+    demo is trained. `settings` are dotted keys of RunConfig, `env_settings` fields of the environment's own config, and
+    `server_settings` what an Atropos environment is told about its inference server. `wire` runs the environment in a
+    process of its own; None: only if it must (Atropos).
     """
 
     environment: str | None = None
     environment_name: str | None = None  # how it is listed, where `environment` is a file
     agent_file: str | None = None
-    agent_arguments: list[str] = field(default_factory=list)  # --agent-cmd, --cases, … as command-line arguments
+    agent: Mapping[str, Any] = field(default_factory=dict)  # --agent-cmd, --cases, …: the fields of AgentOptions
     settings: Mapping[str, Any] = field(default_factory=dict)
     env_settings: Mapping[str, Any] = field(default_factory=dict)
     server_settings: Mapping[str, Any] = field(default_factory=dict)
+    packages: Sequence[str] = ()  # what an Atropos environment needs installed
+    env_url: str | None = None
+    serve_port: int = 9001  # where environments sample
+    wait_limit_s: float = 60.0  # without a group over the wire, while the environment fails
     wire: bool | None = None
     name: str | None = None
     backend: str = "local"
     nproc: int = 1  # processes that train together, a GPU for each
+    cwd: str = ""  # relative paths of user code are found from here
+    api_port: int | None = None  # of a run over the wire, while it runs
 
     @property
     def subject(self) -> str:
@@ -58,8 +65,8 @@ class RunRequest:
             return self.environment_name or self.environment
         return Path(self.agent_file).stem if self.agent_file else "demo"
 
-    def check(self) -> None:
-        """Refuse whatever can be seen to be wrong without running user code."""
+    def check(self) -> RunConfig:
+        """The settings as a config; PalestraError for all that is wrong without running user code."""
         if self.environment is not None and self.agent_file is not None:
             raise PalestraError("train on an environment or on an agent file, not on both")
         if self.wire and self.environment is None:
@@ -68,9 +75,13 @@ class RunRequest:
             raise PalestraError(
                 f"--nproc {self.nproc} shares problems among ranks, and an environment over the wire has none"
             )
-        RunConfig.build(self.run_settings)
         for kind in ("settings", "env_settings", "server_settings"):
             refuse_secrets(getattr(self, kind), kind)
+        return self.config()
+
+    def config(self, *own: Mapping[str, Any]) -> RunConfig:
+        """The settings over those of the task itself: its agent file's, or those that suit its environment."""
+        return RunConfig.build(*own, self.run_settings)
 
     @property
     def run_settings(self) -> dict[str, Any]:
@@ -82,25 +93,66 @@ class RunRequest:
 
     def needs_wire(self) -> bool:
         """Whether the environment runs in a process of its own. Reads source files, runs none of them."""
-        if self.environment is None:
-            return False
-        return _dialect(self.environment) != "palestra" or bool(self.wire)
+        return self.environment is not None and (bool(self.wire) or self.dialect != "palestra")
 
-    def save(self, folder: RunFolder, cwd: Path) -> None:
-        """request.json holds all of it; settings.yaml is the part that `--config` reads."""
-        import yaml
+    @property
+    def dialect(self) -> str:
+        """Whose environment it is: "palestra" or "atropos"."""
+        from palestra.envs.load import find_env
 
-        write_json(folder.request_file, {**asdict(self), "cwd": str(cwd)})
-        sections = {"env": dict(self.env_settings), "openai": dict(self.server_settings)}
-        content = self.run_settings | {name: section for name, section in sections.items() if section}
-        write_text(folder.settings_file, yaml.safe_dump(content, sort_keys=False))
+        return find_env(self.environment).dialect if self.environment else "palestra"
+
+    def save(self, folder: RunFolder) -> None:
+        """Write request.json, with absolute paths: it is executed in another process."""
+        cwd = self.cwd or str(Path.cwd())
+        environment, agent_file = absolute_name(self.environment), absolute_name(self.agent_file)
+        request = replace(self, cwd=cwd, environment=environment, agent_file=agent_file)
+        write_json(folder.request_file, asdict(request))
 
     @classmethod
-    def load(cls, folder: RunFolder) -> tuple[RunRequest, Path]:
-        """The request, and the working directory in which it was made."""
-        data = json.loads(folder.request_file.read_text())
-        cwd = Path(data.pop("cwd"))
-        return cls(**data), cwd if cwd.is_dir() else folder.path
+    def load(cls, file: Path) -> RunRequest:
+        """Read a request from its JSON file."""
+        try:
+            data = json.loads(read_regular(file))
+            if words := data.pop("agent_arguments", None):  # of runs that an older version has queued
+                data["agent"] = _options_of(words)
+            data["packages"] = tuple(data.get("packages", ()))
+            return cls(**data)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise PalestraError(f"{file} does not hold a request for a run ({error}); restore it from a copy") from None
+
+    @classmethod
+    def of_run(cls, folder: RunFolder) -> RunRequest:
+        """A request that continues a run which was started in a terminal: its run.json says what it trains on."""
+        record = folder.record
+        request = cls(name=record["name"], nproc=int(record.get("ranks", 1)), cwd=str(Path.cwd()))
+        match record.get("atropos"):
+            case {"file": str(file), "env": dict(env), "openai": dict(openai), "packages": list(packages)}:
+                request = replace(request, environment=file, packages=tuple(packages))
+                return replace(request, env_settings=env, server_settings=openai)
+        if folder.wire_command:
+            raise PalestraError(
+                f"{folder.path.name} trains on environments over the wire; continue it with: {folder.wire_command}"
+            )
+        return request
+
+
+def absolute_name(name: str | None) -> str | None:
+    """A file (or FILE:CLASS) with its absolute path, so that it is found from any folder; other names unchanged."""
+    file, colon, class_name = (name or "").partition(":")
+    return f"{Path(file).resolve()}{colon}{class_name}" if file.endswith(".py") else name
+
+
+def _options_of(words: Sequence[str]) -> dict[str, Any]:
+    """`["--cases", "a.jsonl", "--measure", "s.py:f"]` as the fields of AgentOptions."""
+    options: dict[str, Any] = {}
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        name = option.removeprefix("--").replace("-", "_")
+        if name in ("measure", "mcp", "mcp_shared"):
+            options.setdefault(name, []).append(value)
+        else:
+            options[name] = int(value) if name == "agent_port" else value
+    return options
 
 
 def refuse_secrets(settings: Mapping[str, Any], kind: str) -> None:
@@ -125,79 +177,34 @@ class LaunchStep:
 
 def launch_token(request: RunRequest, folder: RunFolder) -> str | None:
     """What a run's own processes prove themselves with. Environments written for Atropos cannot send it to the API."""
-    needs_none = request.environment is None or not folder.wire.is_dir() or _dialect(request.environment) != "palestra"
-    return None if needs_none else secrets.token_urlsafe(24)
+    return secrets.token_urlsafe(24) if folder.wire.is_dir() and request.dialect == "palestra" else None
 
 
 def launch_steps(
     request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int], token: str | None = None
 ) -> list[LaunchStep]:
-    """One command for runs in one process; over the wire: trajectory API, trainer with its server, environment."""
-    if folder.wire.is_dir():
-        return _over_the_wire(request, folder, claim_port, token)
-    return [_in_one_process(request, folder)]
+    """One process; over the wire three: trajectory API, trainer with its inference server, environment."""
+    file = str(folder.request_file)
 
+    def ours(part: str) -> Callable[[], list[str]]:
+        return lambda: [sys.executable, "-P", "-m", "palestra.run", file, part]
 
-def _in_one_process(request: RunRequest, folder: RunFolder) -> LaunchStep:
-    ranks = ["--nproc", str(request.nproc)] if request.nproc > 1 else []
-
-    def command() -> list[str]:
-        if folder.has_begun:
-            return [*PALESTRA, "train", "--trust", *ranks, "--resume", str(folder.path)]  # the index lists it
-        subject = [*([request.agent_file] if request.agent_file else []), *request.agent_arguments]
-        subject = ["--env", request.environment] if request.environment else subject
-        return [*PALESTRA, "train", *ranks, *subject, *_first_start(folder)]
-
-    return LaunchStep("trainer", command, lambda: folder.has_begun)
-
-
-def _over_the_wire(
-    request: RunRequest, folder: RunFolder, claim_port: Callable[[str], int], token: str | None
-) -> list[LaunchStep]:
-    assert request.environment is not None
-    name, ports = request.environment, {part: claim_port(part) for part in ("api", "trainer")}
+    if not folder.wire.is_dir():
+        return [LaunchStep("trainer", ours("trainer"), lambda: folder.has_begun)]
+    ports = {part: claim_port(part) for part in ("api", "trainer")}
     urls = {part: f"http://127.0.0.1:{port}" for part, port in ports.items()}
-
-    def trainer() -> list[str]:
-        words = [*PALESTRA, "train", "--env-url", urls["api"], "--serve-port", str(ports["trainer"])]
-        if folder.has_begun:
-            return [*words, "--trust", "--resume", str(folder.path)]
-        return [*words, "--env", name, *_first_start(folder)]
-
-    def env() -> list[str]:
-        where = ["--api-url", urls["api"], "--openai.base_url", f"{urls['trainer']}/v1"]
-        config = write_env_settings(request, folder)
-        return children.isolated("-m", "palestra", "env", "serve", name, *where, "--config", config)
+    replace(request, env_url=urls["api"], api_port=ports["api"], serve_port=ports["trainer"]).save(folder)
 
     def model_is_served() -> bool:
         return answers(f"{urls['trainer']}/health", token)
 
-    api = [*PALESTRA, "trajectory", "--port", str(ports["api"]), "--folder", str(folder.wire)]
     # our environments wait for the model by themselves, so both may load their libraries at once; others may not wait
-    waits = _dialect(name) == "palestra"
+    waits = request.dialect == "palestra"
     return [
-        LaunchStep("api", lambda: api, lambda: answers(f"{urls['api']}/", token)),
-        LaunchStep("trainer", trainer, (lambda: folder.has_begun) if waits else model_is_served),
-        LaunchStep("env", env, model_is_served),
+        LaunchStep("api", ours("api"), lambda: answers(f"{urls['api']}/", token)),
+        LaunchStep("trainer", ours("trainer"), (lambda: folder.has_begun) if waits else model_is_served),
+        LaunchStep("env", lambda: children.isolated("-m", "palestra.run", file, "env"), model_is_served),
     ]
-
-
-def _first_start(folder: RunFolder) -> list[str]:
-    return ["--config", str(folder.settings_file), "--folder", str(folder.path)]
-
-
-def write_env_settings(request: RunRequest, folder: RunFolder) -> Path:
-    """The trainer's settings (group size, temperature, model, …), which sampling must follow, and the environment's."""
-    import yaml
-
-    config = folder.config.model_dump(mode="json")
-    if "train.filter_equal_groups" not in request.settings:
-        del config["train"]["filter_equal_groups"]  # over the wire it is the environment that filters
-    config |= {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
-    if "total_steps" in config["env"]:  # the run may have been lengthened since
-        config["env"]["total_steps"] = config["train"]["max_steps"]
-    write_text(folder.env_settings_file, yaml.safe_dump(config, sort_keys=False))
-    return folder.env_settings_file
 
 
 def has_all_batches(folder: RunFolder, api_port: int, token: str | None = None) -> bool:
@@ -223,9 +230,3 @@ def process_environment(part: str, run_id: str, request: RunRequest, token: str 
     environ = own_environment(hide=_TRAINER_ONLY - allowed if part == "env" else ())
     environ |= {RUN_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
     return environ | ({"PALESTRA_TOKEN": token} if token else {})
-
-
-def _dialect(environment: str) -> str:
-    from palestra.envs.load import find_env
-
-    return find_env(environment).dialect

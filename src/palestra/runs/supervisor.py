@@ -1,8 +1,8 @@
 """`python -m palestra.runs.supervisor HOME RUN_ID`: the process that supervises one run.
 
 It detaches from its starter, waits in the queue, starts the run's processes one after the other as each becomes
-ready, watches them, and ends them in order. Its parent is a guard that only waits: if the supervisor dies, the
-guard ends the processes it left behind and marks the run in the index.
+ready, writes their logs, watches them, and ends them in order. If it dies, the kernel sends SIGTERM to its processes,
+and the trainer marks the run in the index (`palestra.run`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from palestra.core.files import last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
 from palestra.runs import limits
+from palestra.runs.database import REBUILT
 from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
-from palestra.runs.processes import Process, become_subreaper, descendants, end_all, reap, send, spawn, this_process
+from palestra.runs.processes import Part, Process, descendants, end_all, processes_of_run, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
-from palestra.runs.rebuild import REBUILT
-from palestra.runs.recovery import reconcile, recover
+from palestra.runs.recovery import reconcile
 from palestra.runs.request import (
     LaunchStep,
     RunRequest,
@@ -72,11 +72,10 @@ class Supervisor:
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
         self._api_port = 0
         self._gpus: list[str] = []
-        self._request, self._cwd = RunRequest.load(self._folder)
+        self._request = RunRequest.load(self._folder.request_file)
         self._token: str | None = None
-        self._guard = os.getppid()
-        self._parts: dict[str, Process] = {}
-        self._log_writers: dict[str, Process] = {}
+        self._parts: dict[str, Part] = {}
+        self._descendants: set[Process] = set()  # seen so far: they are ended also if their parent was killed
         self._exit_codes: dict[str, int] = {}
         self._last_heartbeat = self._env_ended = 0.0
         self._stop_requested = False
@@ -161,24 +160,25 @@ class Supervisor:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
         environ = process_environment(step.part, self._run_id, self._request, self._token)
+        environ["PALESTRA_HOME"] = str(self._index.path.parent)
         if self._gpus and ":" not in str(self._request.settings.get("model.device")):  # not one chosen by its number
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
-        process, writer = spawn(command, log, environ, self._cwd)
-        self._parts[step.part], self._log_writers[step.part] = process, writer
-        patiently(lambda: self._index.part_started(self._run_id, step.part, process))
+        cwd = Path(self._request.cwd)
+        part = spawn(command, log, environ, cwd if self._request.cwd and cwd.is_dir() else self._folder.path)
+        self._parts[step.part] = part
+        patiently(lambda: self._index.part_started(self._run_id, step.part, part.process))
 
     def _tick(self) -> None:
         """Write the heartbeat, collect ended processes, and raise if the run must end."""
         now = time.time()
         if now - self._last_heartbeat > _HEARTBEAT_S or now < self._last_heartbeat:
             patiently(self._keep)
+            self._descendants.update(descendants(os.getpid()))
             self._last_heartbeat = now
         row = self._listed()
         self._reap()
         if self._stop_requested:
             raise Stopped("its supervisor got SIGTERM")
-        if os.getppid() != self._guard:
-            raise PalestraError("the guard of its supervisor has died")
         if row.state not in ("pending", "starting", "running"):
             raise Stopped
         for part, code in self._exit_codes.items():
@@ -186,20 +186,13 @@ class Supervisor:
         time.sleep(_TICK_S)
 
     def _reap(self) -> None:
-        ended = reap()
-        for part, process in self._parts.items():
-            if process.pid in ended:
-                code = self._exit_codes[part] = ended[process.pid]
-                patiently(lambda: self._index.part_ended(self._run_id, part, code))  # noqa: B023 (called at once)
-                print(f"{part}: ended with {code}", flush=True)
+        for name, part in self._parts.items():
+            if name not in self._exit_codes and (code := part.popen.poll()) is not None:
+                self._exit_codes[name] = code
+                patiently(lambda: self._index.part_ended(self._run_id, name, code))  # noqa: B023 (called at once)
+                print(f"{name}: ended with {code}", flush=True)
                 self._end_orphans()
-                self._wait_for_log(part)
-
-    def _wait_for_log(self, part: str) -> None:
-        """Until all that a process has written is in its log: it may say why it ended."""
-        until = time.monotonic() + _LOG_S
-        while self._log_writers[part].is_alive and time.monotonic() < until:
-            time.sleep(_TICK_S / 10)
+                part.log_writer.join(_LOG_S)  # the log may say why it ended
 
     def _on_exit(self, part: str, code: int) -> None:
         """What the end of a process means for the run."""
@@ -217,10 +210,9 @@ class Supervisor:
     def _end_parts(self) -> None:
         """End environment, trainer and API in this order, each with all that it has started: SIGTERM, then SIGKILL."""
         for part in reversed(PARTS):
-            process = self._parts.get(part)
-            if process is None or part in self._exit_codes:
+            if part not in self._parts or part in self._exit_codes:
                 continue
-            began = time.monotonic()
+            process, began = self._parts[part].process, time.monotonic()
             send(process, signal.SIGTERM)
             while part not in self._exit_codes:
                 patiently(self._keep)
@@ -250,12 +242,11 @@ class Supervisor:
         return time.time() - newest < _TERMINATE_S["trainer"]
 
     def _end_orphans(self) -> None:
-        """End processes whose starter has ended."""
-        alive = [process.pid for part, process in self._parts.items() if part not in self._exit_codes]
-        alive += [writer.pid for writer in self._log_writers.values()]
-        known = {pid for root in alive for pid in (root, *(p.pid for p in descendants(root)))}
-        orphans = [process for process in descendants(os.getpid()) if process.pid not in known]
-        end_all(orphans, _TERMINATE_ORPHANS_S)
+        """End processes of the run whose starter has ended."""
+        alive = [part.process for name, part in self._parts.items() if name not in self._exit_codes]
+        known = {below.pid for process in alive for below in (process, *descendants(process.pid))}
+        started = {*self._descendants, *processes_of_run(self._run_id)}
+        end_all([process for process in started if process.pid not in known], _TERMINATE_ORPHANS_S)
 
 
 def patiently(call: Callable[[], T], patience_s: float = _INDEX_S) -> T:
@@ -271,40 +262,18 @@ def patiently(call: Callable[[], T], patience_s: float = _INDEX_S) -> T:
             time.sleep(_INDEX_RETRY_S)
 
 
-def guard(index: Index, run_id: str, supervisor: int) -> None:
-    """Wait for the supervisor to end; if it did not mark the run itself, end what is left and mark it."""
-    launched = index.row(run_id).launched
-    pid = status = 0
-    while pid != supervisor:
-        pid, status = os.waitpid(-1, 0)
-    with contextlib.suppress(PalestraError):  # it is not listed any more
-        row = patiently(lambda: index.row(run_id))
-        if row.state in ACTIVE and row.launched == launched:
-            killed = os.WIFSIGNALED(status)
-            recover(index, row, "its supervisor has died" if killed else "its supervisor failed; its log says why")
-    end_all(descendants(os.getpid()), _TERMINATE_ORPHANS_S)
-
-
 def main(home: str, run_id: str) -> None:
-    """Detach, then fork: the parent is the guard, the child the supervisor."""
+    """Detach from the starter, then supervise the run to its end."""
     if os.fork():
         os._exit(0)
     hide_environment()
     os.setsid()
-    index = Index(Path(home))
-    become_subreaper()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    child = os.fork()
-    if child:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        guard(index, run_id, child)
-        return
-    become_subreaper()
-    me = this_process()
+    index, me = Index(Path(home)), this_process()
     patiently(lambda: index.update(run_id, pid=me.pid, born=me.born, heartbeat=time.time()))
     supervisor = Supervisor(index, run_id)
-    signal.signal(signal.SIGTERM, supervisor.request_stop)
-    signal.signal(signal.SIGINT, supervisor.request_stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, supervisor.request_stop)
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # not SIG_IGN, which the run's processes would inherit
     supervisor.run()
 
 

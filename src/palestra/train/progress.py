@@ -264,9 +264,9 @@ def make_display(console: Console, log_every: int = 1, on_step: OnStep = _all_me
     return kind(console, log_every, on_step)
 
 
-def console_progress(on_step: OnStep = _all_metrics) -> Display:
-    """The display of a run that is started from Python."""
-    return make_display(Console(stderr=True), on_step=on_step)
+def console_progress(on_step: OnStep = _all_metrics, log_every: int = 1) -> Display:
+    """The display of a run that has no command line: started from Python, or in the background."""
+    return make_display(Console(stderr=True), log_every, on_step)
 
 
 @contextmanager

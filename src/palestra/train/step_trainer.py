@@ -289,11 +289,11 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
         case GRPOTrainingConfig():
             config = config.to_run_config()
         case Path() | str():
-            config = RunConfig.build(read_yaml_config(Path(config)))
+            config = RunConfig().with_settings(read_yaml_config(Path(config)))
         case None:
             config = RunConfig()
     if config.train.epochs is None:
-        config = RunConfig.build(config.model_dump(), {"train.epochs": 1})
+        config = config.with_settings({"train.epochs": 1})
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
     config.refuse(
         ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"
@@ -306,5 +306,5 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     if "wandb" in config.track.report_to and find_spec("wandb") is None:
         log.warning("wandb is not installed, so nothing is reported to it; pip install 'palestra[wandb]'")
         others = [name for name in config.track.report_to if name != "wandb"]
-        config = RunConfig.build(config.model_dump(), {"track.report_to": others})
+        config = config.with_settings({"track.report_to": others})
     return config

@@ -137,7 +137,7 @@ class ActorRecipe:
         disable_progress_bar()
         device = "cuda" if self.config.ray.gpus_per_actor else "cpu"
         changes = {"backend": "local", "model.device": device, "model.gpus": None, "rollout.max_staleness": 0}
-        config = RunConfig.build(self.config.model_dump(), changes)
+        config = self.config.with_settings(changes)
         if samples_from_server(config):
             model, tokenizer = None, load_tokenizer(config.model.name)
         else:

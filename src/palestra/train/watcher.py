@@ -11,6 +11,8 @@ log = logging.getLogger("palestra")
 class Watcher:
     """Silent but for warnings; displays override what they show."""
 
+    run_dir: Path | None = None  # the run folder, once there is one
+
     def started(self, folder: Path) -> None:
         """The run has its folder; whatever happens now, it can be resumed from there."""
 

@@ -13,13 +13,13 @@ from palestra.cli.find_run import require_run_id
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.runs import reader
+from palestra.runs.database import REBUILT
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
 from palestra.runs.index import Index, Row, UnknownRun
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.processes import this_host, this_process
 from palestra.runs.reader import RunReader
-from palestra.runs.rebuild import REBUILT
 from palestra.runs.supervisor import patiently
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.limits import count_gpus, default_max_runs, demand_of, free_memory_gib, gpu_names
@@ -87,27 +88,27 @@ def test_logs_are_shown_without_secrets(tmp_path, monkeypatch):
 
 def test_demand_knows_gpus_and_the_size_of_local_models(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"0" * 2**20)
-    on_cpu = demand_of({"model.name": str(tmp_path)}, machine_gpus=0, processes=1)
+    on_cpu = demand_of(RunConfig.build({"model.name": str(tmp_path)}).model, machine_gpus=0, processes=1)
     assert (on_cpu.gpus, round(on_cpu.memory_gib, 3)) == (0, 1.005)
-    assert demand_of({}, machine_gpus=2, processes=3).gpus == 1
-    assert demand_of({"model.device": "cpu"}, machine_gpus=2, processes=1).gpus == 0
-    assert demand_of({"model.gpus": 2}, machine_gpus=2, processes=1).gpus == 2
-    assert demand_of({}, machine_gpus=4, processes=1, ranks=3).gpus == 3
-    assert demand_of({}, machine_gpus=0, processes=1, ranks=3).memory_gib == 3
+    assert demand_of(RunConfig.build({}).model, machine_gpus=2, processes=3).gpus == 1
+    assert demand_of(RunConfig.build({"model.device": "cpu"}).model, machine_gpus=2, processes=1).gpus == 0
+    assert demand_of(RunConfig.build({"model.gpus": 2}).model, machine_gpus=2, processes=1).gpus == 2
+    assert demand_of(RunConfig.build({}).model, machine_gpus=4, processes=1, ranks=3).gpus == 3
+    assert demand_of(RunConfig.build({}).model, machine_gpus=0, processes=1, ranks=3).memory_gib == 3
     with pytest.raises(PalestraError, match="--nproc 3 needs a GPU for each process, and there are 2; use --nproc 2"):
-        demand_of({}, machine_gpus=2, processes=1, ranks=3)
+        demand_of(RunConfig.build({}).model, machine_gpus=2, processes=1, ranks=3)
 
 
 @pytest.mark.parametrize(("machine_gpus", "said"), [(2, "there are 2 GPUs here"), (0, "there is no GPU here")])
 def test_more_gpus_than_the_machine_has_are_refused(machine_gpus, said):
     with pytest.raises(PalestraError, match=rf"model\.gpus = 3: {said}"):
-        demand_of({"model.gpus": 3}, machine_gpus, processes=1)
+        demand_of(RunConfig.build({"model.gpus": 3}).model, machine_gpus, processes=1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_gpus_of_any_number_and_a_device_by_its_name_exclude_each_other(device):
     with pytest.raises(PalestraError, match=f"model.device = {device} for another device; leave one of them out"):
-        demand_of({"model.gpus": 1, "model.device": device}, machine_gpus=2, processes=1)
+        demand_of(RunConfig.build({"model.gpus": 1, "model.device": device}).model, machine_gpus=2, processes=1)
 
 
 def test_the_gpus_that_runs_may_be_given_can_be_named(monkeypatch):

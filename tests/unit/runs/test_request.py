@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,31 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.core.yaml_config import load_yaml
-from palestra.runs.request import RunRequest, launch_steps, launch_token, process_environment, write_env_settings
+from palestra.run import environment_request
+from palestra.runs.request import RunRequest, launch_steps, launch_token, process_environment
 
 
-def test_a_request_comes_back_from_the_folder_as_it_was(tmp_path):
-    request = RunRequest(environment="calculator", settings={"train.max_steps": 3}, env_settings={"seed": 1}, wire=True)
-    folder = RunFolder(tmp_path)
-    request.save(folder, tmp_path)
-    assert RunRequest.load(folder) == (request, tmp_path)
-    assert load_yaml(tmp_path / "settings.yaml") == {"train.max_steps": 3, "env": {"seed": 1}}
+def test_a_request_comes_back_from_its_file_with_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = RunRequest(environment="my_env.py:Mine", settings={"train.max_steps": 3}, env_settings={"seed": 1})
+    request.save(RunFolder(tmp_path))
+    again = RunRequest.load(tmp_path / "request.json")
+    assert again == replace(request, environment=f"{tmp_path}/my_env.py:Mine", cwd=str(tmp_path))
+    assert json.loads((tmp_path / "request.json").read_text())["settings"] == {"train.max_steps": 3}
+
+
+def test_a_request_of_an_older_version_is_read(tmp_path):
+    words = ["--agent-cmd", "python a.py", "--measure", "s.py:f", "--measure", "s.py:g", "--agent-port", "7"]
+    (tmp_path / "request.json").write_text(json.dumps({"agent_arguments": words, "name": "old", "cwd": "/"}))
+    options = {"agent_cmd": "python a.py", "measure": ["s.py:f", "s.py:g"], "agent_port": 7}
+    assert RunRequest.load(tmp_path / "request.json") == RunRequest(agent=options, name="old", cwd="/")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", '{"nonsense": 1}', "[" * 100_000])
+def test_a_file_that_holds_no_request_is_rejected(tmp_path, content):
+    (tmp_path / "request.json").write_text(content)
+    with pytest.raises(PalestraError, match=r"request\.json"):
+        RunRequest.load(tmp_path / "request.json")
 
 
 @pytest.mark.parametrize(
@@ -41,20 +57,23 @@ def test_what_is_wrong_is_refused_before_anything_is_made(request_, words, monke
         request_.check()
 
 
-def test_ranks_are_started_by_the_command_of_the_trainer_and_so_again(tmp_path):
-    folder = RunFolder(tmp_path)
+def test_every_process_of_a_run_is_started_with_the_request_file(tmp_path):
+    folder, file = RunFolder(tmp_path), str(tmp_path / "request.json")
     [step] = launch_steps(RunRequest(agent_file="a.py", nproc=3), folder, lambda part: 0)
-    assert step.command()[4:8] == ["train", "--nproc", "3", "a.py"]
-    folder.record_file.write_text("{}")
-    assert step.command()[4:] == ["train", "--trust", "--nproc", "3", "--resume", str(tmp_path)]
+    assert step.command()[1:] == ["-P", "-m", "palestra.run", file, "trainer"]
+    folder.wire.mkdir()
+    ports = {"api": 20001, "trainer": 20002}
+    steps = launch_steps(RunRequest(environment="calculator", wire=True), folder, ports.__getitem__)
+    assert [step.command()[-3:] for step in steps] == [["palestra.run", file, p] for p in ("api", "trainer", "env")]
+    saved = RunRequest.load(folder.request_file)
+    assert (saved.env_url, saved.api_port, saved.serve_port) == ("http://127.0.0.1:20001", 20001, 20002)
 
 
-def test_a_request_for_tinker_says_so_in_its_settings(tmp_path: Path) -> None:
+def test_a_request_for_tinker_says_so_in_its_settings() -> None:
     locked = {"lora.r": 32, "train.tokens_per_micro_batch": 9000}
     request = RunRequest(environment="calculator", settings=locked, backend="tinker")
-    request.check()
-    request.save(RunFolder(tmp_path), tmp_path)
-    assert load_yaml(tmp_path / "settings.yaml") == {"backend": "tinker", "lora.r": 32}
+    assert request.run_settings == {"backend": "tinker", "lora.r": 32}
+    assert request.check().backend == "tinker"
 
 
 def test_settings_with_tokens_in_their_names_are_no_secrets():
@@ -68,17 +87,12 @@ def test_the_subject_is_the_environment_the_file_or_the_demo():
     assert RunRequest().subject == "demo"
 
 
-def test_the_kept_request_is_plain_json(tmp_path):
-    RunRequest(name="x").save(RunFolder(tmp_path), tmp_path)
-    assert json.loads((tmp_path / "request.json").read_text())["name"] == "x"
-
-
 def test_an_environment_that_counts_steps_counts_those_of_a_run_that_was_made_longer(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run", RunConfig.build({"train": {"max_steps": 100}}), {})
     request = RunRequest(environment="their_env.py", env_settings={"total_steps": 100, "level": 2})
-    assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 100, "level": 2}
+    assert environment_request(request, run).env_settings == {"total_steps": 100, "level": 2}
     Resume(run.path, max_steps=200).config(run.config, done=100).save(run.config_file)
-    assert load_yaml(write_env_settings(request, run))["env"] == {"total_steps": 200, "level": 2}
+    assert environment_request(request, run).env_settings == {"total_steps": 200, "level": 2}
 
 
 def test_the_processes_of_a_run_over_the_wire_share_a_token_of_their_own(tmp_path: Path, monkeypatch) -> None:

@@ -1,15 +1,21 @@
-"""The Tracker protocol: where the metrics and rollouts of a run are written."""
+"""Trackers: where the metrics and rollouts of a run are written."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from palestra.core.types import Array, Group
 
+log = logging.getLogger("palestra")
 
-class Tracker(Protocol):
-    """Takes metrics and rollouts, once a step, from the training loop."""
+# Each call to a service that is down may take minutes to time out.
+MAX_CONSECUTIVE_FAILURES = 3
+
+
+class Tracker:
+    """Takes metrics and rollouts, once a step, from the training loop. Subclasses override what they store."""
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
 
@@ -17,16 +23,14 @@ class Tracker(Protocol):
 
     def tokens(self, step: int, table: Callable[[], Array]) -> None:
         """What the step found for each token of its rollouts, as `train.token_record` says; it may be made later."""
-        ...
 
     def flush(self) -> None:
         """Wait until all of it is on disk."""
-        ...
 
     def close(self) -> None: ...
 
 
-class Trackers:
+class Trackers(Tracker):
     """Several trackers as one."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -51,3 +55,39 @@ class Trackers:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+class MetricsService(Protocol):
+    """A service that takes metrics only; rollouts stay in rollouts.jsonl."""
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GuardedTracker(Tracker):
+    """A service whose failure does not stop the run: the first is logged; after three in a row it is not called."""
+
+    def __init__(self, name: str, service: MetricsService) -> None:
+        self._name = name
+        self._service = service
+        self._warned = False
+        self._failures = 0
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        if self._failures < MAX_CONSECUTIVE_FAILURES:
+            self._try(lambda: self._service.metrics(step, row))
+
+    def close(self) -> None:
+        self._try(self._service.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if not self._warned:
+                self._warned = True
+                text = "%s failed (%s: %s); the run goes on, and metrics.jsonl has every number"
+                log.warning(text, self._name, type(error).__name__, error)

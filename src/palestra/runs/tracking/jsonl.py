@@ -9,9 +9,10 @@ from palestra.core.files import append_jsonl, filter_jsonl, replacing
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array, Group
+from palestra.runs.tracking.base import Tracker
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """One line per step in metrics.jsonl, one line per rollout of every `rollouts_every`-th step in rollouts.jsonl.
 
     Rollouts and tokens are written in a thread: a step has hundreds, and the next one begins to sample meanwhile. What

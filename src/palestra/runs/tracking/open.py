@@ -10,8 +10,7 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.base import Tracker, Trackers
-from palestra.runs.tracking.guard import GuardedTracker, MetricsService
+from palestra.runs.tracking.base import GuardedTracker, MetricsService, Tracker, Trackers
 from palestra.runs.tracking.jsonl import JsonlTracker
 
 
@@ -51,11 +50,9 @@ def _not_installed(name: str, package: str | None) -> PalestraError:
     )
 
 
-def _start(
-    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
-) -> MetricsService:
+def _start(name: str, *arguments: Any) -> MetricsService:
     try:
-        return _service(name, folder, track, settings, resume_after)
+        return _service(name, *arguments)
     except ModuleNotFoundError as error:
         raise _not_installed(name, error.name) from error
     except PalestraError:

@@ -37,7 +37,7 @@ class TrainingRun:
         self, output_dir: Path, base: BaseModel, spec: AdapterSpec, name: str, about: Mapping[str, Any]
     ) -> None:
         settings = {"model": {"name": base.name}, "lora": {"r": spec.rank, "alpha": spec.alpha}}
-        config = RunConfig.build({"output_dir": str(output_dir)}, settings)
+        config = RunConfig(output_dir=str(output_dir)).with_settings(settings)
         tinker = {**about, "base_model": base.name, "spec": spec.to_dict()}
         self.folder = RunFolder.create(output_dir, name, config, {"tinker": tinker})
         self._tokenizer = base.tokenizer

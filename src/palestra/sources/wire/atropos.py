@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from filelock import FileLock
 
 from palestra.core import children
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import cache_folder, open_private, write_json, write_text
+from palestra.core.files import cache_folder, open_private, slug, write_json, write_text
 from palestra.core.secrets import clean_environment
+from palestra.policy.openai import OpenAISettings
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
 PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
 # An environment may need torch; without an exact pin, pip takes the newest, with gigabytes of CUDA.
 CONSTRAINTS = "torch==2.13.0\n"
-_LAST_POSTS_S = 5.0
-_STOP_S = 10.0
+TRAINER_URL = "http://127.0.0.1:9001/v1"  # where a trainer serves its model, unless another port is set
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -38,8 +40,7 @@ def ensure_python(folder: Path, packages: Sequence[str] = (), note: Callable[[st
     """The Python of a venv in `folder` that has atroposlib and `packages`; made when it is not there yet."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     python, ready, requirements = folder / "bin" / "python", folder / "ready.json", [*PACKAGES, *sorted(packages)]
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
         if not ready.exists() or json.loads(ready.read_text()) != requirements:
             note(f"installing {', '.join(requirements)} into {folder}; this takes minutes, once")
             _run([sys.executable, "-m", "venv", "--clear", str(folder)])
@@ -86,36 +87,78 @@ def process_command(python: Path, file: Path, config: Path) -> list[str]:
     return children.isolated("--path", file.resolve().parent, file, "process", "--config", config, python=python)
 
 
-class EnvProcess:
-    """An environment that runs, in a program of others; what it prints goes into a file."""
-
-    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        self.log = log
-        self._ended_at: float | None = None
-        with open_private(log) as file:
-            self.process = children.start(command, env=env, stdout=file, stderr=file)
-
-    def check(self) -> None:
-        """Raise if it has ended; called while there is no batch, so its last posts have been taken by then."""
-        code = self.process.poll()
-        if code is None:
-            return
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-            children.end(self.process)
-        if code or time.monotonic() - self._ended_at > _LAST_POSTS_S:
-            last = "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
-            text = f"the environment ended with status {code}; its log {self.log} ends with:\n{last}"
-            hint = "" if code else "\nDoes its file call its class's cli() at the end?"
-            raise PalestraError(text + hint)
-
-    def stop(self) -> None:
-        if self._ended_at is None:
-            children.end(self.process, _STOP_S)
-
-
 def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """What the environment sees: no key but that of the tracker in its settings."""
     use_wandb = str(settings.get("use_wandb", False)).lower() == "true"
     tracker = [name for name in os.environ if name.startswith("WANDB_") and use_wandb]
     return clean_environment(tracker) | {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class AtroposEnv:
+    """An environment's file, its settings, those of its inference server, and what it needs installed."""
+
+    file: Path
+    env: Mapping[str, Any]
+    openai: Mapping[str, Any]
+    packages: Sequence[str] = ()
+
+    def python(self, note: Callable[[str], None] = print) -> Path:
+        """The Python of its venv, which is made if it is missing."""
+        return ensure_python(venv_folder(self.packages), self.packages, note)
+
+    def serve(self, config: RunConfig, api_url: str) -> NoReturn:
+        """Replace this process by the environment, which samples from the trainer's server and posts to the API."""
+        tokenizer = cached_tokenizer(config.model.name)
+        env = {
+            "rollout_server_url": api_url,
+            "tokenizer_name": tokenizer,
+            "group_size": config.rollout.group_size,
+            "total_steps": config.train.max_steps,
+            "use_wandb": False,
+        }
+        # the server type that gives token ids and logprobs, whatever the file names
+        server = {"model_name": tokenizer, "api_key": "none", "server_type": "sglang", "base_url": TRAINER_URL}
+        command = serve_command(self.python(), self.file, {**env, **self.env}, {**server, **self.openai})
+        os.execve(command[0], command, env_process_environment(self.env))
+
+    def process(self, config: RunConfig, groups: int, out: Path) -> NoReturn:
+        """Replace this process by the environment, which attempts some problems with the model at openai.base_url."""
+        import yaml
+
+        if "base_url" not in self.openai:
+            raise PalestraError(
+                f"{self.file.name} is written for atroposlib, and asks its model over HTTP; say where: "
+                "--openai.base_url URL --openai.model_name NAME, for example of `palestra serve`"
+            )
+        openai, python = OpenAISettings.read(dict(self.openai)), self.python()
+        env = {
+            "tokenizer_name": str(cached_tokenizer(config.model.name)),
+            "group_size": config.rollout.group_size,
+            "use_wandb": False,
+            **self.env,
+            "total_steps": groups,
+            "data_path_to_save_groups": str(out.resolve()),
+        }
+        server = {
+            "model_name": openai.model_name,
+            "base_url": openai.base_url,
+            "api_key": os.environ.get(openai.api_key_env, "none"),
+            "timeout": int(openai.timeout_s),
+            "num_max_requests_at_once": openai.max_concurrent,
+            "server_type": "openai",
+            "health_check": False,  # it would ask the model every second
+        }
+        settings = out.with_suffix(".atropos.yaml")
+        settings.unlink(missing_ok=True)
+        with open_private(settings) as written:
+            written.write(yaml.safe_dump({"env": env, "openai": server}).encode())
+        command = process_command(python, self.file, settings.resolve())
+        os.execve(command[0], command, env_process_environment(env))
+
+
+def cached_tokenizer(model: str) -> Path:
+    """The model's tokenizer, in a form and at a place that the environment's own Python reads."""
+    from palestra.models.loading import load_tokenizer
+
+    return write_tokenizer(load_tokenizer(model), cache_folder() / "tokenizers" / slug(model))

@@ -14,8 +14,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.base import Trackers
-from palestra.runs.tracking.guard import MAX_CONSECUTIVE_FAILURES, GuardedTracker
+from palestra.runs.tracking.base import MAX_CONSECUTIVE_FAILURES, GuardedTracker, Trackers
 from palestra.runs.tracking.jsonl import JsonlTracker
 from palestra.runs.tracking.open import check_trackers, open_trackers
 

@@ -1,27 +1,104 @@
-"""What to train without an agent file: `--agent-cmd`, `--cases`, `--measure`, `--mcp` and their like."""
+"""What to train: a Python file with an `agent` and a `suite`, or options such as `--agent-cmd` and `--cases`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import click
+from types import ModuleType
+from typing import Any
 
 from palestra.agents.agent import Agent
+from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import command_agent
 from palestra.agents.tools.mcp_client import McpServer
-from palestra.cli.agent_file import HELD_OUT_SHARE, AgentFile, open_agent_file
-from palestra.cli.serve import require_serve_extra
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import PalestraError, did_you_mean, needs_extra
+from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.import_file import import_file
-from palestra.core.yaml_config import read_yaml_config
-from palestra.evals.suite import EvalSuite
+from palestra.evals.suite import EvalSuite, hold_out
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+DEMO = "palestra.demo"
+HELD_OUT_SHARE = 0.2
 _DEFAULT_MODEL = "palestra/tiny"
+_EXPECTED = "An agent file defines `agent = Agent(…)` and `suite = EvalSuite.from_records(…)`"
+
+
+@dataclass(frozen=True)
+class AgentFile:
+    """What an agent file defines; `source` is its path, by which `--resume` finds it again."""
+
+    source: str
+    agent: Agent
+    suite: EvalSuite
+    held_out: EvalSuite | float | None
+    measures: Sequence[Any] | None
+    reward_weights: Sequence[float] | Mapping[str, float] | None
+    config: Mapping[str, Any]
+
+
+def load_agent_file(path: str | None) -> AgentFile:
+    """Import an agent file (None: the demo) and check what it defines."""
+    source = DEMO if path in (None, DEMO) else str(Path(str(path)).resolve())
+    module = importlib.import_module(DEMO) if source == DEMO else _import_file(Path(source), str(path))
+    suite = _required(module, "suite", source)
+    if not isinstance(suite, EvalSuite):
+        raise PalestraError(f"{source}: `suite` is a {type(suite).__name__}; expected EvalSuite.from_records(…)")
+    held_out = getattr(module, "held_out", HELD_OUT_SHARE)
+    try:
+        trained, _ = hold_out(suite, held_out)
+    except PalestraError as error:
+        raise PalestraError(f"{source}: {error}") from None
+    return AgentFile(
+        source=source,
+        agent=as_agent(_required(module, "agent", source)),
+        suite=suite,
+        held_out=held_out,
+        measures=getattr(module, "measures", None),
+        reward_weights=getattr(module, "reward_weights", None),
+        config=_config(getattr(module, "config", {}), len(trained), source),
+    )
+
+
+def open_agent_file(path: str | None, settings: Mapping[str, Any]) -> tuple[AgentFile, Agent, RunConfig]:
+    """An agent file with its agent and config: `settings` over its own. A model in `settings` replaces the agent's."""
+    file = load_agent_file(path)
+    model = settings.get("model.name", file.agent.model)
+    own = {} if model is None else {"model.name": model}
+    return file, replace(file.agent, model=model), RunConfig.build(file.config, settings, own)
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    if path.is_dir():
+        raise PalestraError(f"{shown} is a folder; give a Python file. {_EXPECTED}")
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        raise PalestraError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")
+    try:
+        return import_file(path, shown, _EXPECTED)
+    except PalestraError as error:
+        if "palestra" in path.read_text(encoding="utf-8", errors="replace"):
+            raise
+        program = f"a program with a loop of its own trains by --agent-cmd 'python {shown}'"
+        raise PalestraError(f"{error}\n{_EXPECTED}; {program}") from error
+
+
+def _required(module: ModuleType, name: str, source: str) -> Any:
+    if not hasattr(module, name):
+        raise PalestraError(f"{source} defines no `{name}`. {_EXPECTED}, and may define held_out, measures and config")
+    return getattr(module, name)
+
+
+def _config(value: Any, cases: int, source: str) -> Mapping[str, Any]:
+    if isinstance(value, GRPOTrainingConfig):
+        return value.to_run_config(cases).model_dump()
+    if isinstance(value, Mapping):
+        return value
+    raise PalestraError(
+        f"{source}: `config` is a {type(value).__name__}; expected a dict such as {{'train.max_steps': 50}} "
+        "or a GRPOTrainingConfig"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +132,7 @@ class AgentOptions:
     def from_record(cls, record: Mapping[str, Any] | None) -> AgentOptions:
         """Those of a run that is resumed."""
         try:
-            return cls(**record) if record else cls()
+            return cls(**{"cwd": str(Path.cwd()), **record}) if record else cls()
         except TypeError:
             raise PalestraError("run.json: agent_options are not those of a run; restore it from a copy") from None
 
@@ -77,18 +154,17 @@ class AgentOptions:
     def are_set(self) -> bool:
         return any(getattr(self, f.name) not in (None, ()) for f in fields(self) if f.name != "cwd")
 
-    def open(
-        self, agent_file: str | None, config_file: Path | None, settings: Mapping[str, Any]
-    ) -> tuple[AgentFile, Agent, RunConfig]:
+    def open(self, agent_file: str | None, settings: Mapping[str, Any]) -> tuple[AgentFile, Agent, RunConfig]:
         """An agent file (or the demo) with these in the place of what it defines."""
         self._check()
-        if self.cases is None:
-            file, agent, config = open_agent_file(agent_file, config_file, settings)
-        elif agent_file is None:
-            file, agent, config = self._without_file(config_file, settings)
+        if self.cases is not None and agent_file is None:
+            config = RunConfig.build({"model.name": _DEFAULT_MODEL}, settings)
+            agent = Agent(Path(self.cases).stem, config.model.name, self.instructions or "")
+            file = AgentFile("", agent, self._suite(), self._held_out(), None, None, {})
         else:
-            file, agent, config = open_agent_file(agent_file, config_file, settings)
-            file = replace(file, suite=self._suite(), held_out=self._held_out())
+            file, agent, config = open_agent_file(agent_file, settings)
+            if self.cases is not None:
+                file = replace(file, suite=self._suite(), held_out=self._held_out())
         if self.measure:
             file = replace(file, measures=[load_measure(spec) for spec in self.measure])
         return file, self._agent(agent), config
@@ -110,20 +186,13 @@ class AgentOptions:
                 "def score(ctx): return ctx.expect in ctx.final_assistant_message.text"
             )
         if self.is_program:
-            require_serve_extra()
+            with needs_extra("this", "serve"):
+                import starlette  # noqa: F401
+                import uvicorn  # noqa: F401
 
     @property
     def is_program(self) -> bool:
         return self.agent_cmd is not None or self.agent_port is not None
-
-    def _without_file(
-        self, config_file: Path | None, settings: Mapping[str, Any]
-    ) -> tuple[AgentFile, Agent, RunConfig]:
-        layer = {**(read_yaml_config(config_file) if config_file else {}), **settings}
-        config = RunConfig.build({"model.name": _DEFAULT_MODEL}, layer)
-        agent = Agent(Path(str(self.cases)).stem, config.model.name, self.instructions or "")
-        file = AgentFile("", agent, self._suite(), self._held_out(), None, None, {})
-        return file, agent, config
 
     def _suite(self) -> EvalSuite:
         return EvalSuite.from_jsonl(str(self.cases))
@@ -146,24 +215,6 @@ class AgentOptions:
         if self.instructions is not None:
             changed["instructions"] = self.instructions
         return replace(agent, **changed)
-
-
-def agent_options(function: Function) -> Function:
-    """Add the options to a command."""
-    for option in (
-        click.option("--instructions", metavar="TEXT", help="The system message of our own agent loop, with --cases."),
-        click.option("--mcp-shared", multiple=True, metavar="COMMAND", help="One such server for all attempts."),
-        click.option("--mcp", multiple=True, metavar="COMMAND", help="An MCP server whose tools the agent gets."),
-        click.option("--measure", multiple=True, metavar="FILE:NAME", help="Tells good from bad; may be repeated."),
-        click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
-        click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
-        click.option(
-            "--agent-port", type=click.IntRange(0, 65535), help="Let external agents take cases, at this port."
-        ),
-        click.option("--agent-cmd", metavar="COMMAND", help="A program that calls the model by its base URL."),
-    ):
-        function = option(function)
-    return function
 
 
 def load_measure(spec: str) -> Any:
