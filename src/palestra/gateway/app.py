@@ -25,8 +25,7 @@ from palestra.core.errors import PalestraError
 from palestra.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.chat_completions import ChatCompletionBody
-from palestra.gateway.dialect import Body, Event
-from palestra.gateway.request import ChatRequest, Piece
+from palestra.gateway.request import Body, ChatRequest, Event, Piece
 from palestra.gateway.responses import ResponseBody
 from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.completer import Completer

@@ -6,9 +6,18 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.gateway.dialect import Event
-from palestra.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
-from palestra.gateway.tool_choice import function_tools, grammar_of, json_schema, openai_choice
+from palestra.gateway.request import (
+    Answer,
+    ChatRequest,
+    Delta,
+    Event,
+    Piece,
+    PromptSize,
+    function_tools,
+    grammar_of,
+    json_schema,
+    openai_choice,
+)
 from palestra.serve.completer import Completer
 from palestra.serve.openai_forms import ChatBody, ResponseFrame, response
 from palestra.serve.sampling_fields import known_fields
