@@ -16,7 +16,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_regular, slug
 from palestra.core.yaml_config import flatten
-from palestra.dashboard.launcher import Subject
+from palestra.dashboard.action_routes import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import DiscoveredEnv, discover
 from palestra.envs.source import MAX_BYTES

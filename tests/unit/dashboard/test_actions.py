@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard import chats, jobs
+from palestra.dashboard.action_routes import Subject
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.faces import launcher as launchers
 from palestra.faces.launcher import FormLauncher

@@ -13,8 +13,7 @@ from dashboard_client import client_of
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.log_tail import new_lines, recent_lines
-from palestra.dashboard.run_routes import RunRoutes
+from palestra.dashboard.run_routes import RunRoutes, new_lines, recent_lines
 from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
 from palestra.evals.paired import Paired, pair
 from palestra.runs.manager import RunManager
