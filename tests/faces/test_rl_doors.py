@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from palestra.faces import http_api, mcp_server
 from palestra.faces.rl_tools import TOOL_NAMES, RlTools
-from palestra.faces.rl_tools.clients import Clients
+from palestra.faces.rl_tools.tools import Clients
 from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager
 

@@ -16,7 +16,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import RlTools
-from palestra.faces.rl_tools.models import OPENROUTER, OPENROUTER_MODELS, choose_models
+from palestra.faces.rl_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
 from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager
 

@@ -18,9 +18,9 @@ from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import in_file
 from palestra.faces import rl_tools
 from palestra.faces.rl_tools import RlTools, coroutines
-from palestra.faces.rl_tools.draft import Draft
+from palestra.faces.rl_tools.endpoints import OPENROUTER_MODELS, Candidate
 from palestra.faces.rl_tools.inference import _scores, _summary
-from palestra.faces.rl_tools.models import OPENROUTER_MODELS, Candidate
+from palestra.faces.rl_tools.pending_run import PendingRunConfig
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.index import Index
 from palestra.runs.locks import Site
@@ -46,16 +46,16 @@ def tools(tmp_path, monkeypatch):
     return RlTools(NothingStarts(tmp_path / "home"), Site())
 
 
-def draft_of(site: Site = Site(), **field: object) -> Draft:  # noqa: B008
+def draft_of(site: Site = Site(), **field: object) -> PendingRunConfig:  # noqa: B008
     """A draft of the built-in calculator, without asking it for its settings."""
     (found,) = in_file(Path(rl_tools.__file__).parents[2] / "envs" / "library" / "calculator.py")
     row = {"name": "operations", "type": "int", "default": 1, "description": "", "schema": {"type": "integer"}}
-    return Draft.of(found, EnvDescription([{**row, **field}], {}), site)
+    return PendingRunConfig.of(found, EnvDescription([{**row, **field}], {}), site)
 
 
 @pytest.fixture
 def started(tools):
-    tools._draft = draft_of()
+    tools._pending = draft_of()
     return tools, tools.rl_start_training()
 
 
@@ -130,7 +130,7 @@ def test_the_report_of_a_run_over_the_wire_is_told(started):
 
 
 def test_runs_are_listed_page_by_page(tools):
-    tools._draft = draft_of()
+    tools._pending = draft_of()
     ids = [tools.rl_start_training()["run_id"] for _ in range(3)]
     first = tools.rl_list_runs(limit=2)
     assert [run["run_id"] for run in first["runs"]] == ids[:0:-1]
@@ -155,19 +155,19 @@ def test_runs_are_listed_page_by_page(tools):
     ],
 )
 def test_short_names_of_other_trainers_are_taken(tools, name, value, key, read):
-    tools._draft = draft_of().edit("rollout.group_size", 4)
+    tools._pending = draft_of().edit("rollout.group_size", 4)
     answer = tools.rl_edit_config(name, value)
     assert (answer["field"], answer["value"]) == (key, read)
-    assert tools.draft.settings()[key] == read
+    assert tools.pending.settings()[key] == read
 
 
 def test_a_batch_that_is_no_whole_number_of_groups_is_refused(tools):
-    tools._draft = draft_of().edit("rollout.group_size", 4)
+    tools._pending = draft_of().edit("rollout.group_size", 4)
     assert "multiple of rollout.group_size = 4" in tools.rl_edit_config("batch_size", 10)["error"]
 
 
 def test_a_batch_of_attempts_needs_a_group_size(tools):
-    tools._draft = draft_of()
+    tools._pending = draft_of()
     assert "set rollout.group_size first" in tools.rl_edit_config("batch_size", 16)["error"]
 
 
@@ -176,7 +176,7 @@ def test_a_short_name_is_the_environments_own_where_it_has_such_a_field():
 
 
 def test_a_short_name_of_a_locked_setting_is_locked(tools):
-    tools._draft = draft_of(Site(run={"rollout.group_size": 6}))
+    tools._pending = draft_of(Site(run={"rollout.group_size": 6}))
     assert tools.rl_edit_config("group_size", 8)["locked_value"] == 6
 
 

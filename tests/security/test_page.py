@@ -8,7 +8,7 @@ import pytest
 from palestra.chat.render import RENDER_S
 from palestra.faces import mcp_server
 from palestra.faces.rl_tools import RlTools
-from palestra.faces.rl_tools.clients import MAX_SESSIONS
+from palestra.faces.rl_tools.tools import MAX_SESSIONS
 from palestra.runs.manager import RunManager
 from palestra.serve import body, completer, connections, inference
 from palestra.serve.sampling_fields import MAX_PROMPTS

@@ -66,7 +66,7 @@ def all_servers(folder):
 
     from palestra.faces import http_api, mcp_server
     from palestra.faces.rl_tools import RlTools
-    from palestra.faces.rl_tools.clients import Clients
+    from palestra.faces.rl_tools.tools import Clients
     from palestra.runs.locks import Site
     from palestra.runs.manager import RunManager
     from palestra.serve.inference import inference_app

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from palestra.core.machine import installed_version, memory_gib, port_error
-from palestra.faces.rl_tools.requirements import MINIMUM_PYTHON, check_rl_python_version
+from palestra.faces.rl_tools.tools import MINIMUM_PYTHON, check_rl_python_version
 from palestra.runs.manager import palestra_home
 
 State = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing works without it

@@ -21,8 +21,7 @@ from starlette.types import ASGIApp
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
 from palestra.faces.rl_tools.answers import Answer
-from palestra.faces.rl_tools.clients import Clients, call_in_thread
-from palestra.faces.rl_tools.tools import TOOLS, RlTool, RlTools
+from palestra.faces.rl_tools.tools import TOOLS, Clients, RlTool, RlTools, call_in_thread
 from palestra.serve.body import MIB, read_body
 from palestra.serve.guard import Guard
 from palestra.serve.web import while_connected

@@ -22,10 +22,9 @@ from palestra.envs.discover import DiscoveredEnv, discover
 from palestra.envs.source import MAX_BYTES
 from palestra.faces.rl_tools import views
 from palestra.faces.rl_tools.answers import Refusal, to_json
-from palestra.faces.rl_tools.draft import Draft, describe
-from palestra.faces.rl_tools.fields import TRACKING_NAME, ConfigField
+from palestra.faces.rl_tools.endpoints import choose_models
 from palestra.faces.rl_tools.inference import InferenceTest
-from palestra.faces.rl_tools.models import choose_models
+from palestra.faces.rl_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
 from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 
@@ -108,19 +107,19 @@ class FormLauncher:
             test = InferenceTest(draft, num_steps, group_size, self._manager.home, progress, cancelled)
             return dict(to_json(test.run(chosen)))
 
-    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> Draft:
+    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> PendingRunConfig:
         draft = self._draft(subject)
         for name, value in values.items():
             draft = draft.edit(name, value)
         return draft
 
-    def _draft(self, subject: Subject) -> Draft:
+    def _draft(self, subject: Subject) -> PendingRunConfig:
         if subject.environment is not None:
             found = discover().named(subject.environment)
         else:
             found = _agent(str(subject.agent_file))
         changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
-        return Draft.of(found, self._description(found, changed), self._site)
+        return PendingRunConfig.of(found, self._description(found, changed), self._site)
 
     def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
         """What a process said of the file, until the file changes: each change of a form asks again."""
@@ -174,7 +173,7 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
     return EnvDescription([], own)
 
 
-def _agent_request(subject: Subject, draft: Draft) -> RunRequest:
+def _agent_request(subject: Subject, draft: PendingRunConfig) -> RunRequest:
     file = None if subject.agent_file == DEMO else str(Path(str(subject.agent_file)).resolve())
     return RunRequest(
         agent_file=file, settings=draft.settings(), name=slug(draft.found.name), backend=draft.request().backend
@@ -202,7 +201,7 @@ def _docs(env: DiscoveredEnv) -> str:
     return "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description
 
 
-def _field(field: ConfigField, draft: Draft) -> dict[str, Any]:
+def _field(field: ConfigField, draft: PendingRunConfig) -> dict[str, Any]:
     schema = field.schema
     choices = schema.get("enum")
     options = schema.get("anyOf") or [schema]

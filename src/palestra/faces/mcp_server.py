@@ -21,8 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
 from palestra.faces.rl_tools import resources
-from palestra.faces.rl_tools.clients import MAX_SESSIONS, Clients, call_in_thread, is_refusal
-from palestra.faces.rl_tools.tools import TOOLS, Effect, RlTools
+from palestra.faces.rl_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
 from palestra.serve.body import MIB, WholeBody
 from palestra.serve.guard import Guard
 

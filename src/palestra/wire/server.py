@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from palestra.serve.body import MIB, read_model
 from palestra.serve.http_errors import refuse
-from palestra.serve.tally import Tally
-from palestra.serve.web import make_app
+from palestra.serve.web import Tally, make_app
 from palestra.wire.exchange import Exchange, QueueFull, UnknownEnv
 from palestra.wire.posts import PostedGroup, PostReader
 from palestra.wire.types import EnvIdentifier, EnvRegistration, Registration

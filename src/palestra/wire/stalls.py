@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_from
-from palestra.serve.tally import Tally
+from palestra.serve.web import Tally
 
 WAIT_LIMIT_S = 60.0
 _FIRST_NOTE_S = 30.0

@@ -16,8 +16,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.serve.completer import Completer, SamplingRequest
 from palestra.serve.inference import inference_app
 from palestra.serve.loading import completer_of
-from palestra.serve.tally import Tally
-from palestra.serve.web import Server, open_port, url_of
+from palestra.serve.web import Server, Tally, open_port, url_of
 from palestra.train.evaluation import Evaluator
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.wire.client import NoBatch, WireClient

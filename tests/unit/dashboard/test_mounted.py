@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.faces.http_api import http_app
-from palestra.faces.rl_tools.clients import Clients
-from palestra.faces.rl_tools.tools import RlTools
+from palestra.faces.rl_tools.tools import Clients, RlTools
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 

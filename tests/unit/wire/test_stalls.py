@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.serve.tally import Tally
+from palestra.serve.web import Tally
 from palestra.wire import stalls
 from palestra.wire.stalls import StallWatch, repeated_trouble, shorten_log
 

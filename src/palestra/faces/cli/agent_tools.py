@@ -17,7 +17,7 @@ from palestra.faces.cli.serve import address_options, run_server, server_port
 from palestra.faces.cli.settings import show
 from palestra.faces.launcher import FormLauncher
 from palestra.faces.rl_tools import RlTools, tool_schemas
-from palestra.faces.rl_tools.clients import Clients
+from palestra.faces.rl_tools.tools import Clients
 from palestra.runs.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
 from palestra.runs.manager import RunManager
 

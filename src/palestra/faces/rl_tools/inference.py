@@ -17,9 +17,8 @@ from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
 from palestra.faces.rl_tools.answers import short
-from palestra.faces.rl_tools.draft import Draft
-from palestra.faces.rl_tools.models import Candidate
-from palestra.faces.rl_tools.relay import Relay, Usage
+from palestra.faces.rl_tools.endpoints import Candidate, Relay, Usage
+from palestra.faces.rl_tools.pending_run import PendingRunConfig
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2
@@ -29,7 +28,7 @@ _POLL_S = 0.2
 class InferenceTest:
     """What the models are to attempt; `progress` is called with each finished problem."""
 
-    draft: Draft
+    draft: PendingRunConfig
     num_steps: int
     group_size: int
     home: Path
