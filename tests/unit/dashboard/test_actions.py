@@ -15,7 +15,6 @@ from starlette.testclient import TestClient
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard import chats, jobs
-from palestra.dashboard.action_routes import Subject
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.envs.config_fields import EnvDescription
@@ -235,10 +234,6 @@ def test_a_chat_names_a_run_or_a_model(door) -> None:
     door.call("POST", "/api/chats", 400)
     door.call("POST", "/api/chats", 404, run="nothing")
     door.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
-
-
-def test_the_subject_is_one_thing() -> None:
-    assert Subject(environment="a").agent_file is None
 
 
 def client_for(manager: RunManager, folder: RunFolder) -> TestClient:
