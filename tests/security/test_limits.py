@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ from pydantic.fields import FieldInfo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Request
-from palestra.core.run_folder import RunFolder
 from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
@@ -30,12 +30,8 @@ from palestra.runs.index import TooManyRuns
 from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
 
-
-class NothingStarts(RunManager):
-    """A manager whose runs are listed and never launched."""
-
-    def _launch(self, run_id: str, folder: RunFolder) -> None:
-        pass
+sys.path.insert(0, str(Path(__file__).parents[1] / "faces"))
+from rl_agent import NothingStarts, pending
 
 
 def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_path):
@@ -56,10 +52,9 @@ def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_pa
 
 
 def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
-    found = in_file(LIBRARY / "calculator.py")[0]
     monkeypatch.setattr("palestra.faces.rl_tools.tools.describe", lambda *_: None)
     tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=RequestLimits(active_runs=1)))
-    tools._pending = pending_run.PendingRunConfig.of(found, EnvDescription([], {}), tools.site)
+    tools._pending = pending(tools.site)
     assert "run_id" in tools.rl_start_training()
     assert "of at most 1" in tools.rl_start_training()["error"]
 
@@ -259,9 +254,7 @@ def agent(tmp_path, monkeypatch):
 
     def make(site: Site) -> RlTools:
         tools = RlTools(NothingStarts(tmp_path / "home"), site)
-        tools._pending = pending_run.PendingRunConfig.of(
-            in_file(LIBRARY / "calculator.py")[0], EnvDescription([], {}), site
-        )
+        tools._pending = pending(site)
         return tools
 
     return make
