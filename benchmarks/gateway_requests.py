@@ -222,8 +222,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             problem = Problem(str(number), f"What do {number} lamps cost?")
             opened = gateway.open(problem, seed_key=f"{number}/{sibling}", shared_prompts=prompts)
             await clients.play({"input": problem.input}, opened.id, opened.base_url, opened.api_key)
-            rollouts = await opened.finish()
-            assert len(rollouts) == 1, rollouts
+            assert len((await opened.finish()).conversations) == 1
             turns += opened.counts.turns
 
     await asyncio.gather(*(group(i) for i in range(8)))

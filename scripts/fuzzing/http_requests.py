@@ -134,7 +134,7 @@ def trajectories(folder: Path) -> Iterator[Prepared]:
 def rl_clients(home: Path) -> Iterator[Any]:
     """Sessions of the tools in which an environment can be selected, and nothing else starts a process."""
     from palestra.agent_tools import RlTools
-    from palestra.agent_tools.clients import Clients
+    from palestra.agent_tools.tools import Clients
     from palestra.runs import manager as runs_manager
     from palestra.runs.locks import RequestLimits, Site
 

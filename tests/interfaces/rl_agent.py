@@ -1,4 +1,4 @@
-"""A script that plays an agent: the same course over every door."""
+"""A script that plays an agent, the same through Python, MCP and HTTP, and run managers that start no process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from palestra.agent_tools.pending_run import PendingRunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.envs.config_fields import EnvDescription
+from palestra.envs.discover import LIBRARY, in_file
+from palestra.runs.index import UnknownRun
+from palestra.runs.locks import Site
+from palestra.runs.manager import Run, RunManager, RunRequest
 
 PALESTRA = [sys.executable, "-c", "from palestra.cli.main import main; main()"]
 PLANTED = "sk-planted-0123456789"
@@ -44,6 +52,45 @@ class Echo(Env):
     def score(self, answer):
         return 0.1 + 0.9 * (answer.strip() == str(self.problem.expect))
 '''
+
+
+class NothingStarts(RunManager):
+    """The real manager, index and folders; the processes of its runs are never launched."""
+
+    def _launch(self, run_id: str, folder: RunFolder) -> None:
+        folder.logs.mkdir(exist_ok=True)
+
+
+class OneRun(RunManager):
+    """A manager whose one run is in the state that the test says; nothing is started."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.requests: list[RunRequest] = []
+        self.run = Run(
+            run_id="abcd2345", name="n", environment="e", state="starting", reason=None, folder=home, created=0.0,
+            started=0.0, ended=None, processes={}, logs={}, ports={}, progress={"reward_mean": float("nan")},
+        )  # fmt: skip
+
+    def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
+        request.check()
+        self.requests.append(request)
+        return self.run
+
+    def get(self, run_id: str) -> Run:
+        if run_id != self.run.run_id:
+            raise UnknownRun(f"there is no run {run_id!r}")
+        return self.run
+
+    def page(self, limit: int | None, offset: int = 0) -> tuple[list[Run], int]:
+        return [self.run], 1
+
+
+def pending(site: Site = Site(), **field: object) -> PendingRunConfig:  # noqa: B008
+    """The built-in calculator, selected without asking a process for its settings."""
+    (found,) = in_file(LIBRARY / "calculator.py")
+    row = {"name": "operations", "type": "int", "default": 1, "description": "", "schema": {"type": "integer"}}
+    return PendingRunConfig.of(found, EnvDescription([{**row, **field}], {}), site)
 
 
 def make_site(folder: Path) -> None:

@@ -15,7 +15,7 @@ from mcp import Client
 from starlette.testclient import TestClient
 
 from palestra.agent_tools import TOOL_NAMES, RlTools, http_api, mcp_server
-from palestra.agent_tools.clients import Clients
+from palestra.agent_tools.tools import Clients
 from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager
 
@@ -34,11 +34,13 @@ INITIALIZE = {
 }
 
 
+LIMITS = RequestLimits(test_minutes=0.02)
+
+
 @pytest.fixture
 def clients(tmp_path):
-    site = Site(limits=RequestLimits(test_minutes=0.02))
     manager = RunManager(tmp_path / "home")
-    return Clients(lambda: RlTools(manager, site))
+    return Clients(lambda: RlTools(manager, Site(limits=LIMITS)))
 
 
 def web(clients, token=None) -> httpx.AsyncClient:
@@ -54,33 +56,92 @@ def ask(client_maker, *requests):
     return asyncio.run(all_of_them())
 
 
-def test_http_lets_in_loopback_without_a_token_and_nobody_from_another_site(clients):
-    post = ("POST", "/tools/rl_list_runs")
-    answers = ask(
-        lambda: web(clients),
-        (*post, {}),
-        (*post, {"headers": {"Host": "evil.example"}}),
-        (*post, {"headers": {"Origin": "https://evil.example"}}),
-        (*post, {"headers": {"Origin": "http://localhost:3000"}}),
-    )
-    assert [answer.status_code for answer in answers] == [200, 403, 403, 200]
+async def over_python(clients, play) -> None:
+    async def call(tool, /, **arguments):
+        answer = clients.session("one").call(tool, arguments)
+        json.dumps(answer, allow_nan=False)
+        return answer
+
+    await play(call)
+
+
+async def over_http(clients, play) -> None:
+    async with web(clients) as client:
+
+        async def call(tool, /, **arguments):
+            headers = {"Palestra-Session": "the-same-one"}
+            answer = await client.post(f"/tools/{tool}", json=arguments, headers=headers)
+            assert answer.status_code == 200
+            return answer.json()
+
+        await play(call)
+
+
+async def over_mcp(clients, play) -> None:
+    async with Client(mcp_server.make_server(clients), mode="legacy") as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == list(TOOL_NAMES)
+
+        async def call(tool, /, **arguments):
+            result = await client.call_tool(tool, arguments)
+            assert json.loads(result.content[0].text) == result.structured_content
+            assert result.is_error == ("error" in result.structured_content)
+            return result.structured_content
+
+        await play(call)
+
+
+@pytest.mark.parametrize("door", [over_python, over_http, over_mcp])
+def test_every_tool_answers_alike_through_every_door(tmp_path, monkeypatch, door):
+    rl_agent.make_site(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    manager = rl_agent.OneRun(tmp_path / "home")
+    clients = Clients(lambda: RlTools(manager, Site(maximum={"train.max_steps": 3}, run={"lora.r": 0})))
+
+    async def play(call) -> None:
+        await rl_agent.prepare(call)
+        answer = await call("rl_start_training")
+        assert answer["status"] == "starting"
+        (request,) = manager.requests
+        assert request.environment.endswith("echo_number.py:Echo")
+        assert request.env_settings == {"largest": 5}
+        assert (request.settings["train.max_steps"], request.settings["lora.r"]) == (1, 0)
+        assert request.settings["track.run_name"] == answer["wandb_run_name"]
+        assert (await call("rl_check_status", run_id="abcd2345"))["metrics"]["reward_mean"] is None
+        assert (await call("rl_check_status", run_id="abcd2345"))["rate_limited"]
+        assert (await call("rl_list_runs"))["count"] == 1
+        for tool in ("rl_get_results", "rl_stop_training"):
+            assert "no run" in (await call(tool, run_id="zzzzzzzz"))["error"]
+        assert "named twice" in (await call("rl_test_inference", models=["m", "m"]))["error"]
+
+    asyncio.run(door(clients, play))
+
+
+POST = ("POST", "/tools/rl_list_runs")
+ELSEWHERE = ("POST", "http://box.example:8003/tools/rl_list_runs")
+
+
+@pytest.mark.parametrize(
+    ("token", "request_", "headers", "status"),
+    [
+        (None, POST, {}, 200),
+        (None, POST, {"Host": "evil.example"}, 403),
+        (None, POST, {"Origin": "https://evil.example"}, 403),
+        (None, POST, {"Origin": "http://localhost:3000"}, 200),
+        (None, POST, {"Palestra-Session": "x y"}, 400),
+        ("a-long-token", ELSEWHERE, {}, 401),
+        ("a-long-token", ELSEWHERE, {"Authorization": "Bearer another"}, 401),
+        ("a-long-token", ELSEWHERE, {"Authorization": "Bearer a-long-token"}, 200),
+    ],
+)
+def test_http_answers_loopback_or_the_token_and_no_other_site(clients, token, request_, headers, status):
+    (answer,) = ask(lambda: web(clients, token), (*request_, {"headers": headers}))
+    assert answer.status_code == status
 
 
 def test_http_changes_something_by_post_only(clients):
     names = [f"/tools/{name}" for name in TOOL_NAMES]
     answers = ask(lambda: web(clients), *((method, name, {}) for name in names for method in ("GET", "PUT", "DELETE")))
     assert {answer.status_code for answer in answers} == {405}
-
-
-def test_http_asks_for_the_token_where_one_is_set(clients):
-    post = ("POST", "http://box.example:8003/tools/rl_list_runs")
-    answers = ask(
-        lambda: web(clients, "a-long-token"),
-        (*post, {}),
-        (*post, {"headers": {"Authorization": "Bearer another"}}),
-        (*post, {"headers": {"Authorization": "Bearer a-long-token"}}),
-    )
-    assert [answer.status_code for answer in answers] == [401, 401, 200]
 
 
 @pytest.mark.parametrize("words", [("http",), ("mcp", "--http")])
@@ -92,17 +153,12 @@ def test_other_addresses_than_loopback_need_a_token(cli, words, monkeypatch):
 
 
 def test_http_gives_a_session_and_keeps_to_it(clients):
-    first, unknown, short = ask(
-        lambda: web(clients),
-        ("POST", "/tools/rl_select_environment", {"json": {"name": "calculator"}}),
-        ("POST", "/tools/rl_get_current_config", {}),
-        ("POST", "/tools/rl_get_current_config", {"headers": {"Palestra-Session": "x y"}}),
-    )
-    session = {"Palestra-Session": first.headers["Palestra-Session"]}
-    (again,) = ask(lambda: web(clients), ("POST", "/tools/rl_get_current_config", {"headers": session}))
-    assert "error" in unknown.json()
-    assert unknown.headers["Palestra-Session"] != session["Palestra-Session"]
-    assert short.status_code == 400
+    first, other = ask(lambda: web(clients), *[("POST", "/tools/rl_get_current_config", {})] * 2)
+    session = first.headers["Palestra-Session"]
+    assert other.headers["Palestra-Session"] != session
+    clients.session(session)._pending = rl_agent.pending()
+    headers = {"Palestra-Session": session}
+    (again,) = ask(lambda: web(clients), ("POST", "/tools/rl_get_current_config", {"headers": headers}))
     assert again.json()["environment"] == "calculator"
 
 
@@ -133,7 +189,7 @@ def test_http_streams_progress_and_answers_others_meanwhile(clients):
     async def play() -> None:
         async with web(clients) as client:
             session = {"Palestra-Session": "the-same-one"}
-            await client.post("/tools/rl_select_environment", json={"name": "calculator"}, headers=session)
+            clients.session("the-same-one")._pending = rl_agent.pending(Site(limits=LIMITS))
             asked = {"num_steps": 1, "group_size": 2, "models": ["palestra/tiny"]}
             streamed = asyncio.create_task(
                 client.post("/tools/rl_test_inference", json=asked, headers={**session, "Accept": "text/event-stream"})
@@ -158,7 +214,7 @@ def test_mcp_tells_progress_while_models_are_tested(clients):
 
     async def play() -> None:
         async with Client(mcp_server.make_server(clients), mode="legacy") as client:
-            await client.call_tool("rl_select_environment", {"name": "calculator"})
+            clients.session("stdio")._pending = rl_agent.pending(Site(limits=LIMITS))
             asked = {"num_steps": 2, "group_size": 2, "models": ["palestra/tiny"]}
             result = await client.call_tool("rl_test_inference", asked, progress_callback=note)
             assert result.structured_content["results"][0]["status"] == "timed out"
@@ -168,6 +224,11 @@ def test_mcp_tells_progress_while_models_are_tested(clients):
 
 
 def test_mcp_over_http_is_guarded_and_its_clients_have_sessions(clients):
+    guarded = mcp_server.http_app(mcp_server.make_server(clients), "a-long-token")
+    with TestClient(guarded, base_url="http://box.example:8002") as client:
+        for key, status in (("Bearer another", 401), ("Bearer a-long-token", 200)):
+            headers = {"Accept": "application/json, text/event-stream", "Authorization": key}
+            assert client.post("/mcp", json=INITIALIZE, headers=headers).status_code == status
     app = mcp_server.http_app(mcp_server.make_server(clients), None)
     accepts = {"Accept": "application/json, text/event-stream"}
     with TestClient(app, base_url="http://127.0.0.1:8002") as client:
@@ -179,15 +240,6 @@ def test_mcp_over_http_is_guarded_and_its_clients_have_sessions(clients):
     assert newest.status_code == 400
     assert "2025-11-25" in newest.json()["error"]["data"]["supported"]
     assert len(sessions) == 2
-
-
-def test_mcp_over_http_asks_for_the_token(clients):
-    app = mcp_server.http_app(mcp_server.make_server(clients), "a-long-token")
-    with TestClient(app, base_url="http://box.example:8002") as client:
-        accepts = {"Accept": "application/json, text/event-stream"}
-        assert client.post("/mcp", json=INITIALIZE, headers=accepts).status_code == 401
-        allowed = {**accepts, "Authorization": "Bearer a-long-token"}
-        assert client.post("/mcp", json=INITIALIZE, headers=allowed).status_code == 200
 
 
 def stdio_server(command, folder, stderr=None):

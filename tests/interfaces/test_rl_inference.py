@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from palestra.agent_tools import RlTools
-from palestra.agent_tools.models import OPENROUTER, OPENROUTER_MODELS, choose_models
+from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
 from palestra.core.errors import PalestraError
 from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager

@@ -16,12 +16,11 @@ import pytest
 
 from palestra.agent_tools import TOOL_NAMES, RlTools
 from palestra.agent_tools import tools as tools_module
-from palestra.core.run_folder import RunFolder
 from palestra.runs.locks import RequestLimits, Site
-from palestra.runs.manager import RunManager
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
+from rl_agent import NothingStarts
 
 CALLS = int(os.environ.get("PALESTRA_RANDOM_CALLS", "2000"))
 MOST_RUNS = 8
@@ -31,13 +30,6 @@ SECRETS = {
     "HF_TOKEN": "hf_abcdefgh",
 }
 PLAIN_NAMES = ["name", "field", "value", "run_id", "num_steps", "group_size", "models", "x", ""]
-
-
-class NothingStarts(RunManager):
-    """The real manager, index and folders; only the processes of its runs are not there."""
-
-    def _launch(self, run_id: str, folder: RunFolder) -> None:
-        folder.logs.mkdir(exist_ok=True)
 
 
 class Monkey:

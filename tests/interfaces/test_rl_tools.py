@@ -1,4 +1,4 @@
-"""The ten tools in Python: what they refuse, what they tell, and that sessions are apart."""
+"""The ten tools in Python: what they refuse, what they answer, under which names, and that sessions are separate."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from pathlib import Path
 import pytest
 
 from palestra import agent_tools as rl_tools
-from palestra.agent_tools import RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys, views
+from palestra.agent_tools import RlTools, coroutines, get_missing_keys, views
+from palestra.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
+from palestra.agent_tools.inference import _scores, _summary
 from palestra.agent_tools.tools import TOOLS
-from palestra.runs.index import UnknownRun
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_json, write_text
+from palestra.envs.discover import in_file
+from palestra.policy.openai import OpenAISettings
+from palestra.runs.index import Index
 from palestra.runs.locks import RequestLimits, Site
-from palestra.runs.manager import Run, RunManager, RunRequest
+from palestra.runs.manager import RunManager, RunRequest
+from palestra.runs.request import process_environment
+from palestra.sources.wire.atropos import env_process_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
+from rl_agent import NothingStarts, OneRun, pending
 
 
 @pytest.fixture
@@ -31,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tools(folder):
-    return RlTools(RunManager(folder / "home"), Site())
+    return RlTools(NothingStarts(folder / "home"), Site())
 
 
 @pytest.fixture(scope="module")
@@ -42,53 +51,16 @@ def chosen(tmp_path_factory):
     return tools
 
 
-class OneRun(RunManager):
-    """A manager whose one run is in the state that the test says; nothing is started."""
-
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self.requests: list[RunRequest] = []
-        self.run = Run(
-            run_id="abcd2345", name="n", environment="e", state="starting", reason=None, folder=home, created=0.0,
-            started=0.0, ended=None, processes={}, logs={}, ports={}, progress={"reward_mean": float("nan")},
-        )  # fmt: skip
-
-    def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
-        request.check()
-        self.requests.append(request)
-        return self.run
-
-    def get(self, run_id: str) -> Run:
-        if run_id != self.run.run_id:
-            raise UnknownRun(f"there is no run {run_id!r}")
-        return self.run
-
-    def page(self, limit: int | None, offset: int = 0) -> tuple[list[Run], int]:
-        return [self.run], 1
+@pytest.fixture
+def started(tools, monkeypatch):
+    """A session with one run, and the answer to its start."""
+    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    tools._pending = pending()
+    return tools, tools.rl_start_training()
 
 
 def edit(tools, field, value):
     return tools.call("rl_edit_config", {"field": field, "value": value})
-
-
-def test_a_script_prepares_a_training_and_its_request_has_all_that_was_set(folder):
-    manager = OneRun(folder / "home")
-    tools = RlTools(manager, Site(maximum={"train.max_steps": 3}, run={"lora.r": 0}))
-
-    async def call(tool, /, **arguments):
-        answer = tools.call(tool, arguments)
-        json.dumps(answer, allow_nan=False)
-        return answer
-
-    asyncio.run(rl_agent.prepare(call))
-    answer = tools.rl_start_training()
-    assert answer["status"] == "starting"
-    (request,) = manager.requests
-    assert request.environment.endswith("echo_number.py:Echo")
-    assert request.env_settings == {"largest": 5}
-    assert request.settings["train.max_steps"] == 1
-    assert request.settings["lora.r"] == 0
-    assert request.settings["track.run_name"] == answer["wandb_run_name"]
 
 
 @pytest.mark.parametrize(
@@ -109,32 +81,51 @@ def test_text_is_read_where_it_can_mean_one_thing_only(chosen, field, value, rea
     assert edit(chosen, field, value)["value"] == read
 
 
+WRONG = [
+    ("operations", "5x"), ("operations", 5.5), ("operations", True), ("operations", None), ("operations", [5]),
+    ("operations", 0), ("operations", 9), ("train.filter_equal_groups", 1), ("train.learning_rate", float("nan")),
+    ("train.learning_rate", "NaN"), ("train.learning_rate", "-1"), ("train.loss", "ppo"), ("rollout.group_size", 1),
+    ("rollout.max_staleness", -1), ("track.report_to", ["postcards"]), ("track.project", "x" * 20_000),
+]  # fmt: skip
+
+
+def test_a_wrong_value_is_refused_and_changes_nothing(chosen):
+    before = chosen.rl_get_current_config()
+    for field, value in WRONG:
+        assert "error" in edit(chosen, field, value), (field, value)
+    assert chosen.rl_get_current_config() == before
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("name", "value", "key", "read"),
     [
-        ("operations", "5x"),
-        ("operations", 5.5),
-        ("operations", True),
-        ("operations", None),
-        ("operations", [5]),
-        ("operations", 0),
-        ("operations", 9),
-        ("train.filter_equal_groups", 1),
-        ("train.learning_rate", float("nan")),
-        ("train.learning_rate", "NaN"),
-        ("train.learning_rate", "-1"),
-        ("train.loss", "ppo"),
-        ("rollout.group_size", 1),
-        ("rollout.max_staleness", -1),
-        ("track.report_to", ["postcards"]),
-        ("track.project", "x" * 20_000),
+        ("group_size", 8, "rollout.group_size", 8),
+        ("total_steps", "20", "train.max_steps", 20),
+        ("batch_size", 16, "train.problems_per_step", 4),  # attempts there, problems here; groups of 4
+        ("wandb_project", "mine", "track.project", "mine"),
+        ("learning_rate", 1e-4, "train.learning_rate", 1e-4),
+        ("lora_rank", 8, "lora.r", 8),
+        ("use_wandb", True, "track.report_to", ["wandb"]),
     ],
 )
-def test_a_wrong_value_is_refused_and_changes_nothing(chosen, field, value):
-    before = chosen.rl_get_current_config()
-    answer = edit(chosen, field, value)
-    assert "error" in answer
-    assert chosen.rl_get_current_config() == before
+def test_short_names_of_other_trainers_are_taken(tools, name, value, key, read):
+    tools._pending = pending().edit("rollout.group_size", 4)
+    answer = tools.rl_edit_config(name, value)
+    assert (answer["field"], answer["value"]) == (key, read)
+    assert tools.pending.settings()[key] == read
+
+
+def test_a_short_name_may_be_locked_the_environments_own_or_no_whole_number_of_groups(tools):
+    assert pending(name="group_size").edit("group_size", 9).env_settings() == {"group_size": 9}
+    for prepared, name, value, key, expected in (
+        (pending(Site(run={"rollout.group_size": 6})), "group_size", 8, "locked_value", 6),
+        (pending(), "batch_size", 16, "field", "batch_size"),  # needs a group size first
+        (pending().edit("rollout.group_size", 4), "batch_size", 10, "field", "batch_size"),
+    ):
+        tools._pending = prepared
+        answer = tools.rl_edit_config(name, value)
+        assert "rollout.group_size" in answer["error"] or "locked" in answer["error"]
+        assert answer[key] == expected
 
 
 def test_locked_settings_are_refused_under_every_name_they_have(folder):
@@ -148,22 +139,36 @@ def test_locked_settings_are_refused_under_every_name_they_have(folder):
         "total_steps": 2500,
         "train.max_steps": 2500,
     }.items():
-        answer = edit(tools, field, 1)
-        assert answer["locked_value"] == value, field
+        assert edit(tools, field, 1)["locked_value"] == value, field
     assert "output_dir" not in {f["name"] for f in tools.rl_get_current_config()["configurable_fields"]}
     assert "error" in edit(tools, "output_dir", "/etc")
 
 
+def test_every_lock_that_is_shown_locks_something():
+    """An environment of ours reads no setting of a server, and none that it does not have."""
+    shown = {lock.full_name for lock in pending().shown_locks()}
+    assert shown == {"trainer.checkpoint_dir", "backend", "vllm.mode", "rollout.policy_url"}
+    tinker = {lock.full_name for lock in pending(Site(profile="tinker")).shown_locks()}
+    assert {"backend", "tinker.base_url"} <= tinker
+    assert "ray.address" not in tinker
+    assert "env.max_num_workers" in {lock.full_name for lock in pending(name="max_num_workers").locks}
+
+
+@pytest.mark.parametrize("profile", ["local", "tinker"])
+def test_what_a_profile_locks_is_valid_for_a_run(profile):
+    """A lock that no run accepts would refuse every edit of any other setting."""
+    assert pending(Site(profile=profile)).edit("train.weight_decay", 0.1).value("train.weight_decay") == 0.1
+
+
 def test_two_clients_edit_without_seeing_each_others(folder):
-    manager = RunManager(folder / "home")
-    one, other = RlTools(manager, Site()), RlTools(manager, Site())
-    for tools, value in ((one, 3), (other, 4)):
-        tools.rl_select_environment("calculator")
+    shown = []
+    sessions = [RlTools(RunManager(folder / "home"), Site()) for _ in range(2)]
+    for value, tools in enumerate(sessions, start=3):
+        tools._pending = pending()
         edit(tools, "operations", value)
-    shown = [
-        {f["name"]: f["current_value"] for f in tools.rl_get_current_config()["configurable_fields"]}["operations"]
-        for tools in (one, other)
-    ]
+    for tools in sessions:
+        fields = {f["name"]: f["current_value"] for f in tools.rl_get_current_config()["configurable_fields"]}
+        shown.append(fields["operations"])
     assert shown == [3, 4]
 
 
@@ -172,7 +177,9 @@ def test_status_is_told_once_in_a_while_and_at_once_when_the_state_changes(folde
     manager = OneRun(folder / "home")
     tools = RlTools(manager, Site(limits=RequestLimits(status_check_minutes=30)), clock=lambda: now[0])
     look = lambda: tools.rl_check_status("abcd2345")  # noqa: E731
-    assert look()["metrics"]["reward_mean"] is None  # NaN is no JSON
+    first = look()
+    assert first["metrics"]["reward_mean"] is None  # NaN is no JSON
+    assert set(first["processes"].values()) == {"not started"}
     assert look()["rate_limited"]
     assert look()["minutes_to_wait"] == 30
     manager.run = replace(manager.run, state="failed", reason="the trainer ended with 1: out of memory")
@@ -192,10 +199,10 @@ def test_status_and_results_say_why_nothing_is_learned(folder):
     row = {"rollouts": 8, "rollout_failures": 0, "equal_reward_groups": 1.0, "reward_min": 0.0, "reward_max": 0.0}
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in range(4)))
     (sentence,) = RlTools(manager, Site()).rl_check_status(run.run_id)["findings"]
-    assert "in the last 4 steps every rollout earned a reward of 0" in sentence
+    assert "last 4 steps" in sentence
     manager.run = replace(run, state="completed")
     (sentence,) = views.results(manager.run, {})["findings"]
-    assert "in 4 of 4 steps" in sentence
+    assert "4 of 4 steps" in sentence
     assert views.results(manager.run, {})["capability"] is None
     (run.folder / "run.json").write_text(json.dumps({"capability": {"text": "2 calls per attempt"}}))
     assert views.results(manager.run, {})["capability"] == "2 calls per attempt"
@@ -203,82 +210,160 @@ def test_status_and_results_say_why_nothing_is_learned(folder):
     assert views.results(manager.run, {})["findings"] == ["It loops."]
 
 
-def test_an_unknown_run_is_an_error_however_often_it_is_asked_for(tools):
-    for run_id in ("zzzzzzzz", "zzzzzzzz", "../../etc/passwd", "", "x" * 10_000, "'; drop table runs"):
-        answer = tools.call("rl_check_status", {"run_id": run_id})
-        assert "no run" in answer["error"]
-        assert "rate_limited" not in answer
+def test_a_started_run_has_the_same_names_in_every_answer(started):
+    tools, answer = started
+    run_id, config = answer["run_id"], Path(answer["config_path"])
+    assert answer["wandb_run_name"] in config.read_text()
+    write_text(tools.manager.folder(run_id).wandb_url_file, "https://wandb.ai/me/p/runs/1")
+    status, again, (listed,) = (
+        tools.rl_check_status(run_id), tools.rl_check_status(run_id), tools.rl_list_runs()["runs"],
+    )  # fmt: skip
+    for told in (status, tools.rl_get_results(run_id), listed):
+        assert told["wandb_url"] == "https://wandb.ai/me/p/runs/1"
+        for name in ("environment", "wandb_project", "wandb_run_name"):
+            assert told[name] == answer[name], name
+    in_trainer = "in the trainer's process"
+    assert status["processes"] == {"api": in_trainer, "trainer": "not started", "env": in_trainer}
+    assert status["logs"]["env"] == status["logs"]["api"] == status["logs"]["trainer"]
+    assert status["running_time_minutes"] == status["minutes_running"]
+    assert again["next_check_in_seconds"] == pytest.approx(60 * again["minutes_to_wait"], abs=6)
 
 
-def test_never_started_processes_are_told_so(folder):
-    tools = RlTools(OneRun(folder / "home"), Site())
-    assert set(tools.rl_check_status("abcd2345")["processes"].values()) == {"not started"}
+def test_an_unknown_run_is_an_error_that_names_the_active_ones_however_often_it_is_asked_for(started):
+    tools, answer = started
+    for tool in ("rl_check_status", "rl_stop_training", "rl_get_results"):
+        for run_id in ("zzzzzzzz", "zzzzzzzz", "../../etc/passwd", "", "x" * 10_000, "'; drop table runs"):
+            refused = tools.call(tool, {"run_id": run_id})
+            assert "no run" in refused["error"]
+            assert refused["active_runs"] == [answer["run_id"]]
 
 
-def test_an_environment_whose_config_fails_is_an_answer(folder, tools):
+def test_a_run_that_has_ended_is_stopped_without_an_error_and_its_report_is_told(started):
+    tools, answer = started
+    folder = tools.manager.folder(answer["run_id"])
+    Index(tools.manager.home).move(answer["run_id"], ["pending"], "completed", ended=1.0)
+    assert tools.rl_stop_training(answer["run_id"])["message"] == "the run is completed"
+    folder.wire.mkdir()
+    write_json(folder.report_file, {"before": {"pass_rate": {"rate": 0.1}}, "after": {"pass_rate": {"rate": 0.9}}})
+    write_text(folder.report_page, "<html>")
+    results = tools.rl_get_results(answer["run_id"])
+    assert results["report"] == {"before": {"rate": 0.1}, "after": {"rate": 0.9}, "split": "held_out"}
+    assert results["report_path"] == str(folder.report_page)
+
+
+def test_runs_are_listed_page_by_page(tools, monkeypatch):
+    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    tools._pending = pending()
+    ids = [tools.rl_start_training()["run_id"] for _ in range(3)]
+    first, last = tools.rl_list_runs(limit=2), tools.rl_list_runs(limit=2, offset=2)
+    assert [run["run_id"] for run in first["runs"]] == ids[:0:-1]
+    assert (first["count"], first["next_offset"]) == (3, 2)
+    assert [run["run_id"] for run in last["runs"]] == ids[:1]
+    assert "next_offset" not in last
+    for wrong in ({"limit": 0}, {"limit": 10**9}, {"offset": -1}):
+        assert "error" in tools.call("rl_list_runs", wrong)
+
+
+def test_environments_are_named_by_file_or_name_and_their_errors_are_answers(folder, tools):
+    assert RunRequest(environment="/somewhere/good.py:Sums", environment_name="sums").subject == "sums"
+    own = replace(pending(), found=replace(pending().found, origin="configured"))
+    assert own.request().subject == "calculator"
     path = folder / "environments" / "echo_number.py"
-    path.write_text(rl_agent.ENVIRONMENT.replace("largest=7", "largest=700"))
-    assert "less than or equal to 99" in tools.rl_select_environment("echo-number")["error"]
-    path.write_text(rl_agent.ENVIRONMENT.replace("import os", "import os; os._exit(3)"))
-    assert "cannot be read" in tools.rl_select_environment("echo-number")["error"]
+    for old, new, says in (
+        ("largest=7", "largest=700", "less than or equal to 99"),
+        ("import os", "import os; os._exit(3)", "cannot be read"),
+    ):
+        path.write_text(rl_agent.ENVIRONMENT.replace(old, new))
+        assert says in tools.rl_select_environment("echo-number")["error"]
+    (folder / "mine.py").write_text("from palestra import Env\n\n\nclass Mine(Env):\n    pass\n")
+    assert in_file(folder / "mine.py")[0].description == "Environment from mine.py"
 
 
-def test_keys_are_asked_for_by_name_and_by_need(folder, monkeypatch):
-    for key in ("TINKER_API_KEY", "WANDB_API_KEY"):
+def test_keys_are_asked_for_by_name_and_by_need_and_never_told(folder, monkeypatch):
+    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    keys = {"TINKER_API_KEY": "tk-0123456789", "WANDB_API_KEY": "wk-0123456789"}
+    for key in keys:
         monkeypatch.delenv(key, raising=False)
-    assert check_rl_python_version()
-    assert check_rl_api_keys("local")
-    assert get_missing_keys("tinker", ["wandb"]) == ["TINKER_API_KEY", "WANDB_API_KEY"]
+    assert rl_tools.check_rl_python_version()
+    assert rl_tools.check_rl_api_keys("local")
+    assert get_missing_keys("tinker", ["wandb"]) == list(keys)
     tools = RlTools(OneRun(folder / "home"), Site(profile="tinker"))
-    tools.rl_select_environment("calculator")
-    assert tools.rl_start_training()["missing"] == ["TINKER_API_KEY", "WANDB_API_KEY"]
-    monkeypatch.setenv("TINKER_API_KEY", "tk-0123456789")
-    monkeypatch.setenv("WANDB_API_KEY", "wk-0123456789")
+    tools._pending = pending(tools.site)
+    assert tools.rl_start_training()["missing"] == list(keys)
+    for key, value in keys.items():
+        monkeypatch.setenv(key, value)
     answer = json.dumps(tools.rl_start_training())
-    assert "tk-0123456789" not in answer
-    assert "wk-0123456789" not in answer
+    assert not any(value in answer for value in keys.values())
 
 
 def test_a_secret_is_neither_taken_nor_told(folder, monkeypatch):
     tools = RlTools(OneRun(folder / "home"), Site())
-    tools.rl_select_environment("calculator")
+    tools._pending = pending()
     monkeypatch.setenv("MY_API_KEY", rl_agent.PLANTED)
-    assert "hold a secret" in edit(tools, "track.project", f"use {rl_agent.PLANTED}")["error"]
-    failed = replace(tools.manager.run, state="failed", reason=f"401 for {rl_agent.PLANTED}")
-    tools.manager.run = failed
+    assert "secret" in edit(tools, "track.project", f"use {rl_agent.PLANTED}")["error"]
+    tools.manager.run = replace(tools.manager.run, state="failed", reason=f"401 for {rl_agent.PLANTED}")
     assert tools.rl_check_status("abcd2345")["error"] == "401 for [MY_API_KEY]"
 
 
-def test_the_python_functions_are_the_tools_over_one_session(folder, monkeypatch):
+@pytest.mark.parametrize("use_wandb", [True, False])
+def test_an_environment_that_tracks_gets_the_trackers_key_and_no_other(monkeypatch, use_wandb):
+    for key in ("WANDB_API_KEY", "TINKER_API_KEY"):
+        monkeypatch.setenv(key, "k-0123456789")
+    request = RunRequest(environment="e", env_settings={"use_wandb": use_wandb})
+    environ = process_environment("env", "abcd2345", request)
+    assert ("WANDB_API_KEY" in environ, "TINKER_API_KEY" in environ) == (use_wandb, False)
+    assert ("WANDB_API_KEY" in env_process_environment(request.env_settings)) == use_wandb
+
+
+def test_functions_and_coroutines_are_the_tools_over_one_session(folder, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(folder / "home"))
     rl_tools.this_session.cache_clear()
     assert "error" in rl_tools.rl_get_current_config()
-    assert rl_tools.rl_select_environment("calculator")["environment"] == "calculator"
+    rl_tools.this_session()._pending = pending()
     assert rl_tools.rl_edit_config("operations", 3)["value"] == 3
     assert rl_tools.rl_list_runs() == {"runs": [], "count": 0}
+    assert json.loads(asyncio.run(coroutines.rl_list_runs(limit=5))) == {"runs": [], "count": 0}
+    assert "error" in json.loads(asyncio.run(coroutines.rl_check_status("zzzzzzzz")))
     rl_tools.this_session.cache_clear()
-
-
-def test_every_tool_has_a_schema_that_function_calling_takes():
-    for row in rl_tools.tool_schemas():
-        function = row["function"]
-        assert row["type"] == "function"
-        assert function["description"]
-        assert function["parameters"]["type"] == "object"
-        assert all("description" in p for p in function["parameters"]["properties"].values()), function["name"]
-    assert [row["function"]["name"] for row in rl_tools.tool_schemas()] == list(rl_tools.TOOL_NAMES)
-
-
-def test_the_schemas_are_the_published_ones_byte_for_byte(cli):
-    published = Path(__file__).with_name("rl_tool_schemas.json").read_text(encoding="utf-8")
-    assert cli("tools", "schema").out == published
-
-
-def test_the_python_functions_have_the_signatures_of_the_schemas():
     for name, tool in TOOLS.items():
         function = getattr(rl_tools, name)
         assert list(inspect.signature(function).parameters) == list(tool.parameters["properties"])
         assert inspect.getdoc(function).splitlines()[0] == tool.description.splitlines()[0]
+        assert inspect.iscoroutinefunction(getattr(coroutines, name))
+
+
+def test_the_schemas_are_the_published_ones_and_describe_every_parameter(cli):
+    assert cli("tools", "schema").out == Path(__file__).with_name("rl_tool_schemas.json").read_text(encoding="utf-8")
+    schemas = rl_tools.tool_schemas()
+    assert [row["function"]["name"] for row in schemas] == list(rl_tools.TOOL_NAMES)
+    for row in schemas:
+        function = row["function"]
+        assert (row["type"], function["parameters"]["type"]) == ("function", "object")
+        assert function["description"]
+        assert all("description" in p for p in function["parameters"]["properties"].values()), function["name"]
+
+
+def test_results_of_models_have_the_names_of_the_other_tools_too():
+    records = [{"passed": [True, False], "scores": [1.0, 0.25]}, {"passed": [False, False], "scores": [0.0, 0.0]}]
+    row = {"model": "m", "status": "completed", "cost_usd": None, "prompt_tokens": 0, "completion_tokens": 0}
+    row |= _scores(records)
+    assert row["steps"][0] == {"step": 1, "completions": 2, "correct": 1, "scores": [1.0, 0.25]}
+    assert row["steps_with_correct"] == 1
+    failed = {**row, **_scores([]), "status": "failed"}
+    summary = _summary([row, failed], 1.0)
+    assert (summary["models_succeeded"], summary["avg_accuracy"], summary["environment_working"]) == (1, 0.25, True)
+    assert not _summary([failed], 1.0)["environment_working"]
+    assert [Candidate(m, m).scale for m in (*OPENROUTER_MODELS, "x")] == ["small", "medium", "large", None]
+    assert _scores([{"scores": [1.0, 0.5, -1.0]}])["correct"] == 1  # atroposlib has no verdict: a score of 1 counts
+
+
+def test_endpoint_settings_by_the_names_of_atroposlib():
+    names = {"timeout": "5", "num_max_requests_at_once": "3", "api_key": "none", "server_type": "openai"}
+    read = OpenAISettings.read({"model_name": "m", **names})
+    assert (read.timeout_s, read.max_concurrent) == (5.0, 3)
+    for wrong in ({"server_type": "sglang"}, {"health_check": "true"}, {"api_key": "sk-1"}):
+        with pytest.raises(PalestraError, match=next(iter(wrong))):
+            OpenAISettings.read({"model_name": "m", **wrong})
 
 
 ATROPOS = '''

@@ -167,7 +167,7 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
         assert [answer.status_code for answer in refused] == [400, 400, 400]
         return await attempt.finish()
 
-    (rollout,) = with_attempt(model, agent)
+    rollout = with_attempt(model, agent)
     assert 0 < longest[0] <= MAX_INLINE_CHARS
     assert rollout.turns[0] == model.chat.prompt(rollout.messages[:1])  # as without a thread
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +14,12 @@ import pytest
 from annotated_types import Le, Lt
 from pydantic.fields import FieldInfo
 
-from palestra.agent_tools import RlTools, draft, mcp_server
-from palestra.agent_tools.clients import Clients
-from palestra.agent_tools.models import Candidate
-from palestra.agent_tools.relay import Relay
+from palestra.agent_tools import RlTools, mcp_server, pending_run
+from palestra.agent_tools.endpoints import Candidate, Relay
+from palestra.agent_tools.tools import Clients
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.http import Request
-from palestra.core.run_folder import RunFolder
 from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
@@ -30,12 +29,8 @@ from palestra.runs.index import TooManyRuns
 from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
 
-
-class NothingStarts(RunManager):
-    """A manager whose runs are listed and never launched."""
-
-    def _launch(self, run_id: str, folder: RunFolder) -> None:
-        pass
+sys.path.insert(0, str(Path(__file__).parents[1] / "interfaces"))
+from rl_agent import NothingStarts, pending
 
 
 def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_path):
@@ -56,10 +51,9 @@ def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_pa
 
 
 def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
-    found = in_file(LIBRARY / "calculator.py")[0]
     monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
     tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=RequestLimits(active_runs=1)))
-    tools._draft = draft.Draft.of(found, EnvDescription([], {}), tools.site)
+    tools._pending = pending(tools.site)
     assert "run_id" in tools.rl_start_training()
     assert "of at most 1" in tools.rl_start_training()["error"]
 
@@ -138,19 +132,19 @@ def test_only_a_few_environments_are_read_at_once(monkeypatch):
             reading -= 1
         return EnvDescription([], {})
 
-    monkeypatch.setattr(draft, "describe_env", slow)
+    monkeypatch.setattr(pending_run, "describe_env", slow)
     found = in_file(LIBRARY / "calculator.py")[0]
     with ThreadPoolExecutor(30) as pool:
-        list(pool.map(lambda _: draft.describe(found), range(30)))
+        list(pool.map(lambda _: pending_run.describe(found), range(30)))
     assert most == 4
 
 
 def test_a_reader_that_waits_too_long_is_told_so(monkeypatch):
-    monkeypatch.setattr(draft, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
-    monkeypatch.setattr(draft, "_DESCRIBE_WAIT_S", 0.01)
-    draft._DESCRIBED_AT_ONCE.acquire()
+    monkeypatch.setattr(pending_run, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(pending_run, "_DESCRIBE_WAIT_S", 0.01)
+    pending_run._DESCRIBED_AT_ONCE.acquire()
     with pytest.raises(PalestraError, match="ask again in a minute"):
-        draft.describe(in_file(LIBRARY / "calculator.py")[0])
+        pending_run.describe(in_file(LIBRARY / "calculator.py")[0])
 
 
 def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
@@ -257,7 +251,7 @@ def agent(tmp_path, monkeypatch):
 
     def make(site: Site) -> RlTools:
         tools = RlTools(NothingStarts(tmp_path / "home"), site)
-        tools._draft = draft.Draft.of(in_file(LIBRARY / "calculator.py")[0], EnvDescription([], {}), site)
+        tools._pending = pending(site)
         return tools
 
     return make
@@ -311,6 +305,6 @@ def test_a_lock_that_has_no_effect_is_not_shown(agent):
     shown = {lock["name"]: lock["locked_value"] for lock in tools.rl_get_current_config()["locked_fields"]}
     assert shown["backend"] == "tinker"
     assert "trainer.max_token_trainer_length" not in shown
-    request = tools.draft.request()
-    for key, value in locked_settings(list(tools.draft.locks)).items():
+    request = tools.pending.request()
+    for key, value in locked_settings(list(tools.pending.locks)).items():
         assert request.run_settings[key] == value

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.agent_tools import RlTools, mcp_server
-from palestra.agent_tools.clients import MAX_SESSIONS
+from palestra.agent_tools.tools import MAX_SESSIONS
 from palestra.models.chat.render import RENDER_S
 from palestra.runs.manager import RunManager
 from palestra.servers import body, connections

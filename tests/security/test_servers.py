@@ -65,7 +65,7 @@ def all_servers(folder):
     from types import SimpleNamespace
 
     from palestra.agent_tools import RlTools, http_api, mcp_server
-    from palestra.agent_tools.clients import Clients
+    from palestra.agent_tools.tools import Clients
     from palestra.runs.locks import Site
     from palestra.runs.manager import RunManager
     from palestra.servers.openai.inference import inference_app

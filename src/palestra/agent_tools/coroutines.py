@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 from palestra import agent_tools as rl_tools
-from palestra.agent_tools.clients import call_in_thread
+from palestra.agent_tools.tools import call_in_thread
 
 
 def _coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, str]]:
@@ -21,13 +21,7 @@ def _coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any
     return call
 
 
-rl_list_environments = _coroutine(rl_tools.rl_list_environments)
-rl_select_environment = _coroutine(rl_tools.rl_select_environment)
-rl_get_current_config = _coroutine(rl_tools.rl_get_current_config)
-rl_edit_config = _coroutine(rl_tools.rl_edit_config)
-rl_start_training = _coroutine(rl_tools.rl_start_training)
-rl_check_status = _coroutine(rl_tools.rl_check_status)
-rl_stop_training = _coroutine(rl_tools.rl_stop_training)
-rl_get_results = _coroutine(rl_tools.rl_get_results)
-rl_list_runs = _coroutine(rl_tools.rl_list_runs)
-rl_test_inference = _coroutine(rl_tools.rl_test_inference)
+def __getattr__(name: str) -> Callable[..., Coroutine[Any, Any, str]]:
+    if name not in rl_tools.TOOL_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _coroutine(getattr(rl_tools, name))

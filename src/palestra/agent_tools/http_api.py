@@ -20,8 +20,7 @@ from starlette.types import ASGIApp
 
 from palestra.agent_tools import resources
 from palestra.agent_tools.answers import Answer
-from palestra.agent_tools.clients import Clients, call_in_thread
-from palestra.agent_tools.tools import TOOLS, RlTool, RlTools
+from palestra.agent_tools.tools import TOOLS, Clients, RlTool, RlTools, call_in_thread
 from palestra.core.errors import PalestraError
 from palestra.servers.body import MIB, read_body
 from palestra.servers.guard import Guard

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.agent_tools.answers import short
-from palestra.agent_tools.draft import Draft
-from palestra.agent_tools.models import Candidate
-from palestra.agent_tools.relay import Relay, Usage
+from palestra.agent_tools.endpoints import Candidate, Relay, Usage
+from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.core import children
 from palestra.core.errors import PalestraError
 from palestra.core.files import new_folder, open_private, read_jsonl, write_json
@@ -29,7 +28,7 @@ _POLL_S = 0.2
 class InferenceTest:
     """What the models are to attempt; `progress` is called with each finished problem."""
 
-    draft: Draft
+    draft: PendingRunConfig
     num_steps: int
     group_size: int
     home: Path

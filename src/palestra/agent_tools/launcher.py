@@ -13,16 +13,15 @@ from typing import Any
 
 from palestra.agent_tools import views
 from palestra.agent_tools.answers import Refusal, to_json
-from palestra.agent_tools.draft import Draft, describe
-from palestra.agent_tools.fields import TRACKING_NAME, ConfigField
+from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
-from palestra.agent_tools.models import choose_models
+from palestra.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
 from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_regular, slug
 from palestra.core.yaml_config import flatten
-from palestra.dashboard.launcher import Subject
+from palestra.dashboard.action_routes import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
 from palestra.runs.locks import Site
@@ -107,19 +106,19 @@ class FormLauncher:
             test = InferenceTest(draft, num_steps, group_size, self._manager.home, progress, cancelled)
             return dict(to_json(test.run(chosen)))
 
-    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> Draft:
+    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> PendingRunConfig:
         draft = self._draft(subject)
         for name, value in values.items():
             draft = draft.edit(name, value)
         return draft
 
-    def _draft(self, subject: Subject) -> Draft:
+    def _draft(self, subject: Subject) -> PendingRunConfig:
         if subject.environment is not None:
             found = discover().named(subject.environment)
         else:
             found = _agent(str(subject.agent_file))
         changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
-        return Draft.of(found, self._description(found, changed), self._site)
+        return PendingRunConfig.of(found, self._description(found, changed), self._site)
 
     def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
         """What a process said of the file, until the file changes: each change of a form asks again."""
@@ -173,7 +172,7 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
     return EnvDescription([], own)
 
 
-def _agent_request(subject: Subject, draft: Draft) -> RunRequest:
+def _agent_request(subject: Subject, draft: PendingRunConfig) -> RunRequest:
     file = None if subject.agent_file == DEMO else str(Path(str(subject.agent_file)).resolve())
     return RunRequest(
         agent_file=file, settings=draft.settings(), name=slug(draft.found.name), backend=draft.request().backend
@@ -201,7 +200,7 @@ def _docs(env: DiscoveredEnv) -> str:
     return "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description
 
 
-def _field(field: ConfigField, draft: Draft) -> dict[str, Any]:
+def _field(field: ConfigField, draft: PendingRunConfig) -> dict[str, Any]:
     schema = field.schema
     choices = schema.get("enum")
     options = schema.get("anyOf") or [schema]

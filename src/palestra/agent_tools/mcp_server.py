@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.agent_tools import resources
-from palestra.agent_tools.clients import MAX_SESSIONS, Clients, call_in_thread, is_refusal
-from palestra.agent_tools.tools import TOOLS, Effect, RlTools
+from palestra.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
 from palestra.core.errors import PalestraError
 from palestra.servers.body import MIB, WholeBody
 from palestra.servers.guard import Guard

@@ -1,10 +1,17 @@
-"""The ten tools by which an agent drives trainings: one table, from which Python, MCP and HTTP are made."""
+"""The ten tools by which an agent drives trainings: one table, from which Python, MCP and HTTP are made.
+
+`RlTools` is one client's session, `Clients` holds the sessions of a server.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -12,28 +19,40 @@ from typing import Any, Literal
 
 from palestra.agent_tools import views
 from palestra.agent_tools.answers import Answer, Refusal, answer, require_json, short
-from palestra.agent_tools.draft import describe
+from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
-from palestra.agent_tools.models import choose_models
-from palestra.agent_tools.requirements import HINTS, check_rl_python_version, get_missing_keys
-from palestra.agent_tools.session import Session
+from palestra.agent_tools.pending_run import PendingRunConfig, describe
 from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
+from palestra.core.calls import OutOfThreads, call_with_limit
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.envs.discover import discover
+from palestra.runs.index import UnknownRun
+from palestra.runs.locks import Site, load_site
+from palestra.runs.manager import Run, RunManager, State
 
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
 Progress = Callable[[float, float, str], None]  # done, total, what is being done
 Effect = Literal["reads", "edits", "starts", "stops"]
+MAX_SESSIONS = 1000
+MINIMUM_PYTHON = (3, 11)
+_BACKEND_KEYS = {"local": (), "tinker": ("TINKER_API_KEY",)}
+_TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",)}
+_HINTS = {
+    "TINKER_API_KEY": "make one in the Tinker console",
+    "WANDB_API_KEY": "make one at wandb.ai/authorize, or leave wandb out of track.report_to",
+}
 _STOP_WAIT_S = 60.0
 _MAX_LISTED = 200
+_MAX_LOOKS = 1000
+_LONGEST_CALL_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool: whose it is, where its progress is reported, and whether it was cancelled."""
+    """One call of a tool: its session, where its progress is reported, and whether it was cancelled."""
 
-    session: Session
+    tools: RlTools
     progress: Progress
     cancelled: threading.Event
 
@@ -49,12 +68,12 @@ def rl_select_environment(call: Call, name: str) -> views.Data:
     Args:
         name: A name from rl_list_environments.
     """
-    return views.selected(call.session.select(name))
+    return views.selected(call.tools.select(name))
 
 
 def rl_get_current_config(call: Call) -> views.Data:
     """Show the settings of the selected environment and of its training: which may be edited, which are locked."""
-    return views.config(call.session.draft)
+    return views.config(call.tools.pending)
 
 
 def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
@@ -64,22 +83,22 @@ def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
         field: A name from configurable_fields of rl_get_current_config.
         value: The new value, of the field's type.
     """
-    return views.edited(call.session.edit(field, value), field)
+    return views.edited(call.tools.edit(field, value), field)
 
 
 def rl_start_training(call: Call) -> views.Data:
     """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
-    session, draft = call.session, call.session.draft
+    tools, pending = call.tools, call.tools.pending
     if not check_rl_python_version():
         raise PalestraError("Palestra needs Python 3.11 or newer; start this server with one")
-    trackers = {*draft.value("track.report_to"), *(["wandb"] if draft.env_settings().get("use_wandb") else [])}
-    missing = get_missing_keys(draft.site.profile, trackers)
+    trackers = {*pending.value("track.report_to"), *(["wandb"] if pending.env_settings().get("use_wandb") else [])}
+    missing = get_missing_keys(pending.site.profile, trackers)
     if missing:
-        hints = "; ".join(f"{key}: {HINTS[key]}" for key in missing)
+        hints = "; ".join(f"{key}: {_HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
-    describe(draft.found, draft.env_settings())  # they must fit together, too
-    limit = session.site.limits.active_runs
-    return views.started(session.manager.start(draft.request(), max_active=limit), draft)
+    describe(pending.found, pending.env_settings())  # they must fit together, too
+    limit = tools.site.limits.active_runs
+    return views.started(tools.manager.start(pending.request(), max_active=limit), pending)
 
 
 def rl_check_status(call: Call, run_id: str) -> views.Data:
@@ -88,8 +107,8 @@ def rl_check_status(call: Call, run_id: str) -> views.Data:
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
-    run = call.session.run(run_id)
-    wait_s = call.session.seconds_to_wait(run)
+    run = call.tools.run(run_id)
+    wait_s = call.tools.seconds_to_wait(run)
     return views.too_soon(run, wait_s) if wait_s else views.status(run)
 
 
@@ -99,8 +118,8 @@ def rl_stop_training(call: Call, run_id: str) -> views.Data:
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
-    run = call.session.run(run_id)
-    return views.stopped(call.session.manager.stop(run.run_id, wait_s=_STOP_WAIT_S) if run.is_active else run)
+    run = call.tools.run(run_id)
+    return views.stopped(call.tools.manager.stop(run.run_id, wait_s=_STOP_WAIT_S) if run.is_active else run)
 
 
 def rl_get_results(call: Call, run_id: str) -> views.Data:
@@ -109,8 +128,8 @@ def rl_get_results(call: Call, run_id: str) -> views.Data:
     Args:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
-    run = call.session.run(run_id)
-    return views.results(run, call.session.manager.results(run.run_id))
+    run = call.tools.run(run_id)
+    return views.results(run, call.tools.manager.results(run.run_id))
 
 
 def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
@@ -122,7 +141,7 @@ def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
     """
     if not (1 <= limit <= _MAX_LISTED and offset >= 0):
         raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {_MAX_LISTED}, and 0 or more")
-    found, total = call.session.manager.page(limit, offset)
+    found, total = call.tools.manager.page(limit, offset)
     return views.runs(found, offset, total)
 
 
@@ -137,15 +156,15 @@ def rl_test_inference(
         models: Names at the endpoint, local ones (palestra/tiny, a folder, local:HUB_ID), or NAME@URL for a server
             on this machine. Default: a few small models where OPENROUTER_API_KEY is set, else the model to train.
     """
-    session, draft = call.session, call.session.draft
-    chosen = choose_models(models, session.site, str(draft.value("model.name")))
-    test = InferenceTest(draft, num_steps, group_size, session.manager.home, call.progress, call.cancelled)
-    if not session.testing.acquire(blocking=False):
+    tools, pending = call.tools, call.tools.pending
+    chosen = choose_models(models, tools.site, str(pending.value("model.name")))
+    test = InferenceTest(pending, num_steps, group_size, tools.manager.home, call.progress, call.cancelled)
+    if not tools.testing.acquire(blocking=False):
         raise Refusal("a test is running already; wait for its answer, then ask for another")
     try:
         return test.run(chosen)
     finally:
-        session.testing.release()
+        tools.testing.release()
 
 
 @dataclass(frozen=True)
@@ -177,8 +196,27 @@ TOOLS: Mapping[str, RlTool] = {
 }
 
 
-class RlTools(Session):
-    """A session with its tools: `call` by name, as a model does, or as methods. Every answer is a JSON object."""
+class RlTools:
+    """One client's session: the environment it selected, its edited settings, and its last look at each run.
+
+    `call` takes a tool by name, as a model does; the tools are methods, too. Every answer is a JSON object.
+    Two sessions share the runs of the machine and nothing else.
+    """
+
+    def __init__(
+        self,
+        manager: RunManager | None = None,
+        site: Site | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manager = manager or RunManager()
+        self.site = site or load_site()
+        self.testing = threading.Lock()  # one rl_test_inference at a time
+        self._clock = clock
+        self._pending: PendingRunConfig | None = None
+        self._looks: OrderedDict[str, tuple[State, float]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def call(
         self,
@@ -210,6 +248,57 @@ class RlTools(Session):
         bound = inspect.signature(tool.fn).bind(None, *args, **kwargs)
         return self.call(tool.name, {name: value for name, value in bound.arguments.items() if name != "call"})
 
+    @property
+    def pending(self) -> PendingRunConfig:
+        """The training that is being prepared; Refusal if no environment is selected."""
+        if self._pending is None:
+            raise Refusal(
+                "no environment is selected; call rl_select_environment first, rl_list_environments has names"
+            )
+        return self._pending
+
+    def select(self, name: str) -> PendingRunConfig:
+        """Start with the own settings of an environment; earlier edits are dropped."""
+        found = discover()
+        names = [env.name for env in found.environments]
+        if name not in names:
+            raise Refusal(f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}", available=names)
+        env = found.named(name)
+        pending = PendingRunConfig.of(env, describe(env), self.site)
+        with self._lock:
+            self._pending = pending
+        return pending
+
+    def edit(self, field: str, value: Any) -> PendingRunConfig:
+        """Change one setting."""
+        with self._lock:
+            self._pending = pending = self.pending.edit(field, value)
+        return pending
+
+    def run(self, run_id: str) -> Run:
+        """A run by its id. What cannot be an id never reaches files or SQL."""
+        text = f"there is no run {short(run_id)!r}; rl_list_runs names them"
+        if run_id.isalnum() and run_id.isascii() and len(run_id) <= 64:
+            try:
+                return self.manager.get(run_id)
+            except UnknownRun as error:
+                text = str(error)
+        raise Refusal(text, active_runs=self.manager.active_ids())
+
+    def seconds_to_wait(self, run: Run) -> float:
+        """How long until this run may be looked at again; 0 counts as a look. A new state may be looked at at once."""
+        now, pause_s = self._clock(), self.site.limits.status_check_minutes * 60
+        with self._lock:
+            state, when = self._looks.get(run.run_id, (None, 0.0))
+            wait_s = when + pause_s - now
+            if state == run.state and wait_s > 0 and run.is_active:
+                return wait_s
+            self._looks[run.run_id] = (run.state, now)
+            self._looks.move_to_end(run.run_id)
+            while len(self._looks) > _MAX_LOOKS:
+                self._looks.popitem(last=False)
+        return 0.0
+
 
 def _find(name: Any) -> RlTool:
     if not isinstance(name, str):
@@ -217,3 +306,61 @@ def _find(name: Any) -> RlTool:
     if name not in TOOLS:
         raise Refusal(f"there is no tool {short(name)!r}.{did_you_mean(short(name), TOOLS)}", available=list(TOOLS))
     return TOOLS[name]
+
+
+def check_rl_python_version() -> bool:
+    """Whether this Python is new enough."""
+    return sys.version_info[:2] >= MINIMUM_PYTHON
+
+
+def check_rl_api_keys(backend: str = "local", trackers: Iterable[str] = ()) -> bool:
+    """Whether every key that the backend and the trackers need is set."""
+    return not get_missing_keys(backend, trackers)
+
+
+def get_missing_keys(
+    backend: str = "local", trackers: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """The names of the keys that are needed and not set."""
+    needed = [*_BACKEND_KEYS[backend], *(key for tracker in trackers for key in _TRACKER_KEYS.get(tracker, ()))]
+    return [key for key in needed if not environ.get(key)]
+
+
+class Clients:
+    """The sessions by client. When there are too many, the least recently used one is dropped; its runs stay."""
+
+    def __init__(self, make: Callable[[], RlTools], max_sessions: int = MAX_SESSIONS) -> None:
+        self._make = make
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[str, RlTools] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def session(self, client: str) -> RlTools:
+        with self._lock:
+            if client not in self._sessions:
+                self._sessions[client] = self._make()
+                if len(self._sessions) > self._max_sessions:
+                    self._sessions.popitem(last=False)
+            self._sessions.move_to_end(client)
+            return self._sessions[client]
+
+
+async def call_in_thread(
+    tools: RlTools, name: str, arguments: Any, progress: Progress = lambda done, total, text: None
+) -> Answer:
+    """Call a tool from an event loop; cancelling the coroutine stops the work, too."""
+    cancelled = threading.Event()
+    try:
+        answer: Answer = await call_with_limit(
+            tools.call, name, arguments, progress=progress, cancelled=cancelled, timeout_s=_LONGEST_CALL_S
+        )
+        return answer
+    except OutOfThreads as error:
+        return {"error": str(error)}
+    finally:
+        cancelled.set()
+
+
+def is_refusal(answer: Answer) -> bool:
+    """Whether the tool refused; the error of a run that failed comes with its status, and is no refusal."""
+    return "error" in answer and "status" not in answer

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from palestra.agent_tools.draft import Draft
-from palestra.agent_tools.fields import TRACKING_NAME
+from palestra.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
 from palestra.evals.findings import recorded_findings
@@ -38,7 +37,7 @@ def environments(found: Discovery) -> Data:
     return answer
 
 
-def selected(draft: Draft) -> Data:
+def selected(draft: PendingRunConfig) -> Data:
     return {
         "message": f"{draft.found.name} is selected. rl_get_current_config shows its settings, "
         "rl_start_training starts a training",
@@ -48,7 +47,7 @@ def selected(draft: Draft) -> Data:
     }
 
 
-def config(draft: Draft) -> Data:
+def config(draft: PendingRunConfig) -> Data:
     configurable = [
         {
             "name": f.name,
@@ -77,13 +76,13 @@ def config(draft: Draft) -> Data:
     }
 
 
-def edited(draft: Draft, field: str) -> Data:
+def edited(draft: PendingRunConfig, field: str) -> Data:
     name = draft.own_name(field)
     message = f"{name} is changed" + (f" ({field} is another name of it)" if name != field else "")
     return {"message": message, "field": name, "value": draft.value(name), "config": draft.config()}
 
 
-def started(run: Run, draft: Draft) -> Data:
+def started(run: Run, draft: PendingRunConfig) -> Data:
     return {
         "run_id": run.run_id,
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from palestra.agent_tools import RlTools, tool_schemas
-from palestra.agent_tools.clients import Clients
 from palestra.agent_tools.launcher import FormLauncher
+from palestra.agent_tools.tools import Clients
 from palestra.cli.common import debug_option, json_option, print_sections
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show

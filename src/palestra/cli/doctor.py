@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from palestra.agent_tools.requirements import MINIMUM_PYTHON, check_rl_python_version
+from palestra.agent_tools.tools import MINIMUM_PYTHON, check_rl_python_version
 from palestra.core.machine import installed_version, memory_gib, port_error
 from palestra.runs.manager import palestra_home
 

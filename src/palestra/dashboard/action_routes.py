@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -17,10 +19,45 @@ from palestra.core.files import folder_size
 from palestra.dashboard.answers import answer
 from palestra.dashboard.catalog import Catalog, CatalogRun
 from palestra.dashboard.jobs import Job, Jobs, command
-from palestra.dashboard.launcher import Launcher, Subject
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.summaries import actions, summary
+from palestra.runs.manager import Run
 from palestra.servers.body import read_model
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained on: an environment by its name, or an agent file ("demo" is the demo)."""
+
+    environment: str | None = None
+    agent_file: str | None = None
+
+
+class Launcher(Protocol):
+    """Starts trainings and tests. What is refused raises PalestraError, with `more["field"]` where one is at fault."""
+
+    def environments(self) -> dict[str, Any]: ...
+
+    def environment(self, name: str) -> dict[str, Any]: ...
+
+    def form(self, subject: Subject) -> dict[str, Any]: ...
+
+    def check(self, subject: Subject, values: Mapping[str, Any]) -> dict[str, str]:
+        """What is wrong, by field."""
+        ...
+
+    def start(self, subject: Subject, values: Mapping[str, Any], name: str | None) -> Run: ...
+
+    def test(
+        self,
+        subject: Subject,
+        values: Mapping[str, Any],
+        models: Sequence[str] | None,
+        num_steps: int,
+        group_size: int,
+        progress: Callable[[float, float, str], None],
+        cancelled: threading.Event,
+    ) -> Mapping[str, Any]: ...
 
 
 class _Body(BaseModel):

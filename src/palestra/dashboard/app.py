@@ -17,12 +17,11 @@ from starlette.staticfiles import StaticFiles
 
 from palestra.core.errors import PalestraError
 from palestra.dashboard.access import Access
-from palestra.dashboard.action_routes import ActionRoutes
+from palestra.dashboard.action_routes import ActionRoutes, Launcher
 from palestra.dashboard.answers import answer
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.chats import Chats
 from palestra.dashboard.jobs import Jobs
-from palestra.dashboard.launcher import Launcher
 from palestra.dashboard.rollout_index import UnknownRollout
 from palestra.dashboard.rollout_routes import RolloutRoutes
 from palestra.dashboard.run_routes import RunRoutes

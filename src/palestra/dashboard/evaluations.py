@@ -1,17 +1,21 @@
-"""The evaluations of a run: before, during and after training, with intervals, and which problems changed."""
+"""Evaluations of one run (rates with intervals, problems that changed), and comparisons of several runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import accumulate, combinations
 from typing import Any
 
 from palestra.core.run_folder import EvalName, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex
+from palestra.dashboard.series import by_step, columns
 from palestra.evals.paired import pair
 from palestra.evals.report import Rate
+from palestra.runs.compare import differing_keys, settings_of
 
 _MAX_PROBLEMS = 200
+_CURVES = ("reward_mean", "pass_rate", "eval/pass_rate", "entropy", "completion_length_mean", "tool_calls_mean")
 
 
 def evaluations(folder: RunFolder) -> dict[str, Any]:
@@ -89,3 +93,48 @@ def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> d
         "p_value": found.p_value,
         "problems": problems[:_MAX_PROBLEMS],
     }
+
+
+def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
+    """Of each run by its id: what `GET api/compare` answers."""
+    settings = {run: settings_of(folder) for run, folder in folders.items()}
+    return {
+        "settings": [
+            {"key": key, "values": {run: found.get(key) for run, found in settings.items()}}
+            for key in differing_keys([*settings.values()])
+        ],
+        "curves": {run: _curves(folder) for run, folder in folders.items()},
+        "evaluations": {run: _rates(folder) for run, folder in folders.items()},
+        "flips": _flips_between(folders),
+    }
+
+
+def _curves(folder: RunFolder) -> dict[str, Any]:
+    """By step, by the tokens sampled so far, and by the seconds that had passed."""
+    rows = by_step(folder.metrics())
+    made = columns(rows)
+    step_s = (row.get("sample_seconds", 0.0) + row.get("train_seconds", 0.0) for row in rows)
+    seconds = [row.get("elapsed_seconds", total) for row, total in zip(rows, accumulate(step_s), strict=True)]
+    return {
+        "step": made["step"],
+        "tokens": list(accumulate(row.get("sampled_tokens", 0.0) for row in rows)),
+        "seconds": seconds,
+        "series": {name: values for name, values in made["series"].items() if name in _CURVES},
+    }
+
+
+def _rates(folder: RunFolder) -> dict[str, Any]:
+    report = folder.report() or {}
+    return {name: report[name]["pass_rate"] for name in ("before", "after") if report.get(name)}
+
+
+def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
+    """Held-out problems after training, of each pair of runs that share some."""
+    passed = {run: after for run, folder in folders.items() if (after := held_out(folder)) is not None}
+    rows = []
+    for a, b in combinations(passed, 2):
+        found = pair(passed[a], passed[b])
+        if found.both + found.only_first + found.only_second + found.neither:
+            counts = {"both": found.both, "only_a": found.only_first, "only_b": found.only_second}
+            rows.append({"a": a, "b": b, **counts, "neither": found.neither, "p_value": found.p_value})
+    return rows

@@ -93,7 +93,7 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position, ended = _position(db, kind), False
+                position, ended = _position(db, kind), _is_current(db, kind, path)
                 while not ended and (until is None or time.monotonic() < until):
                     position, ended = self._batch(db, kind, path)
                 done += position  # a line that is being written counts when it is whole
@@ -211,17 +211,25 @@ def _elsewhere(folder: RunFolder) -> Path:
     return cache_folder() / "dashboard" / f"{name}.db"
 
 
+def _is_current(db: sqlite3.Connection, kind: str, path: Path) -> bool:
+    """Whether nothing was written since the last update. Reads only: a transaction would wait for the disk."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size == _position(db, kind) and _is_unchanged(db, kind, file)
+
+
+def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
+    """Whether the indexed lines are still where they were."""
+    source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
+    stat, last = os.fstat(file.fileno()), _last_row(db, kind)
+    same = source is not None and stat.st_ino == source["inode"] and stat.st_size >= source["position"]
+    return same and (last is None or _is_there(file, last))
+
+
 def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int:
     """Where new lines begin. Lines that are no longer where they were (a resumed run drops the records of steps that
     it does again) are forgotten; those before them stay."""
-    source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
-    if source is None:
-        return 0
-    stat = os.fstat(file.fileno())
-    last = _last_row(db, kind)
-    same = stat.st_ino == source["inode"] and stat.st_size >= source["position"]
-    if same and (last is None or _is_there(file, last)):
-        return int(source["position"])
+    if _is_unchanged(db, kind, file):
+        return _position(db, kind)
     ids = [row[0] for row in db.execute("SELECT id FROM rollouts WHERE kind = ? ORDER BY id", (kind,))]
     low, high = 0, len(ids)  # the first `low` are there, those from `high` on are not
     while low < high:

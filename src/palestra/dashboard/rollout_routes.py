@@ -14,9 +14,9 @@ from palestra.dashboard import problems, token_view, transcripts
 from palestra.dashboard.answers import answer, whole
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.cheating import suspicion
-from palestra.dashboard.export_page import group_page, rollout_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
+from palestra.dashboard.transcripts import group_page, rollout_page
 from palestra.servers.body import parse
 from palestra.servers.http_errors import refuse
 

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_from
+from palestra.core.secrets import redact
 from palestra.dashboard.answers import Event, answer, events, number, whole
 from palestra.dashboard.catalog import Catalog, CatalogRun
 from palestra.dashboard.cheating import measure_series
-from palestra.dashboard.comparison import compare
-from palestra.dashboard.evaluations import evaluations
-from palestra.dashboard.log_tail import new_lines, recent_lines
+from palestra.dashboard.evaluations import compare, evaluations
 from palestra.dashboard.series import by_step, charts, columns, read_rows
 from palestra.dashboard.summaries import details, findings, summary
 from palestra.runs.reader import tail
@@ -28,6 +28,7 @@ _RUN_EVERY_S = 0.7
 _PAGE = 50
 _LOG_LINES = 200
 _MAX_LOG_LINES = 5000
+_BLOCK = 1 << 20  # bytes of one read of a log
 
 
 class RunRoutes:
@@ -176,3 +177,19 @@ def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
         raise PalestraError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
     name = part or next((name for name, path in logs.items() if path.is_file()), None)
     return name, logs[name] if name else None
+
+
+def recent_lines(path: Path, count: int) -> tuple[list[str], int]:
+    """The last whole lines, and where the line after them begins."""
+    size = path.stat().st_size if path.is_file() else 0
+    start = max(0, size - _BLOCK)
+    lines, position = new_lines(path, start)
+    return lines[1 if start else 0 :][-count:], position  # the first may have begun before the block
+
+
+def new_lines(path: Path, position: int, *, ended: bool = False) -> tuple[list[str], int]:
+    """The whole lines from a position on, and where the next begins; of a log that has ended, half a line, too."""
+    block, position = read_from(path, position, _BLOCK)
+    length = len(block) if ended else block.rfind(b"\n") + 1
+    text = block[:length].decode("utf-8", "replace").removesuffix("\n")
+    return redact(text).split("\n") if length else [], position + length

@@ -356,11 +356,17 @@ class Engine:
                 self._release(source)
 
     def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:
-        ids = list(map(int, token_ids))
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
-            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
+        """The tokens as a new list of ints; PalestraError if one is outside the vocabulary.
+
+        Each pass over a prompt of a million tokens blocks the event loop for milliseconds, so there are few.
+        """
+        ids = list(token_ids)
+        if not set(map(type, ids)) <= {int}:  # numpy's integers
+            ids = list(map(int, ids))
+        wrong = [token for token in set(ids) if not 0 <= token < self.vocabulary]
+        if wrong:
             raise PalestraError(
-                f"token id {wrong} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
+                f"token id {wrong[0]} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
             )
         return ids
 

@@ -1,13 +1,15 @@
-"""What all servers share: the application around the routes, the port, and uvicorn."""
+"""Shared by all servers: the application around the routes, request log and counts, the port, and uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -24,9 +26,8 @@ from palestra.core.errors import PalestraError
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.servers.guard import Guard, is_loopback
 from palestra.servers.http_errors import ErrorForm, error_body, error_response, refuse
-from palestra.servers.tally import Tally, TallyMiddleware
 
-request_log = logging.getLogger("palestra.requests")  # one line each, where somebody asks for INFO
+request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
 
 T = TypeVar("T")
@@ -53,8 +54,7 @@ def make_app(
     app = Starlette(
         routes=list(routes),
         middleware=[
-            Middleware(RequestLog),
-            Middleware(TallyMiddleware, tally=tally),
+            Middleware(CountRequests, tally=tally),
             Middleware(Guard, token=token),
             Middleware(DirectPosts, find=find_post, error_form=error_form),
         ],
@@ -65,29 +65,49 @@ def make_app(
     return app
 
 
-class RequestLog:
-    """A line for each answered request."""
+@dataclass(slots=True)
+class Tally:
+    """Number of posts that an application answered, refused and is processing, and the reason of the last refusal."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    answered: int = 0
+    refused: int = 0
+    running: int = 0
+    reason: str = ""
+
+
+class CountRequests:
+    """Logs each request, and counts posts. 499 (the client disconnected) and 5xx (it will retry) are not counted."""
+
+    def __init__(self, app: ASGIApp, tally: Tally) -> None:
         self._app = app
+        self._tally = tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not request_log.isEnabledFor(logging.INFO):
+        is_post, logs = scope.get("method") == "POST", request_log.isEnabledFor(logging.INFO)
+        if scope["type"] != "http" or not (is_post or logs):
             await self._app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
 
-        async def noting(message: Message) -> None:
+        async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif is_post and 400 <= status < 499 and message.get("body"):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # clients often do not log the reason
+                    self._tally.reason = f"{scope['path']}: {json.loads(message['body'])['error']['message']}"
             await send(message)
 
+        self._tally.running += is_post
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, watched)
         finally:
-            where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
-            request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
+            self._tally.running -= is_post
+            self._tally.answered += is_post and status < 400
+            self._tally.refused += is_post and 400 <= status < 499
+            if logs:
+                where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
+                request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
 
 
 class DirectPosts:

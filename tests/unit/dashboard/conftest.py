@@ -1,4 +1,4 @@
-"""Run folders that no training made, and a client of the dashboard that shows them."""
+"""Run folders that no training made, and clients of the dashboard that shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "scripts")]
 
 import make_runs  # noqa: E402
-from dashboard_client import client_of  # noqa: E402
+from dashboard_client import Api, client_of  # noqa: E402
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def run(tmp_path):
 
 @pytest.fixture
 def client(run, tmp_path):
-    return client_of(run.path, tmp_path / "home")
+    with client_of(run.path, tmp_path / "home") as client:  # one event loop for all requests
+        yield client
 
 
 @pytest.fixture
-def api(client) -> str:
-    """The address of the run's API."""
-    return f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
+def api(client) -> Api:
+    return Api(client)

@@ -6,6 +6,14 @@ from itertools import product
 
 import pytest
 from dashboard_client import ADDRESS, client_of
+from starlette.testclient import TestClient
+
+from palestra.agent_tools.http_api import http_app
+from palestra.agent_tools.tools import Clients, RlTools
+from palestra.dashboard.app import dashboard_app
+from palestra.dashboard.catalog import Catalog
+from palestra.runs.locks import Site
+from palestra.runs.manager import RunManager
 
 PATHS = ("/", "/static/app.js", "/api/runs", "/api/status", "/api/runs/x/events")
 
@@ -41,7 +49,7 @@ def test_the_own_page_is_answered(client) -> None:
 
 def test_a_form_of_html_cannot_change_anything(client, api) -> None:
     for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", ""):
-        assert client.post(f"{api}/stop", content="{}", headers={"Content-Type": kind}).status_code == 415
+        assert client.post(f"{api.path}/stop", content="{}", headers={"Content-Type": kind}).status_code == 415
 
 
 def test_without_the_token_no_page_is_shown(run, tmp_path) -> None:
@@ -79,3 +87,46 @@ def test_every_answer_has_the_security_headers(client, path) -> None:
 def test_static_files_stay_in_their_folder(client) -> None:
     for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
         assert client.get(path).status_code == 404
+
+
+# The dashboard as a part of `palestra http`
+
+
+@pytest.fixture(params=[None, "secret"])
+def token(request) -> str | None:
+    return request.param
+
+
+@pytest.fixture
+def mounted(tmp_path, token) -> TestClient:
+    manager = RunManager(tmp_path)
+    clients = Clients(lambda: RlTools(manager, Site()))
+    return TestClient(http_app(clients, token, dashboard_app(Catalog(manager), token)), base_url=ADDRESS)
+
+
+def test_the_tools_and_the_dashboard_are_both_there_each_behind_its_guard(mounted, token) -> None:
+    paths = ("/dashboard/", "/dashboard/api/runs", "/tools", "/openapi.json")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    for path in paths:
+        assert mounted.get(path, headers=headers).status_code == 200, path
+        assert mounted.get(path, headers={**headers, "Sec-Fetch-Site": "cross-site"}).status_code == 403 or token
+        if token is not None:
+            assert mounted.get(path).status_code == 401
+
+
+def test_the_cookie_is_for_the_dashboard_alone(mounted, token) -> None:
+    if token is None:
+        return
+    answer = mounted.get(f"/dashboard/?token={token}", follow_redirects=False)
+    assert answer.headers["location"] == "./"
+    assert "path=/dashboard" in answer.headers["set-cookie"].lower()
+    assert mounted.get("/dashboard/api/runs").status_code == 200
+    assert mounted.get("/tools").status_code == 401
+
+
+def test_the_page_names_only_addresses_relative_to_itself(mounted, token) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    page = mounted.get("/dashboard/", headers=headers).text
+    assert 'src="/' not in page
+    assert 'href="/' not in page
+    assert mounted.get("/dashboard", headers=headers).status_code == 200  # redirected

@@ -19,7 +19,6 @@ from palestra.core.run_folder import RunFolder
 from palestra.dashboard import chats, jobs
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
@@ -235,10 +234,6 @@ def test_a_chat_names_a_run_or_a_model(door) -> None:
     door.call("POST", "/api/chats", 400)
     door.call("POST", "/api/chats", 404, run="nothing")
     door.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
-
-
-def test_the_subject_is_one_thing() -> None:
-    assert Subject(environment="a").agent_file is None
 
 
 def client_for(manager: RunManager, folder: RunFolder) -> TestClient:

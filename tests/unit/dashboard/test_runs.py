@@ -6,15 +6,13 @@ import asyncio
 import json
 import shutil
 
-import make_runs
 import pytest
 from dashboard_client import client_of
 
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.log_tail import new_lines, recent_lines
-from palestra.dashboard.run_routes import RunRoutes
+from palestra.dashboard.run_routes import RunRoutes, new_lines, recent_lines
 from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
 from palestra.evals.paired import Paired, pair
 from palestra.runs.manager import RunManager
@@ -34,43 +32,41 @@ def test_the_list_has_a_line_for_each_run_and_finds_words(client, run) -> None:
 
 
 def test_a_run_that_does_not_exist_is_404(client) -> None:
-    response = client.get("/api/runs/nothing")
-    assert response.status_code == 404
-    assert "nothing" in response.json()["error"]["message"]
+    assert client.get("/api/runs/nothing").status_code == 404
 
 
-def test_a_run_tells_its_settings_and_measures(client, api) -> None:
-    found = client.get(api).json()
+def test_a_run_tells_its_settings_and_measures(api) -> None:
+    found = api()
     assert found["config"]["model"]["name"] == "palestra/tiny"
     assert "train.learning_rate" in found["changed"]
     assert found["measures"] == [{"name": "right_total", "weight": 1.0, "rewarded": True}]
     assert found["actions"] == ["rescore"]  # it has no weights, and the index does not list it
 
 
-def test_a_run_tells_its_capability_and_links_the_examples_of_its_findings(client, api, run) -> None:
+def test_a_run_tells_its_capability_and_links_the_examples_of_its_findings(api, run) -> None:
     run.add_to_record(capability={"text": "3.5 calls per attempt"})
     example = {"source": "train", "step": 2, "index": 5, "problem_id": "p", "text": "so"}
     finding = {"kind": "looping", "sentence": "It loops.", "settings": [], "example": example}
     elsewhere = finding | {"example": example | {"source": "after"}}
     older = {"kind": "looping", "sentence": "It loops.", "settings": []}
     run.report_file.write_text(json.dumps({"findings": [finding, elsewhere, older]}))
-    found = client.get(api).json()
+    found = api()
     assert found["capability"]["text"] == "3.5 calls per attempt"
     linked, missing, without = (row["example"] for row in found["findings"])
     assert linked["location"] == "rollouts.jsonl, step 2, rollout 5"
-    rollout = client.get(f"{api}/rollouts/{linked['id']}").json()
+    rollout = api(f"rollouts/{linked['id']}")
     assert (rollout["step"], rollout["problem_id"]) == (2, list(run.rollouts())[8 + 5]["problem_id"])
     assert missing["id"] is None, "there is no such file"
     assert without is None
 
 
-def test_metrics_are_columns_with_a_row_a_step(client, api, run) -> None:
-    found = client.get(f"{api}/metrics").json()
+def test_metrics_are_columns_with_a_row_a_step(api, run) -> None:
+    found = api("metrics")
     rows = run.metrics()
     assert found["step"] == [row["step"] for row in rows]
     assert found["series"]["reward_mean"] == [row["reward_mean"] for row in rows]
     assert found["charts"][0]["names"][0] == "reward_mean"
-    assert client.get(f"{api}/metrics?after=2").json()["step"] == [3]
+    assert api("metrics", after=2)["step"] == [3]
 
 
 def test_an_evaluation_shares_the_row_of_its_step_and_gaps_are_null() -> None:
@@ -98,7 +94,7 @@ def test_half_a_line_of_metrics_waits(tmp_path) -> None:
 
 def test_a_folder_that_is_opened_twice_keeps_its_date(client, api) -> None:
     first = client.get("/api/runs").json()["runs"][0]["created"]
-    client.get(f"{api}/rollouts")  # writes the index into the folder
+    api("rollouts")  # writes the index into the folder
     assert client.get("/api/runs").json()["runs"][0]["created"] == first
 
 
@@ -125,24 +121,14 @@ def test_paired_problems_and_their_p_value() -> None:
     assert Paired(0, 5, 5, 0).p_value == 1.0
 
 
-def events_of(source, count: int) -> list:
-    async def take() -> list:
-        found = []
-        async for event in source:
-            found.append(event)
-            if len(found) == count:
-                break
-        return found
-
-    return asyncio.run(take())
-
-
 def test_the_events_of_an_ended_run_are_its_whole_state_and_then_the_end(run, tmp_path) -> None:
     routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
-    run_id = routes._catalog.all()[0].id
-    found = events_of(routes._run_events(run_id), 9)
-    names = [name for name, _ in found]
-    assert names == ["metrics", "run", "findings", "rollouts", "end"]
+
+    async def collect() -> list:
+        return [event async for event in routes._run_events(routes._catalog.all()[0].id)]
+
+    found = asyncio.run(collect())
+    assert [name for name, _ in found] == ["metrics", "run", "findings", "rollouts", "end"]
     assert found[0][1]["step"] == [1, 2, 3]
 
 
@@ -202,9 +188,3 @@ def test_a_log_is_shown_from_its_last_lines_and_anew_when_it_was_begun_anew(tmp_
 def test_the_list_without_a_path_has_the_folders_of_runs_too(run, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(run.path.parent.parent)
     assert [found.folder.path for found in Catalog(RunManager(tmp_path / "home")).all()] == [run.path]
-
-
-def test_made_runs_have_metrics_that_agree_with_their_rollouts(run) -> None:
-    rewards = [record["reward"] for record in run.rollouts() if record["step"] == 1]
-    assert run.metrics()[0]["reward_mean"] == sum(rewards) / len(rewards)
-    assert make_runs.WORD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dashboard_client import client_of
+from dashboard_client import api_of
 
 from palestra.core.run_folder import RunFolder
 
@@ -22,14 +22,13 @@ def trained(tmp_path_factory) -> RunFolder:
 
 
 def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(trained, tmp_path) -> None:
-    client = client_of(trained.path, tmp_path)
-    api = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
-    rows = client.get(f"{api}/rollouts", params={"sort": "oldest"}).json()["rollouts"]
+    api = api_of(trained, tmp_path)
+    rows = api.rows()
     records = list(trained.rollouts())
     assert len(rows) == len(records) == 12
     columns: dict[str, list] = {name: [] for name in ("mask", "gap", "ratio", "entropy", "logprob", "learner_logprob")}
     for row, record in zip(rows, records, strict=True):
-        tokens = client.get(f"{api}/rollouts/{row['id']}/tokens").json()
+        tokens = api(f"rollouts/{row['id']}/tokens")
         written = [x for turn in record["turns"] for x in turn.get("logprobs", [None] * len(turn["token_ids"]))]
         shown = tokens["logprob"]
         assert [x is None for x in shown] == [x is None for x in written]
@@ -54,10 +53,9 @@ def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(trained, tmp_
 
 
 def test_text_of_tokens_comes_from_the_tokenizer_of_the_run(trained, tmp_path) -> None:
-    client = client_of(trained.path, tmp_path)
-    api = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}"
-    row = client.get(f"{api}/rollouts").json()["rollouts"][0]
-    text = "".join(client.get(f"{api}/rollouts/{row['id']}/tokens").json()["text"])
+    api = api_of(trained, tmp_path)
+    row = api.rows()[0]
+    text = "".join(api(f"rollouts/{row['id']}/tokens")["text"])
     assert row["question"] in text
 
 

@@ -11,9 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Message, ToolCall
-from palestra.servers.gateway.dialect import Event
-from palestra.servers.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
-from palestra.servers.gateway.tool_choice import ToolChoice, grammar_of, json_schema
+from palestra.servers.gateway.request import (
+    Answer,
+    ChatRequest,
+    Delta,
+    Event,
+    Piece,
+    PromptSize,
+    ToolChoice,
+    grammar_of,
+    json_schema,
+)
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields, short
 

@@ -26,8 +26,7 @@ from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.dialect import Body, Event
-from palestra.servers.gateway.request import ChatRequest, Piece
+from palestra.servers.gateway.request import Body, ChatRequest, Event, Piece
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, shortened
 from palestra.servers.openai.completer import Completer

@@ -1,4 +1,4 @@
-"""One attempt of an agent: its key, its conversations with the model, and in the end its rollouts."""
+"""One attempt of an agent: its key, its conversations with the model, and in the end its rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopReason, ToolCall, ToolResult, Turn
+from palestra.core.types import (
+    Lineage,
+    Message,
+    Problem,
+    Rollout,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 from palestra.models.chat.reasoning import strip_reasoning
 from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.template import PROMPT_END_TOKENS
@@ -20,7 +30,7 @@ from palestra.models.chat.toolcalls import Reply
 from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
-from palestra.servers.gateway.lineages import Branch, Lineages, Node, Prompt
+from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
 from palestra.servers.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
@@ -62,7 +72,7 @@ class Attempt:
         self.id = secrets.token_urlsafe(16)
         self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
         self.problem = problem
-        self.lineages = Lineages(model, shared_prompts or SharedPrompts(model.policy, 1))
+        self.tree = ConversationTree(model, shared_prompts or SharedPrompts(model.policy, 1))
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
@@ -90,24 +100,26 @@ class Attempt:
     @property
     def transcript(self) -> tuple[Message, ...]:
         """The messages of the lineage that spoke last."""
-        return self.lineages.nodes[-1].messages if self.lineages.nodes else ()
+        return self.tree.nodes[-1].messages if self.tree.nodes else ()
 
     @property
     def counts(self) -> AttemptCounts:
-        tree = self.lineages
-        sampled = sum(len(node.sampled.token_ids) for node in tree.nodes)
+        tree = self.tree
         return AttemptCounts(
-            self.requests,
-            len(tree.nodes),
-            len(tree.leaves),
-            sampled,
-            tree.recomputed_tokens,
-            tree.retokenised_turns,
-            len(tree.nodes) - len(tree.trained_nodes()),
+            requests=self.requests,
+            turns=len(tree.nodes),
+            lineages=len(tree.leaves),
+            sampled_tokens=sum(len(node.sampled.token_ids) for node in tree.nodes),
+            recomputed_tokens=tree.recomputed_tokens,
+            retokenised_turns=tree.retokenised_turns,
+            discarded_turns=len(tree.nodes) - len(tree.trained_nodes()),
         )
 
-    async def finish(self) -> list[Rollout]:
-        """End it: turns in progress are cancelled, the key is refused from now on. One rollout for each lineage."""
+    async def finish(self) -> Rollout:
+        """End the attempt: cancel turns in progress, refuse the key from now on, and return all conversations.
+
+        The rollout is the conversation of the last turn; the others are its `lineages`. No turns: "failed".
+        """
         if not self.ended:
             self.ended = True
             self._on_end(self)
@@ -117,11 +129,10 @@ class Attempt:
                     if task is not None:
                         task.cancel()
                 await self._nobody_samples.wait()
-            self.lineages.close()
+            self.tree.close()
         if self.failure is not None:
             raise self.failure
-        seconds = time.perf_counter() - self._began
-        return [self._rollout(leaf, turns, seconds) for leaf, turns in self.lineages.rows()]
+        return self._rollout()
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
@@ -145,7 +156,7 @@ class Attempt:
             for task in tasks.values():
                 if task.done():
                     task.result()
-            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].branch.cached_tokens)
+            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].place.cached_tokens)
             replies = [self._streamed(request, turn) for turn in turns]
             texts = [TextStream(self._model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
             while tasks:
@@ -170,7 +181,7 @@ class Attempt:
     async def _prompt(self, request: ChatRequest) -> Prompt:
         """Find the request's place and tokenise its new messages; long texts are tokenised in a thread."""
         try:
-            return await self.lineages.place(request.messages, request.tools, request.variables)
+            return await self.tree.place(request.messages, request.tools, request.variables)
         except RecursionError:
             raise PalestraError("the request is nested too deeply") from None
 
@@ -180,17 +191,17 @@ class Attempt:
         if self.ended:
             raise _ended()
         self.requests += 1
-        branch = self.lineages.open(prompt)
+        place = self.tree.open(prompt)
         try:
-            limit = self._room(branch)
+            limit = self._room(place)
             self._check_logprobs(request, limit)
-            sessions = [branch.session]
+            sessions = [place.session]
             if request.fields.choices > 1:
-                sessions = self.lineages.prompts.fork(branch.session, request.fields.choices)
+                sessions = self.tree.prompts.fork(place.session, request.fields.choices)
         except BaseException:
-            self.lineages.prompts.close_session(branch.session)
+            self.tree.prompts.close_session(place.session)
             raise
-        turns = [self._turn(request, branch, session, limit) for session in sessions]
+        turns = [self._turn(request, place, session, limit) for session in sessions]
         try:
             yield turns
         finally:
@@ -198,13 +209,13 @@ class Attempt:
                 if not turn.recorded:
                     if turn.task is not None:
                         turn.task.cancel()
-                    self.lineages.prompts.close_session(turn.session)
-                    self.lineages.free_number(branch.place, turn.number)
+                    self.tree.prompts.close_session(turn.session)
+                    self.tree.free_number(prompt.place, turn.number)
 
-    def _turn(self, request: ChatRequest, branch: Branch, session: Any, limit: int) -> _PendingTurn:
-        number = self.lineages.take_number(branch.place)
-        params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(branch, number))
-        return _PendingTurn(branch, session, number, params, len(session.token_ids))
+    def _turn(self, request: ChatRequest, place: Continuation, session: Any, limit: int) -> _PendingTurn:
+        number = self.tree.take_number(place.prompt.place)
+        params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(place, number))
+        return _PendingTurn(place, session, number, params, len(session.token_ids))
 
     def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
         prompt_end = self._model.prompt_end(turn.prompt_end)
@@ -230,21 +241,21 @@ class Attempt:
             if not self._under_way:
                 self._nobody_samples.set()
 
-    def _turn_seed(self, branch: Branch, number: int) -> int:
+    def _turn_seed(self, place: Continuation, number: int) -> int:
         """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
-        return self._seed + branch.depth if number == 0 else seed_of(f"{self._seed}/{branch.depth}/{number}")
+        return self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
 
-    def _room(self, branch: Branch) -> int:
+    def _room(self, place: Continuation) -> int:
         """How many tokens may be sampled: what the lineage and the model's context have left."""
-        left = self._sampling.max_new_tokens - branch.sampled_tokens
+        left = self._sampling.max_new_tokens - place.sampled_tokens
         if left <= 0:
-            if branch.parent is not None:
-                branch.parent.refused = True
+            if place.prompt.parent is not None:
+                place.prompt.parent.refused = True
             raise PalestraError(
                 f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
                 "turns; raise rollout.max_new_tokens, or let the agent say less"
             )
-        size, context = len(branch.session.token_ids), self._model.context_tokens
+        size, context = len(place.session.token_ids), self._model.context_tokens
         if size >= context:
             raise PalestraError(
                 f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
@@ -259,7 +270,7 @@ class Attempt:
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> Answer:
-        branch, start = turn.branch, turn.prompt_tokens
+        place, start = turn.place, turn.prompt_tokens
         check_record(turn.session, start, sampled)
         completion = self._model.completion(sampled, turn.params)
         if request.top_logprobs:
@@ -272,38 +283,43 @@ class Attempt:
         reply = Message("assistant", strip_reasoning(said.text), calls)
         ids = tuple(self._call_id(i) for i in range(len(calls)))
         has_stop_token = isinstance(completion.matched, int)
-        node = self.lineages.add(branch, reply, sampled, turn.session, ids, has_stop_token)
+        self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
         turn.recorded = True
         if not calls and self._waits_for_tools is not None:
             self._waits_for_tools.away(turn.session)
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return Answer(node, shown, said.reasoning, completion, start, branch.cached_tokens)
+        return Answer(shown, said.reasoning, completion, start, place.cached_tokens)
 
     def _call_id(self, index: int) -> str:
         """Unique in the attempt, and the same whenever it is made again."""
-        text = f"{self._seed}/{len(self.lineages.nodes)}/{index}"
+        text = f"{self._seed}/{len(self.tree.nodes)}/{index}"
         return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 
-    def _rollout(self, leaf: Node, turns: tuple[Turn, ...], seconds: float) -> Rollout:
-        messages = leaf.messages
+    def _rollout(self) -> Rollout:
+        rows = {leaf: turns for leaf, turns in self.tree.rows()}
+        if not rows:
+            return Rollout(self.problem.id, (), (), "failed")
+        last = self.tree.nodes[-1]
+        messages = last.messages
         return Rollout(
             self.problem.id,
-            turns,
+            rows.pop(last),
             messages,
-            self._stop_reason(leaf),
+            self._stop_reason(last),
             tool_results=tuple(_tool_results(messages)),
-            seconds=seconds,
-            tool_names=tuple(dict.fromkeys(name for node in leaf.path for name in node.tool_names)),
+            seconds=time.perf_counter() - self._began,
+            tool_names=tuple(dict.fromkeys(name for node in last.path for name in node.prompt.tool_names)),
+            lineages=tuple(Lineage(turns, leaf.messages, self._stop_reason(leaf)) for leaf, turns in rows.items()),
         )
 
-    def _stop_reason(self, leaf: Node) -> StopReason:
+    def _stop_reason(self, leaf: TurnNode) -> StopReason:
         if leaf.refused:
             return "truncated"
         if leaf.sampled.finish == "stop":
             return "answered"
-        full = len(leaf.token_ids) >= self._model.context_tokens
+        full = leaf.token_count >= self._model.context_tokens
         return "context_full" if full else "truncated"
 
 
@@ -312,7 +328,7 @@ _POLL_S = 0.01
 
 @dataclass(eq=False, slots=True)
 class _PendingTurn:
-    branch: Branch
+    place: Continuation
     session: Any
     number: int  # among the turns at the same place
     params: SamplingParams

@@ -6,9 +6,18 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.servers.gateway.dialect import Event
-from palestra.servers.gateway.request import Answer, ChatRequest, Delta, Piece, PromptSize
-from palestra.servers.gateway.tool_choice import function_tools, grammar_of, json_schema, openai_choice
+from palestra.servers.gateway.request import (
+    Answer,
+    ChatRequest,
+    Delta,
+    Event,
+    Piece,
+    PromptSize,
+    function_tools,
+    grammar_of,
+    json_schema,
+    openai_choice,
+)
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import ChatBody, ResponseFrame, response
 from palestra.servers.openai.sampling_fields import known_fields

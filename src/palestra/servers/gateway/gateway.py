@@ -1,11 +1,11 @@
-"""The recording gateway: attempts are opened, agents call the model by HTTP, and rollouts come out.
+"""The recording gateway: attempts are opened, agents call the model by HTTP, and each attempt ends as a rollout.
 
 >>> gateway = Gateway(completer, SamplingParams(max_new_tokens=256))      # doctest: +SKIP
 >>> await gateway.start()
 >>> attempt = gateway.open(problem, seed_key="0/17/3")
 >>> client = openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
 >>> await client.chat.completions.create(model="any", messages=[…])
->>> rollouts = await attempt.finish()                                     # one for each lineage
+>>> rollout = await attempt.finish()                                      # with a lineage per conversation
 """
 
 from __future__ import annotations

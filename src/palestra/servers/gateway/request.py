@@ -1,16 +1,22 @@
-"""What every dialect asks for and gets back: the form between HTTP and the conversations."""
+"""The form between the three dialects and the conversations: requests, answers, tool choice and grammars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import marshal
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
+from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
+from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.streaming import Delta
-from palestra.servers.gateway.lineages import Node
-from palestra.servers.openai.completer import Completion
-from palestra.servers.openai.sampling_fields import SamplingFields
+from palestra.servers.openai.completer import Completer, Completion
+from palestra.servers.openai.openai_forms import tool_schema
+from palestra.servers.openai.sampling_fields import SamplingFields, short
+
+_ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,6 @@ class ChatRequest:
 class Answer:
     """One assistant message with its tokens."""
 
-    node: Node
     message: Message  # its calls have the ids that the client knows
     thinking: str
     completion: Completion
@@ -59,6 +64,26 @@ class PromptSize:
 Piece = tuple[int, "PromptSize | Delta | Answer | None"]  # of a stream: the choice, and what comes
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event; those of OpenAI's Chat Completions have no name."""
+
+    data: dict[str, Any] | str
+    name: str | None = None
+
+
+class Body(Protocol):
+    """A validated request in one dialect: becomes a ChatRequest, and turns answers into JSON or events."""
+
+    stream: bool | None
+
+    def request(self, model: Completer) -> ChatRequest: ...
+
+    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]: ...
+
+    def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]: ...
+
+
 def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:
     """How to sample one turn: by the run's settings or, `by_client`, by what the request says.
 
@@ -80,3 +105,89 @@ def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit:
         seed=seed,
         **changed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`required`: a call of `only`, or of any tool. With `none`, what looks like a call is text."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    only: tuple[str, ...] = ()
+    one_call: bool = False
+
+
+def function_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The tools of Chat Completions as prompts of a training show them; the same ones come with every request."""
+    return _function_tools(marshal.dumps(list(tools), 2)) if tools else ()
+
+
+@lru_cache(64)
+def _function_tools(marshalled: bytes) -> tuple[dict[str, Any], ...]:
+    return tuple(map(function_tool, marshal.loads(marshalled)))
+
+
+def function_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
+    return tool_schema(tool)
+
+
+def openai_choice(value: Any, parallel: bool | None) -> ToolChoice:
+    """`tool_choice` of OpenAI's dialects; the forms that name a function differ in how deep its name lies."""
+    one_call = parallel is False
+    if value in (None, "auto", "none", "required"):
+        return ToolChoice(value or "auto", one_call=one_call)
+    if isinstance(value, dict) and value.get("type") == "function":
+        name = value.get("function", value).get("name")
+        if isinstance(name, str):
+            return ToolChoice("required", (name,), one_call)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        allowed = value.get("allowed_tools", value)
+        names = tuple(tool.get("function", tool).get("name", "") for tool in allowed.get("tools", ()))
+        return ToolChoice("required" if allowed.get("mode") == "required" else "auto", names, one_call)
+    raise PalestraError(f"tool_choice={short(value)} is not supported; use auto, none, required or one function")
+
+
+def json_schema(form: Any, name: str) -> dict[str, Any] | None:
+    """The schema that `response_format` (or its like in the other dialects) asks for, if any."""
+    kind = None if form is None else form.get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = form.get("json_schema", form).get("schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise PalestraError(
+            f"{name}={short(form)} is not supported; use text, json_object, or json_schema with a schema"
+        )
+    return schema
+
+
+def grammar_of(
+    model: Completer,
+    tools: Sequence[dict[str, Any]],
+    choice: ToolChoice,
+    schema: dict[str, Any] | None,
+    variables: Mapping[str, Any],
+) -> str | None:
+    """The text of the grammar that a turn must follow; None for free text.
+
+    `variables` of the chat template decide whether the prompt opens the reasoning.
+    """
+    known = {tool.get("function", {}).get("name"): tool for tool in tools}
+    if unknown := [name for name in choice.only if name not in known]:
+        raise PalestraError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+    if choice.mode == "required" and not tools:
+        raise PalestraError("tool_choice requires a call, and there are no tools; give some, or use auto")
+    callable_tools = () if choice.mode == "none" else tuple(known[n] for n in choice.only) or tuple(tools)
+    is_bound = schema is not None or choice.mode == "required"
+    if not is_bound and not (callable_tools and (choice.one_call or choice.only)):
+        return None
+    stops = model.chat.stop_token_ids
+    if is_bound:
+        answer = None if choice.mode == "required" else schema
+        close = model.chat.closes_reasoning(variables)
+        return str(GrammarText(stops, callable_tools, answer, choice.one_call, close))
+    loose = tuple({**t, "function": {**t["function"], "parameters": _ANY_ARGUMENTS}} for t in callable_tools)
+    return str(GrammarText(stops if choice.one_call else (), loose, one_call=choice.one_call, free_text=True))

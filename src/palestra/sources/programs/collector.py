@@ -12,7 +12,7 @@ from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.program_result import ProgramResult
-from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams, Score
+from palestra.core.types import Group, Problem, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, all_groups
@@ -91,9 +91,8 @@ class ProgramCollector:
             except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
                 error = f"running the agent raised {text_of(failure)}"
             finally:
-                rollouts = await attempt.finish()
-        rollout = one_rollout(problem, rollouts, attempt.transcript)
-        if error is None and not rollouts:
+                rollout = await attempt.finish()
+        if error is None and not rollout.turns:
             error = result.explain_silence()
         rollout, episode = await self._scored(problem, replace(rollout, error=error, info=result.record()), result)
         on_rollout(rollout)
@@ -142,15 +141,6 @@ def hidden_columns(problems: Sequence[Problem]) -> frozenset[str]:
 def _holds_answer(problem: Problem, name: str) -> bool:
     value = problem.row.get(name)
     return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
-
-
-def one_rollout(problem: Problem, lineages: Sequence[Rollout], transcript: Sequence[Message]) -> Rollout:
-    """The attempt as one rollout: the conversation that was spoken in last, with the others beside it."""
-    if not lineages:
-        return Rollout(problem.id, (), (), "failed")
-    main = next((r for r in lineages if r.messages == tuple(transcript)), lineages[-1])
-    others = tuple(Lineage(r.turns, r.messages, r.stop) for r in lineages if r is not main)
-    return replace(main, lineages=others)
 
 
 def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
-from palestra.sources.programs.collector import case_of, hidden_columns, one_rollout
+from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import MAX_BODY, case_answer, read_reward
 
 
@@ -78,7 +78,7 @@ class StandaloneGateway:
         attempt = self._open_attempts.pop(request.path_params["id"], None)
         if attempt is None:  # while this body was read
             raise refuse(401, "this attempt has ended: another reward for it came first")
-        rollout = one_rollout(attempt.problem, await attempt.finish(), attempt.transcript)
+        rollout = await attempt.finish()
         if body.reward is not None:
             posted = Score(body.reward, body.reward >= 1.0, "posted by the agent")
             rollout = replace(rollout, reward=body.reward, scores={"reward": posted})

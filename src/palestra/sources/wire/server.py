@@ -34,8 +34,7 @@ from starlette.routing import Route
 from palestra.core.secrets import clean_environment
 from palestra.servers.body import MIB, parse, read_body, read_model
 from palestra.servers.http_errors import refuse
-from palestra.servers.tally import Tally
-from palestra.servers.web import make_app
+from palestra.servers.web import Tally, make_app
 from palestra.sources.wire.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
 from palestra.sources.wire.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
 

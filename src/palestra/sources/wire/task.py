@@ -24,8 +24,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.servers.openai.completer import Completer, SamplingRequest
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import completer_of
-from palestra.servers.tally import Tally
-from palestra.servers.web import Server, open_port, url_of
+from palestra.servers.web import Server, Tally, open_port, url_of
 from palestra.sources.wire.protocol import ModelLimits, NoBatch, WireClient, read_group, unused_columns
 from palestra.train.evaluation import Evaluator
 from palestra.train.tasks import EnvironmentTask, Parts

@@ -62,10 +62,10 @@ def test_a_program_in_the_sandbox_reaches_the_model_and_neither_our_files_nor_an
         return ended, await attempt.finish()
 
     with other:
-        ended, rollouts = with_gateway(completer(tiny_tokenizer, [f"Hi.{END}"]), run, unix_socket=True)
+        ended, rollout = with_gateway(completer(tiny_tokenizer, [f"Hi.{END}"]), run, unix_socket=True)
     assert ended.exit_code == 0, ended.stderr
     assert ended.result["said"] == "Hi."
-    assert len(rollouts) == 1
+    assert len(rollout.conversations) == 1
     assert (ended.result["home"], ended.result["secret"]) == ("FileNotFoundError", "FileNotFoundError")
     assert ended.result["port"] == "ConnectionRefusedError"
     assert ended.result["own folder"] in ("OSError", "PermissionError")

@@ -55,7 +55,7 @@ def test_a_conversation_with_tools_is_one_row_of_the_very_tokens(tiny_tokenizer)
         return await attempt.finish(), attempt.counts
 
     model = completer(tiny_tokenizer, [CALLS, f"It is 5.{END}"])
-    (rollout,), counts = with_attempt(model, agent)
+    rollout, counts = with_attempt(model, agent)
     assert [t.token_ids.tolist() for t in rollout.turns if t.maker == "model"] == model.policy.sampled
     assert (counts.lineages, counts.recomputed_tokens, counts.retokenised_turns) == (1, 0, 0)
     assert [r.content for r in rollout.tool_results] == ["add", "other"]

@@ -162,7 +162,7 @@ CLIENTS = {"chat": ChatClient, "responses": ResponsesClient, "anthropic": Anthro
 
 def check_rows(model, one):
     """Every turn but the discarded ones is trained once, with the very tokens before it that it was sampled behind."""
-    rows, kept = asyncio.run(one.finish()), one.lineages.trained_nodes()
+    rows, kept = asyncio.run(one.finish()).conversations, one.tree.trained_nodes()
     trained = []
     for row in rows:
         before: list[int] = []

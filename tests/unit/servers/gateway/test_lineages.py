@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import SamplingParams
+from palestra.core.types import CUT_OFF, SamplingParams
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 
@@ -29,7 +29,9 @@ def ask(one, model, messages, **fields):
 
 
 def finish(one):
-    return asyncio.run(one.finish())
+    """The conversations of the attempt, by the order of their last turns."""
+    rollout = asyncio.run(one.finish())
+    return [*rollout.lineages, rollout] if rollout.turns else []
 
 
 def result(message, text="5", index=0):
@@ -258,7 +260,7 @@ def said(text):
 
 def masked_turns(rows):
     """The sampled turns that are trained although rows that were cut off are masked (`train.mask_truncated`)."""
-    return [ids for row in rows if not row.cut_off for ids in sampled_ids(row)]
+    return [ids for row in rows if row.stop not in CUT_OFF for ids in sampled_ids(row)]
 
 
 def test_turns_before_a_truncated_side_request_are_trained(tiny_tokenizer):
@@ -328,14 +330,13 @@ def test_a_tool_result_is_predicted_in_one_row_alone(tiny_tokenizer):
 
 def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
     from palestra.core.types import Group
-    from palestra.sources.programs.collector import one_rollout
     from palestra.train.samples import to_samples
 
     model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
     one = attempt(model)
     choices = ask(one, model, [QUESTION], n=3)
     ask(one, model, [QUESTION, choices[1], said("And?")])
-    rollout = one_rollout(PROBLEM, finish(one), one.transcript)
+    rollout = asyncio.run(one.finish())
     assert len(rollout.conversations) == 3
     (sample,) = to_samples([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True)
     assert int(sample.policy_mask.sum()) == len(model.policy.sampled[1]) + len(model.policy.sampled[3])
@@ -356,7 +357,7 @@ def test_finding_a_conversation_takes_one_look_for_each_of_its_turns(tiny_tokeni
             looks += 1
             return super().get(*args)
 
-    one.lineages._by_reply = Counting(one.lineages._by_reply)
+    one.tree._by_reply = Counting(one.tree._by_reply)
     ask(one, model, history)
     assert looks <= turns + 1
     assert one.counts.lineages == 1

@@ -51,7 +51,7 @@ def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(mode
         for base_url, key in [(one.base_url, other.api_key), (f"{gateway.url}/v1", "sk-of-my-own")]:
             with pytest.raises(openai.AuthenticationError):
                 await ask(base_url, key)
-        assert len(await one.finish()) == 3
+        assert len((await one.finish()).conversations) == 3
         for base_url in (one.base_url, f"{gateway.url}/v1"):
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await ask(base_url, one.api_key)
@@ -164,7 +164,7 @@ def test_a_conversation_of_responses_is_one_row_by_history_and_by_id(tiny_tokeni
         return await attempt.finish(), attempt.counts
 
     model = completer(tiny_tokenizer, script)
-    (rollout,), counts = with_attempt(model, agent)
+    rollout, counts = with_attempt(model, agent)
     assert [t.token_ids.tolist() for t in rollout.turns if t.maker == "model"] == model.policy.sampled
     assert (counts.lineages, counts.recomputed_tokens, counts.retokenised_turns) == (1, 0, 0)
 
@@ -258,7 +258,7 @@ def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):
         await anext(stream)
         while attempt.requests != 2:
             await asyncio.sleep(0.01)
-        assert await attempt.finish() == []
+        assert (await attempt.finish()).turns == ()
         with pytest.raises(openai.APIStatusError, match="has ended"):
             await whole
         with pytest.raises(openai.APIError, match="has ended"):
@@ -281,7 +281,8 @@ def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer
         return await attempt.finish(), attempt.counts
 
     model = completer(tiny_tokenizer, lambda i: f"{i}.{END}")
-    rows, counts = with_attempt(model, agent)
+    rollout, counts = with_attempt(model, agent)
+    rows = rollout.conversations
     trained = [t.token_ids.tolist() for row in rows for t in row.turns if t.maker == "model"]
     assert sorted(trained) == sorted(model.policy.sampled)
     assert (len(rows), counts.turns, counts.recomputed_tokens, counts.retokenised_turns) == (20, 40, 0, 0)

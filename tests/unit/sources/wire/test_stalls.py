@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.servers.tally import Tally
+from palestra.servers.web import Tally
 from palestra.sources.wire import task
 from palestra.sources.wire.task import StallWatch, repeated_trouble
 

@@ -1,34 +1,48 @@
-"""A training that is being prepared: the selected environment and its edited settings. An edit gives a new one."""
+"""The run that a client prepares: the selected environment, its editable settings and its locks."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from palestra.agent_tools.answers import Refusal, short
-from palestra.agent_tools.fields import (
-    TRACKING_NAME,
-    ConfigField,
-    env_fields,
-    require_valid,
-    run_fields,
-    server_fields,
-)
+from palestra.agents.tools.run import find_mismatch
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import slug
+from palestra.core.yaml_config import flatten
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
-from palestra.runs.locks import THE_MODEL, Lock, Site, as_setting, locked_settings, locks_of, short_names
+from palestra.runs.locks import (
+    THE_MODEL,
+    Lock,
+    ServerLocks,
+    Site,
+    as_setting,
+    lifted_locks,
+    locked_settings,
+    locks_of,
+    short_names,
+    type_name,
+)
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
 from palestra.sources.wire import WIRE_DEFAULTS
 from palestra.sources.wire.atropos import venv_folder
 
+TRACKING_NAME = "wandb_name"
+RUN_SEED = "run.seed"  # an environment has a seed of its own
+_RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
+# fields of an Atropos environment -> the settings of the trainer that must be equal
+_SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MAX_VALUE_CHARS = 10_000
 _SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
 _DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each is a process
@@ -36,8 +50,113 @@ _DESCRIBE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Draft:
-    """The environment, what may be set, what is locked, and what has been set so far."""
+class ConfigField:
+    """One setting. `setting` is the key of the run's config that it is, None for a field of the environment;
+    `also` is the key that must have the same value, where trainer and environment are separate programs."""
+
+    name: str
+    type: str
+    default: Any
+    description: str
+    schema: Mapping[str, Any]
+    setting: str | None = None
+    also: str | None = None
+    is_server: bool = False  # of the server that an environment in another program samples from
+
+    @property
+    def key(self) -> str | None:
+        """The key of the run's config that this decides, if any."""
+        return self.setting or self.also
+
+    def read(self, value: Any) -> Any:
+        """The value as this setting takes it; text is read as a number, a list, … where it can mean nothing else."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._refusal("should be a finite number", value)
+        for candidate in _meanings(value):
+            if find_mismatch(candidate, dict(self.schema), dict(self.schema)) is None:
+                return candidate
+        problem = find_mismatch(value, dict(self.schema), dict(self.schema)) or "does not fit"
+        raise self._refusal(problem, value)
+
+    def _refusal(self, problem: str, value: Any) -> Refusal:
+        return Refusal(
+            f"{self.name} {short(problem, 300)}; expected {self.type}",
+            field=self.name,
+            expected_type=self.type,
+            got=short(json.dumps(value, ensure_ascii=False)),
+        )
+
+
+def _meanings(value: Any) -> Iterable[Any]:
+    """The value itself first; then, for a text, what it says; a whole number may be written 5.0."""
+    yield value
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = _WORDS[value.strip().lower()] if value.strip().lower() in _WORDS else json.loads(value)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            return
+        if not isinstance(parsed, str):
+            yield parsed
+    if isinstance(parsed, float) and parsed.is_integer():
+        yield int(parsed)
+
+
+def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:
+    """The environment's own fields, as `envs.config_fields` describes them."""
+    same = _SAME if dialect == "atropos" else {}
+    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows}
+
+
+@cache
+def _run_fields() -> tuple[ConfigField, ...]:
+    whole = RunConfig.model_json_schema()
+    found = []
+    for key, info in RunConfig.settings().items():
+        section, _, name = key.rpartition(".")
+        model = whole["$defs"][whole["properties"][section]["$ref"].rpartition("/")[2]] if section else whole
+        default = info.get_default(call_default_factory=True)
+        kind = type_name(info.annotation)
+        found.append(
+            ConfigField(_RENAMED.get(key, key), kind, default, info.description or "", model["properties"][name], key)
+        )
+    return tuple(found)
+
+
+def run_fields(run_settings: Mapping[str, Any]) -> dict[str, ConfigField]:
+    """The settings of a run. Their defaults are those that the environment says suit it."""
+    own = flatten(dict(run_settings))
+    return {
+        field.name: replace(field, default=own[field.setting]) if field.setting in own else field
+        for field in _run_fields()
+    }
+
+
+def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
+    """What the site has unlocked of the server's settings: `server.timeout`."""
+    schemas = ServerLocks.model_json_schema()["properties"]
+    lifted = [lock for lock in lifted_locks(site) if lock.section == "server" and lock.name in names]
+    found = [
+        ConfigField(lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True)
+        for lock in lifted
+        if getattr(site.server, lock.name) is None
+    ]
+    return {field.name: field for field in found}
+
+
+def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:
+    """The run's config as a whole: what single types cannot say."""
+    try:
+        RunConfig.build(run_settings, settings)
+    except PalestraError as error:
+        raise Refusal(f"{field.name}: {error}", field=field.name, expected_type=field.type) from None
+
+
+@dataclass(frozen=True)
+class PendingRunConfig:
+    """The environment, its fields, the locks, and the edited values. Immutable: an edit returns a new one."""
 
     found: DiscoveredEnv
     run_settings: Mapping[str, Any]  # what the environment says suits it
@@ -47,7 +166,7 @@ class Draft:
     edited: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> Draft:
+    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}
@@ -64,7 +183,7 @@ class Draft:
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
         return cls(found, description.run_settings, fields, site, locks, edited)
 
-    def edit(self, name: str, value: Any) -> Draft:
+    def edit(self, name: str, value: Any) -> PendingRunConfig:
         """The same with one setting changed; Refusal says why not."""
         name, value = self.own_name(name), self._own_value(name, value)
         lock = self.lock_of(name)

@@ -1,7 +1,7 @@
-"""The conversations of one attempt as a tree of sampled turns: a path from a root to a leaf is a lineage.
+"""The conversations of one attempt as a tree of sampled turns: a path from a root to a leaf is one lineage.
 
-A request whose history leads to a known turn goes on from there, with exactly the tokens that were sampled. Any other
-history opens a branch: at the last turn that it shares with a known conversation, or at a root of its own.
+A request whose history leads to a known turn continues there, with exactly the tokens that were sampled. Any other
+history starts a branch: at the last turn that it shares with a known conversation, or at a new root.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -18,27 +17,63 @@ from palestra.servers.gateway.matching import Key, opening_key, reply_keys, requ
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import MAX_INLINE_CHARS, Completer, texts_of
 
-_KEY_COST = 8  # times faster to compare a character than to tokenise it
+_KEY_COST = 8  # comparing a character is about this many times faster than tokenising it
 _MAX_UNUSED = 64  # turns that later requests are searched for
 Schemas = Sequence[dict[str, Any]]
-Place = tuple["Node | None", str, tuple[Key, ...]]  # behind which turn, with which tools, after which messages
+Place = tuple["TurnNode | None", str, tuple[Key, ...]]  # parent turn, key of the tools, keys of the new messages
+
+
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class Prompt:
+    """A place in the tree, the messages that are new there, and their tokens."""
+
+    place: Place
+    new_messages: tuple[Message, ...]  # since the parent; for a root the whole history
+    new_turns: tuple[Turn, ...]
+    new_ids: list[int]  # the tokens of the new turns
+    tool_names: tuple[str, ...]
+
+    @property
+    def parent(self) -> TurnNode | None:
+        return self.place[0]
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens before the next turn."""
+        return (0 if self.parent is None else self.parent.token_count) + len(self.new_ids)
+
+
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class Continuation:
+    """Where the next turn is sampled: an open session that holds all tokens of the prompt."""
+
+    prompt: Prompt
+    session: Any
+    cached_tokens: int = 0  # tokens of the prompt that were computed before
+
+    @property
+    def depth(self) -> int:
+        """Number of sampled turns before this one."""
+        return 0 if self.prompt.parent is None else len(self.prompt.parent.path)
+
+    @property
+    def sampled_tokens(self) -> int:
+        path = [] if self.prompt.parent is None else self.prompt.parent.path
+        return sum(len(node.sampled.token_ids) for node in path)
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Node:
-    """One sampled turn with what was new before it. Its session is there until somebody goes on from it."""
+class TurnNode:
+    """One sampled turn with the prompt before it. Its session stays open until a request continues it."""
 
-    place: Place
-    new_messages: tuple[Message, ...]  # since the parent; of a root the whole opening
-    new_turns: tuple[Turn, ...]  # their tokens
+    prompt: Prompt
     reply: Message
     sampled: Turn
     session: Any
     number: int  # in the order in which turns ended
     call_ids: tuple[str, ...] = ()  # of the reply's calls, as the client knows them
-    tool_names: tuple[str, ...] = ()
     has_stop_token: bool = True
-    refused: bool = False  # the next turn, because the lineage had used up its new tokens
+    refused: bool = False  # the next turn was refused because the lineage had used up its new tokens
     continued: bool = False
     used: bool = False  # a later request contains it: the agent has read it and built on it
 
@@ -48,12 +83,16 @@ class Node:
         return self.refused or self.sampled.finish != "stop"
 
     @property
-    def parent(self) -> Node | None:
-        return self.place[0]
+    def place(self) -> Place:
+        return self.prompt.place
 
     @property
-    def path(self) -> list[Node]:
-        """From the root to here."""
+    def parent(self) -> TurnNode | None:
+        return self.prompt.place[0]
+
+    @property
+    def path(self) -> list[TurnNode]:
+        """The turns from the root to this one."""
         nodes, node = [self], self.parent
         while node is not None:
             nodes.append(node)
@@ -62,93 +101,59 @@ class Node:
 
     @property
     def token_ids(self) -> list[int]:
-        return [i for node in self.path for turn in (*node.new_turns, node.sampled) for i in turn.token_ids.tolist()]
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return tuple(message for node in self.path for message in (*node.new_messages, node.reply))
-
-
-@dataclass(frozen=True, eq=False, slots=True, repr=False)
-class Prompt:
-    """A place, the messages that are new there, and their tokens."""
-
-    place: Place
-    new_messages: tuple[Message, ...]
-    new_turns: tuple[Turn, ...]
-    tool_names: tuple[str, ...]
+        return _ids([turn for node in self.path for turn in (*node.prompt.new_turns, node.sampled)])
 
     @property
     def token_count(self) -> int:
-        """How many tokens the session of this place holds."""
-        node = self.place[0]
-        return len(node.token_ids if node else ()) + sum(len(turn.token_ids) for turn in self.new_turns)
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Branch:
-    """Where the next turn is sampled: an open session that holds all tokens before it."""
-
-    place: Place
-    new_messages: tuple[Message, ...]
-    new_turns: tuple[Turn, ...]
-    tool_names: tuple[str, ...]
-    session: Any
-    cached_tokens: int = 0  # of the session's, those that it held before
+        return sum(len(node.prompt.new_ids) + len(node.sampled.token_ids) for node in self.path)
 
     @property
-    def parent(self) -> Node | None:
-        return self.place[0]
-
-    @property
-    def depth(self) -> int:
-        """How many turns were sampled before, on the way from the root."""
-        return 0 if self.parent is None else len(self.parent.path)
-
-    @property
-    def sampled_tokens(self) -> int:
-        return 0 if self.parent is None else sum(len(node.sampled.token_ids) for node in self.parent.path)
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(message for node in self.path for message in (*node.prompt.new_messages, node.reply))
 
 
 @dataclass(slots=True)
-class Lineages:
-    """The tree of one attempt."""
+class ConversationTree:
+    """All turns of one attempt."""
 
     model: Completer
     prompts: SharedPrompts
-    nodes: list[Node] = field(default_factory=list)
-    recomputed_tokens: int = 0  # of known turns from which somebody had gone on before, and the policy cannot branch
-    retokenised_turns: int = 0  # sampled, and rendered again as text because the history before them had changed
-    _by_reply: dict[tuple[Place, Key], list[Node]] = field(default_factory=dict)
-    _lengths: dict[tuple[Node | None, str], dict[int, None]] = field(default_factory=dict)  # of the keys of places
-    _unused: dict[Node, None] = field(default_factory=dict)  # the last turns that no request has contained so far
+    nodes: list[TurnNode] = field(default_factory=list)
+    recomputed_tokens: int = 0  # of turns that were continued before, where the policy cannot branch
+    retokenised_turns: int = 0  # sampled turns that were rendered as text again because the history had changed
+    _by_reply: dict[tuple[Place, Key], list[TurnNode]] = field(default_factory=dict)
+    _lengths: dict[tuple[TurnNode | None, str], dict[int, None]] = field(default_factory=dict)  # of places' keys
+    _unused: dict[TurnNode, None] = field(default_factory=dict)  # the last turns that no request has contained yet
     _replies: set[Key] = field(default_factory=set)
     _numbers: dict[Place, set[int]] = field(default_factory=dict)
 
     @property
-    def leaves(self) -> list[Node]:
-        """The last turn of each lineage; the lineage that ended last is the last one."""
+    def leaves(self) -> list[TurnNode]:
+        """The last turn of each lineage, in the order in which the turns ended."""
         return [node for node in self.nodes if not node.continued]
 
     async def place(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Prompt:
-        """The place that a history leads to, with the tokens that are new there."""
+        """Find the place that a history leads to, and tokenise the messages that are new there."""
         size = self._check_size(messages, tools)
         keys, opening = await self.model.prepare(
             size // _KEY_COST, lambda _: (request_keys(messages), opening_key(tools, variables))
         )
         node, start = self._find(messages, keys, opening)
+        names = tuple(str(tool.get("function", tool).get("name", "")) for tool in tools)
         if node is not None:
             new_messages = tuple(_with_call_names(messages[start - 1 :], node.reply.tool_calls))[1:]
-            new_turns = await self.model.prepare(
-                _characters(new_messages), lambda model: _continuation(model, new_messages, variables, node)
+            turns = await self.model.prepare(
+                _characters(new_messages), lambda model: _with_ids(_continuation(model, new_messages, variables, node))
             )
-            if new_turns is not None:
-                return Prompt((node, opening, tuple(keys[start:])), new_messages, new_turns, _names(tools))
+            if turns is not None:
+                return Prompt((node, opening, tuple(keys[start:])), new_messages, turns[0], turns[1], names)
         whole = tuple(_with_call_names(messages))
-        prompt = await self.model.prepare(size, lambda model: self._prompt(model, whole, opening, tools, variables))
-        return Prompt((None, opening, tuple(keys)), whole, (prompt,), _names(tools))
+        new_turns, new_ids = await self.model.prepare(
+            size, lambda model: _with_ids((self._render(model, whole, opening, tools, variables),))
+        )
+        return Prompt((None, opening, tuple(keys)), whole, new_turns, new_ids, names)
 
-    def _prompt(
+    def _render(
         self,
         model: Completer,
         messages: tuple[Message, ...],
@@ -156,10 +161,10 @@ class Lineages:
         tools: Schemas,
         variables: Mapping[str, Any],
     ) -> Turn:
-        """The tokens of a whole history."""
+        """Tokenise a whole history."""
 
         def make() -> Turn:
-            if model is not self.model:  # in a thread: it may be far too long
+            if model is not self.model:  # in a thread: the text may be far too long
                 model.check_tokens([*(m.text for m in messages), *texts_of(tools)])
             return model.chat.prompt(messages, tools, variables)
 
@@ -175,58 +180,47 @@ class Lineages:
         self.model.check_length(sum(shown))
         return tools_size + _characters(messages)
 
-    def open(self, prompt: Prompt) -> Branch:
+    def open(self, prompt: Prompt) -> Continuation:
         """Open the session of a place. The caller samples there, and adds the turn or closes the session."""
-        session, cached = self._session(prompt.place[0], prompt.new_turns)
+        session, cached = self._session(prompt.parent, prompt.new_ids)
         if self._replies and any(message.role == "assistant" for message in prompt.new_messages):
             new_keys = prompt.place[2]
             self.retokenised_turns += sum(key in self._replies for key in new_keys if key[0] == "assistant")
-        return Branch(prompt.place, prompt.new_messages, prompt.new_turns, prompt.tool_names, session, cached)
+        return Continuation(prompt, session, cached)
 
     def add(
         self,
-        branch: Branch,
+        prompt: Prompt,
         reply: Message,
         sampled: Turn,
         session: Any,
         call_ids: tuple[str, ...],
         has_stop_token: bool,
-    ) -> Node:
+    ) -> TurnNode:
         """Record a sampled turn."""
-        node = Node(
-            branch.place,
-            branch.new_messages,
-            branch.new_turns,
-            reply,
-            sampled,
-            session,
-            len(self.nodes),
-            call_ids,
-            branch.tool_names,
-            has_stop_token,
-        )
+        node = TurnNode(prompt, reply, sampled, session, len(self.nodes), call_ids, has_stop_token)
         self.nodes.append(node)
-        self._mark_used(branch)
+        self._mark_used(prompt)
         self._unused[node] = None
         if len(self._unused) > _MAX_UNUSED:
             del self._unused[next(iter(self._unused))]
-        parent, opening, new_keys = branch.place
+        parent, opening, new_keys = prompt.place
         self._lengths.setdefault((parent, opening), {})[len(new_keys)] = None
         keys = reply_keys(reply)
         self._replies.add(keys[0])
         for key in keys:
-            self._by_reply.setdefault((branch.place, key), []).append(node)
+            self._by_reply.setdefault((prompt.place, key), []).append(node)
         return node
 
     def take_number(self, place: Place) -> int:
-        """The lowest free number of a turn at this place. It decides the seed."""
+        """Reserve the lowest free number of a turn at this place. It decides the seed."""
         taken = self._numbers.setdefault(place, set())
         number = next(i for i in range(len(taken) + 1) if i not in taken)
         taken.add(number)
         return number
 
     def free_number(self, place: Place, number: int) -> None:
-        """That turn was not sampled: the same request gets the same answer again."""
+        """Release the number of a turn that was not sampled, so that the same request gets the same answer again."""
         self._numbers[place].discard(number)
 
     def close(self) -> None:
@@ -235,18 +229,18 @@ class Lineages:
                 self.prompts.close_session(node.session)
                 node.session = None
 
-    def rows(self) -> Iterator[tuple[Node, tuple[Turn, ...]]]:
-        """Each lineage's leaf and turns. A turn counts in one row alone; in all others it is context."""
+    def rows(self) -> Iterator[tuple[TurnNode, tuple[Turn, ...]]]:
+        """Each lineage's leaf and turns. A turn is trained in one row; in all others it is context."""
         trained, owners = self.trained_nodes(), self._owners()
         for leaf in self.leaves:
             turns: list[Turn] = []
             for node in leaf.path:
                 is_own = owners[node] is leaf
-                turns += node.new_turns if is_own else map(_as_context, node.new_turns)
+                turns += node.prompt.new_turns if is_own else map(_as_context, node.prompt.new_turns)
                 turns.append(node.sampled if is_own and node in trained else _as_context(node.sampled))
             yield leaf, tuple(turns)
 
-    def trained_nodes(self) -> set[Node]:
+    def trained_nodes(self) -> set[TurnNode]:
         """The turns that get the attempt's reward: those that a later request contains, and final ones.
 
         Final are the last turn of each conversation of several turns, of the attempt, and of its longest lineage. Where
@@ -259,43 +253,44 @@ class Lineages:
         if not any(node.parent for node in self.nodes):
             answered = {node.place for node in used}
             return used | {n for n in {n.place: n for n in self.nodes}.values() if n.place not in answered}
-        longest = max(self.leaves, key=lambda leaf: (len(leaf.path), len(leaf.token_ids), leaf.number))
+        longest = max(self.leaves, key=lambda leaf: (len(leaf.path), leaf.token_count, leaf.number))
         trained = used | ({last} if longest.place == last.place else {last, longest})
         last_children = {node.parent: node for node in self.nodes if node.parent is not None}
-        went_on = {node.parent for node in trained}
-        return trained | {child for parent, child in last_children.items() if parent not in went_on}
+        continued = {node.parent for node in trained}
+        return trained | {child for parent, child in last_children.items() if parent not in continued}
 
-    def _owners(self) -> dict[Node, Node]:
-        """The leaf in whose row a turn counts: one that is not cut off if there is any, since that may be masked."""
-        trained, owners = self.trained_nodes(), dict[Node, Node]()
+    def _owners(self) -> dict[TurnNode, TurnNode]:
+        """The leaf in whose row a turn is trained: preferably one that is not cut off, since that may be masked."""
+        trained, owners = self.trained_nodes(), dict[TurnNode, TurnNode]()
         for leaf in sorted(self.leaves, key=lambda leaf: (leaf.is_cut_off, leaf not in trained)):
             for node in leaf.path:
                 owners.setdefault(node, leaf)
         return owners
 
-    def _mark_used(self, branch: Branch) -> None:
-        """Note which turns a request contains: the one it continues, and those it quotes in a changed history."""
-        if branch.parent is not None:
-            branch.parent.continued = branch.parent.used = True
-            self._unused = {n: None for n in self._unused if n is not branch.parent and n.place != branch.parent.place}
+    def _mark_used(self, prompt: Prompt) -> None:
+        """Mark the turns that a request contains: the one it continues, and those it quotes in a changed history."""
+        parent = prompt.parent
+        if parent is not None:
+            parent.continued = parent.used = True
+            self._unused = {n: None for n in self._unused if n is not parent and n.place != parent.place}
         if not self._unused:
             return
-        texts = [message.text for message in branch.new_messages if message.role != "assistant"]
+        texts = [message.text for message in prompt.new_messages if message.role != "assistant"]
         for node in list(self._unused):
             said = node.reply.text
-            if any(key in branch.place[2] for key in reply_keys(node.reply)) or any(said and said in t for t in texts):
+            if any(key in prompt.place[2] for key in reply_keys(node.reply)) or any(said and said in t for t in texts):
                 node.used = True
                 del self._unused[node]
 
-    def _find(self, messages: Sequence[Message], keys: list[Key], opening: str) -> tuple[Node | None, int]:
+    def _find(self, messages: Sequence[Message], keys: list[Key], opening: str) -> tuple[TurnNode | None, int]:
         """The known turn with the longest history that this one begins with, and where the rest begins.
 
-        Of several such turns (parallel ones may say the same) the one with these ids of tool calls, then one from
-        which nobody has gone on, then the first.
+        Of several such turns (parallel ones may say the same) prefer the one with these ids of tool calls, then one
+        that was not continued yet, then the first.
         """
         ids = {call.id for message in messages for call in message.tool_calls}
-        best: tuple[tuple[int, ...], Node | None, int] = ((0,), None, 0)
-        paths: list[tuple[Node | None, int, int]] = [(None, 0, 0)]
+        best: tuple[tuple[int, ...], TurnNode | None, int] = ((0,), None, 0)
+        paths: list[tuple[TurnNode | None, int, int]] = [(None, 0, 0)]
         while paths:
             node, start, known_ids = paths.pop()
             for end in [start + length for length in self._lengths.get((node, opening), ())]:
@@ -310,9 +305,8 @@ class Lineages:
                     paths.append((child, end + 1, known))
         return best[1], best[2]
 
-    def _session(self, node: Node | None, new_turns: Sequence[Turn]) -> tuple[Any, int]:
-        """A session that holds all tokens up to here, and how many of them it held before."""
-        new = list(chain.from_iterable(turn.token_ids.tolist() for turn in new_turns))
+    def _session(self, node: TurnNode | None, new: list[int]) -> tuple[Any, int]:
+        """A session that holds all tokens up to here, and how many of them were computed before."""
         if node is None:
             return self.prompts.open(new)
         if node.session is None:
@@ -327,8 +321,10 @@ class Lineages:
 
 
 def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | None = None) -> Iterator[Message]:
-    """Tool results with the names of their calls, which some templates show. `calls` stand for those of the first
-    message: its ids are the client's, theirs the model's own."""
+    """Tool results with the names of their calls, which some templates show.
+
+    `calls` replace those of the first message, whose ids are the client's and not the model's own.
+    """
     by_id: dict[str | None, ToolCall] = {}
     for i, message in enumerate(messages):
         if message.role == "assistant":
@@ -339,7 +335,7 @@ def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | No
 
 
 def _continuation(
-    model: Completer, new_messages: Sequence[Message], variables: Mapping[str, Any], node: Node
+    model: Completer, new_messages: Sequence[Message], variables: Mapping[str, Any], node: TurnNode
 ) -> tuple[Turn, ...] | None:
     """Tokenise messages behind a turn; None if the template cannot append them, so the history is rendered again."""
     if _characters(new_messages) > MAX_INLINE_CHARS:
@@ -362,5 +358,10 @@ def _as_context(turn: Turn) -> Turn:
     return turn if turn.maker == "template" else Turn("template", turn.token_ids)
 
 
-def _names(tools: Schemas) -> tuple[str, ...]:
-    return tuple(str(tool.get("function", tool).get("name", "")) for tool in tools)
+def _with_ids(turns: tuple[Turn, ...] | None) -> Any:
+    """The turns and their tokens as a list; None stays None. Takes milliseconds for a long prompt."""
+    return None if turns is None else (turns, _ids(turns))
+
+
+def _ids(turns: Sequence[Turn]) -> list[int]:
+    return [token for turn in turns for token in turn.token_ids.tolist()]
