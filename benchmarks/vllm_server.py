@@ -28,7 +28,7 @@ import torch
 from palestra.core.run_folder import RunFolder
 from palestra.export.hf import save_hf
 from palestra.models.loading import load_model
-from palestra.policy.vllm_adapters import rank_limit
+from palestra.policy.vllm_common import rank_limit
 from palestra.train.evaluation import read_evaluation
 
 ON_GPU = torch.cuda.is_available()

@@ -133,7 +133,8 @@ class ScriptedPolicy(Policy[ScriptedSession]):
     """Samples the texts of a script instead of a model.
 
     A list of texts is sampled turn by turn in every session; each ends its turn. A function gets the number of the
-    turn, counted over all sessions; its text ends with a stop token, or else the turn was cut off. Prompts longer than `context` are refused. All calls are recorded.
+    turn, counted over all sessions; its text ends with a stop token, or else the turn was cut off. Prompts longer
+    than `context` are refused. All calls are recorded.
     """
 
     tokenizer: Any
@@ -195,6 +196,8 @@ class ScriptedPolicy(Policy[ScriptedSession]):
 
 class BranchingPolicy(ScriptedPolicy):
     """Continues from the middle of a session without computing its beginning."""
+
+    can_branch = True
 
     def branch(self, session: ScriptedSession, length: int) -> ScriptedSession:
         assert not session.closed

@@ -26,7 +26,7 @@ from palestra.core.weights import Weights
 from palestra.export.hf import save_hf
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model
-from palestra.policy.token_logprobs import token_logprobs
+from palestra.policy.module import token_logprobs
 from palestra.policy.vllm_server import VllmServerPolicy
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

@@ -19,8 +19,7 @@ from palestra.cluster.actor import GroupJob, PackedWeights, Recipe, pack
 from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
-from palestra.policy.base import Policy, Releases
-from palestra.policy.token_sessions import TokenSessions
+from palestra.policy.base import Policy, TokenSessions
 from palestra.rollout.collect import OnRollout
 
 log = logging.getLogger("palestra")
@@ -315,7 +314,7 @@ class PoolPolicy(TokenSessions):
 
     def release(self) -> None:
         self.pool.close()
-        if isinstance(self._server, Releases):
+        if self._server is not None:
             self._server.release()
 
     async def sample(self, session: Any, params: Any) -> Any:

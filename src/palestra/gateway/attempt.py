@@ -20,7 +20,6 @@ from palestra.core.types import Message, Problem, Rollout, SamplingParams, StopR
 from palestra.gateway.lineages import Branch, Lineages, Node, Prompt
 from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
 from palestra.gateway.shared_prompts import SharedPrompts
-from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.serve.completer import Completer, SamplingRequest, TextStream
@@ -74,7 +73,6 @@ class Attempt:
         self._client_sampling = client_sampling
         self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
         self._nobody_samples = asyncio.Event()
-        self._waits_for_tools = model.policy if isinstance(model.policy, WaitsForTools) else None
         self._began = time.perf_counter()
         self._on_end = on_end
 
@@ -274,8 +272,8 @@ class Attempt:
         has_stop_token = isinstance(completion.matched, int)
         node = self.lineages.add(branch, reply, sampled, turn.session, ids, has_stop_token)
         turn.recorded = True
-        if not calls and self._waits_for_tools is not None:
-            self._waits_for_tools.away(turn.session)
+        if not calls:
+            self._model.policy.skip_tool_barrier(turn.session)
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))

@@ -15,9 +15,16 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import BoundedSessions
-from palestra.policy.vllm_adapters import AdapterFolders, rank_limit
-from palestra.policy.vllm_forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+from palestra.policy.base import BoundedSessions
+from palestra.policy.vllm_common import (
+    PROBE_TEXT,
+    PROBE_TOKENS,
+    AdapterFolders,
+    check_agreement,
+    rank_limit,
+    sampling_fields,
+    turn_of,
+)
 
 log = logging.getLogger("palestra")
 WORKER = "palestra.policy.vllm_worker.PalestraWorker"

@@ -19,7 +19,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.messages import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.policy.base import Policy
-from palestra.policy.token_logprobs import TokenLogprobs
+from palestra.policy.module import TokenLogprobs
 from palestra.serve.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20

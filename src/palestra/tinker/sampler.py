@@ -27,7 +27,7 @@ from palestra.core.types import Array, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.token_logprobs import token_logprobs
+from palestra.policy.module import token_logprobs
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
 

@@ -8,7 +8,7 @@ from tinker import types
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import BoundedSessions
+from palestra.policy.base import BoundedSessions
 from palestra.tinker_client.learner import TinkerWeights
 from palestra.tinker_client.model import Sampler, TinkerModel
 

@@ -26,7 +26,7 @@ from palestra.core.weights import Weights
 from palestra.export.hf import save_base
 from palestra.learner.lora import add_lora
 from palestra.policy.local import LocalPolicy
-from palestra.policy.vllm_adapters import Adapter, AdapterFolders
+from palestra.policy.vllm_common import Adapter, AdapterFolders
 from palestra.policy.vllm_server import VllmServerPolicy
 
 RANK = 2
@@ -163,7 +163,9 @@ def test_a_folder_that_the_server_cannot_read_is_told(
     url: str, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = adapted(0)
-    monkeypatch.setattr("palestra.policy.vllm_sync.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away"))
+    monkeypatch.setattr(
+        "palestra.policy.vllm_server.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away")
+    )
     with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
         policy(url, tiny_tokenizer, tmp_path).update(weights_of(model, 0))
 

@@ -1,15 +1,53 @@
-"""Logprobs of given tokens by the module's own forward: what a server is asked about a prompt, or beside a sample."""
+"""Functions on the module that a policy samples from: load weights, copy it, score tokens."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from palestra.core.errors import PalestraError
+from palestra.core.weights import Weights
 from palestra.engine.attention import AttentionSwitch
+
+
+@torch.no_grad()
+def load_weights(model: Any, weights: Weights) -> None:
+    """Copy the tensors by name; nothing to do where the learner trains this module itself."""
+    if weights.module is model:
+        return
+    own = dict(model.named_parameters())
+    tensors = weights.tensors()
+    for name, tensor in tensors.items():
+        if name not in own or own[name].shape != tensor.shape:
+            has = f"has the shape {list(own[name].shape)}" if name in own else "is missing"
+            raise PalestraError(
+                f"version {weights.version} brings {name} of shape {list(tensor.shape)}, which {has} here; "
+                "learner and policy must load the same model, with the same lora settings"
+            )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sampling_copy(model: Model) -> Model:
+    """The model with its frozen parameters shared and its trainable ones copied.
+
+    A policy on the copy goes on sampling the weights of now; `policy.update(learner.weights(…))` brings newer ones.
+    With LoRA only the adapters are held twice.
+
+    >>> policy = LocalPolicy(sampling_copy(model))    # doctest: +SKIP
+    """
+    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    copied = copy.deepcopy(model, frozen)
+    return copied.eval().requires_grad_(False)
+
 
 _CHUNK = 512  # tokens whose logits are held at once
 
