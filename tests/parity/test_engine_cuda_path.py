@@ -157,14 +157,14 @@ check.NEW_TOKENS = 4  # from the prompt's last page, which has room for three, i
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
 assert engine.runner.fast_decoder is not None
 products = []
-real = few_rows.few_rows_kernels.added_product
+real = few_rows.layer_kernels.added_product
 
 class Noted:
     def __getitem__(self, grid):
         products.append(grid)
         return real[grid]
 
-few_rows.few_rows_kernels.added_product = Noted()
+few_rows.layer_kernels.added_product = Noted()
 session = engine.open([5, 17, 9, 23, 61, 3, 42])
 [turn] = engine.sample([session], SamplingParams(3, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
@@ -202,7 +202,7 @@ except UnsupportedModel as error:
 
 PRODUCTS = """
 import torch
-from palestra.engine.cuda import few_rows_kernels as kernels
+from palestra.engine.cuda import layer_kernels as kernels
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

@@ -22,7 +22,7 @@ from palestra.bench.calibrate import calibrate
 from palestra.bench.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
-from palestra.engine.probe import text_config
+from palestra.engine.supported import text_config
 from palestra.models.loading import load_model
 from palestra.plan.device import Device, Efficiency
 from palestra.plan.shape import ModelShape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
-from palestra.engine.attention import AttentionSwitch
+from palestra.engine.attention import plain_forward
 
 
 @torch.no_grad()
@@ -65,19 +65,15 @@ def token_logprobs(
 ) -> Iterator[TokenLogprobs]:
     """The tokens from place `start` (1 or more) on, given all before them; a piece after each chunk of work."""
     ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-    switch = AttentionSwitch(model)
     cache = None
     for begin in range(0, ids.shape[1] - 1, _CHUNK):
         end = min(begin + _CHUNK, ids.shape[1] - 1)
         scored = end - max(begin, start - 1)  # the last of the chunk predict them
-        with torch.inference_mode(), switch.use(model.config._attn_implementation or "sdpa", training=False):
-            out = model(
-                input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1)
-            )
-            cache = out.past_key_values
-            piece = _read(out.logits[0] / temperature, ids[0, end + 1 - scored : end + 1], top) if scored > 0 else None
-        if piece is not None:
-            yield piece
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": max(scored, 1)}
+        out = plain_forward(model, ids[:, begin:end], **options)
+        cache = out.past_key_values
+        if scored > 0:
+            yield _read(out.logits[0] / temperature, ids[0, end + 1 - scored : end + 1], top)
 
 
 def _read(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:

@@ -19,8 +19,7 @@ from palestra.chat.grammars import grammar_compiler
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.engine.sampler import SamplingRow, check_params, sample
-from palestra.engine.stops import StopStrings
+from palestra.engine.sampler import SamplingRow, StopStrings, check_params, sample
 from palestra.policy.base import Policy
 from palestra.policy.module import load_weights
 

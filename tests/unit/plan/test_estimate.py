@@ -10,7 +10,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, MIN_SAVED_BYTES
+from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
 from palestra.plan import step_time
 from palestra.plan.device import DEVICES, GIB, GPU_EFFICIENCY, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
