@@ -31,6 +31,7 @@ from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.gateway.gateway import Gateway
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.models.loading import load_tokenizer
+from palestra.policy.base import Policy
 from palestra.serve.completer import Completer
 from palestra.train.setup import interpreter_for_many_rollouts
 
@@ -57,7 +58,7 @@ class Session:
 
 
 @dataclass
-class ReadyPolicy:
+class ReadyPolicy(Policy[Session]):
     """Says what it has to say at once."""
 
     texts: list[list[int]]

@@ -32,14 +32,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from palestra.chat.callformats import HARMONY
-from palestra.chat.families import prepare
 from palestra.chat.grammars import GrammarText, grammar_compiler
 from palestra.chat.reasoning import closing_tag
+from palestra.chat.render import prepare
 from palestra.chat.roundtrip import check_tool_calls
 from palestra.chat.template import ChatFormat
 from palestra.core.types import Message, Problem, SamplingParams, ToolCall, Turn
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway
+from palestra.policy.base import Policy
 from palestra.serve.completer import Completer
 
 ROOT = Path(__file__).parent.parent
@@ -225,7 +226,7 @@ class _Session:
 
 
 @dataclass
-class _StreamingPolicy:
+class _StreamingPolicy(Policy[_Session]):
     """Says one text, a few tokens at a time."""
 
     token_ids: list[int]

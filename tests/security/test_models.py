@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from palestra.chat import render as render_module
-from palestra.chat.families import prepare
-from palestra.chat.render import TemplateRefusal, render
+from palestra.chat.render import TemplateRefusal, prepare, render
 from palestra.core.errors import PalestraError
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.models import adapters

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.chat.callformats import FORMATS, HERMES, JSON, CallFormat
-from palestra.chat.calls_json import Schemas, find_embedded, find_fenced, name_of, why_not_json
-from palestra.chat.calls_python import Unreadable
+from palestra.chat.calls_json import Schemas, Unreadable, find_embedded, find_fenced, name_of, why_not_json
 from palestra.chat.reasoning import split_reasoning
 from palestra.core.types import ToolCall
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from palestra.chat.families import prepare
+from palestra.chat.render import prepare
 from palestra.chat.template import ChatFormat
 from palestra.core.errors import PalestraError
 

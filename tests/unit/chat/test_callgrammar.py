@@ -10,10 +10,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from palestra import function_tool
-from palestra.chat import callgrammar
+from palestra.chat import grammars as grammars_module
 from palestra.chat.callformats import HERMES
-from palestra.chat.callgrammar import CallGrammars, CallMatching
-from palestra.chat.grammars import grammar_compiler
+from palestra.chat.grammars import CallGrammars, CallMatching, grammar_compiler
 from palestra.core.errors import PalestraError
 
 
@@ -158,7 +157,7 @@ def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
 def test_calls_that_begin_alike_share_their_masks_and_others_do_not(
     grammars: CallGrammars, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(callgrammar, "_KEPT_PLACES", kept)
+    monkeypatch.setattr(grammars_module, "_KEPT_PLACES", kept)
     grammar = grammars.of(SCHEMAS)
     first, second, other = (grammar.start() for _ in range(3))
     begun = '<tool_call>{"name": "%s", "arguments": {"'

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from palestra.chat.families import family_of, prepare
-from palestra.chat.surroundings import Surroundings
+from palestra.chat.encode import ReplyTemplate
+from palestra.chat.render import PLAIN, family_of, prepare
 from palestra.chat.template import ChatFormat
-from palestra.chat.watched import PLAIN
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
@@ -192,7 +191,7 @@ def test_a_plain_reply_between_known_tokens_equals_the_whole_text_tokenised(name
     replies = [tool(body) if by_tool else Message("user", body)]
     found = [chat._continuation(replies, {}, True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Surroundings, "turns", lambda self, reply: None)
+        patch.setattr(ReplyTemplate, "turns", lambda self, reply: None)
         found.append(chat._continuation(replies, {}, True))
     assert found[0] == found[1]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from palestra.chat.segments import SegmentTokenizer
+from palestra.chat.encode import SegmentTokenizer
 from palestra.chat.template import ChatFormat
 from palestra.core.types import Message, ToolCall
 
