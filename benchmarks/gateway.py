@@ -179,7 +179,7 @@ class ClientProcesses:
 def client_agent() -> type[Any]:
     """The demo's agent as a program: attempts are handed to client processes."""
     from palestra.agents.programs import Endpoint, ProgramAgent
-    from palestra.core.program_result import ProgramResult
+    from palestra.core.types import ProgramResult
 
     @dataclass
     class ClientAgent(ProgramAgent):

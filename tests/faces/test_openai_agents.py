@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.import_file import import_file
+from palestra.core.files import import_file
 from palestra.faces.cli.main import run
 from palestra.serve.openai_forms import tool_schema
 from palestra.tools.tool import as_tool

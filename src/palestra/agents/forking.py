@@ -13,7 +13,7 @@ from pathlib import Path
 
 from palestra.core.children import end_group
 from palestra.core.errors import RolloutError
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
 
 _SCRIPT = str(Path(__file__).with_name("fork_server.py"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from palestra.core.children import end_group, end_marked
-from palestra.core.program_result import ProgramResult
+from palestra.core.types import ProgramResult
 
 _LAST_OUTPUT_S = 5.0  # for what is left in the pipes once all processes have ended
 

@@ -12,8 +12,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
-from palestra.core.program_result import ProgramResult
-from palestra.core.types import Message, Problem, Score, ToolResult
+from palestra.core.types import Message, Problem, ProgramResult, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core import children
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_regular, slug
-from palestra.core.yaml_config import flatten
 from palestra.dashboard.launcher import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import DiscoveredEnv, discover

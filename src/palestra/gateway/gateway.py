@@ -19,7 +19,7 @@ from pathlib import Path
 
 from starlette.routing import BaseRoute
 
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.gateway.app import gateway_app
 from palestra.gateway.attempt import Attempt

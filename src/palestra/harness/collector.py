@@ -11,8 +11,7 @@ from typing import Any
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
-from palestra.core.program_result import ProgramResult
-from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams, Score
+from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.gateway import Gateway

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.core.config import flatten
 from palestra.core.show import show_call
 from palestra.core.types import ToolCall
-from palestra.core.yaml_config import flatten
 from palestra.report.charts import Bar, Marker, Point, bars, curve
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from palestra.core.config import flatten, load_yaml
 from palestra.core.run_folder import RunFolder
-from palestra.core.yaml_config import flatten, load_yaml
 
 _IGNORED = ("output_dir", "track.run_name")  # they differ in every run
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, load_yaml
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.core.yaml_config import load_yaml
 from palestra.runs.request import RunRequest, launch_steps, launch_token, process_environment, write_env_settings
 
 

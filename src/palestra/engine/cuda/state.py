@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import put
+from palestra.core.machine import put
 from palestra.engine.cuda import sampling_kernels
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftBuffers
 from palestra.engine.cuda.paged_ops import padded_tables

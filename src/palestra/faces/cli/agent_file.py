@@ -11,11 +11,10 @@ from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, read_yaml_config
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.files import import_file
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.import_file import import_file
-from palestra.core.yaml_config import read_yaml_config
 from palestra.evals.suite import EvalSuite, hold_out
 
 DEMO = "palestra.demo"

@@ -11,10 +11,9 @@ import click
 
 from palestra.agents.agent import Agent
 from palestra.agents.programs import command_agent
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, read_yaml_config
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.import_file import import_file
-from palestra.core.yaml_config import read_yaml_config
+from palestra.core.files import import_file
 from palestra.evals.suite import EvalSuite
 from palestra.faces.cli.agent_file import HELD_OUT_SHARE, AgentFile, open_agent_file
 from palestra.faces.cli.serve import require_serve_extra

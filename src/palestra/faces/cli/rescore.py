@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import read_jsonl
-from palestra.core.import_file import import_file
+from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
 from palestra.core.types import Problem

@@ -19,8 +19,7 @@ from palestra.agents.agent import Agent
 from palestra.api import train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.launch import launch_ranks
-from palestra.core.ranks import RankVariables, is_first_rank
+from palestra.core.ranks import RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
 from palestra.env_api import train_env

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
-from palestra.core.yaml_config import flatten
 from palestra.faces.rl_tools.answers import Refusal, short
 from palestra.runs.locks import ServerLocks, Site, lifted_locks, type_name
 from palestra.tools.arguments import find_mismatch
