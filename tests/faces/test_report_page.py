@@ -17,8 +17,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.report import Change, EvalReport, Mean, Rate
 from palestra.report.charts import Marker, bar_panels_svg, curve, smooth
-from palestra.report.page import render
-from palestra.report.write import write_report
+from palestra.report.write import render, write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

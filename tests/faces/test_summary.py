@@ -13,12 +13,10 @@ from rich.console import Console
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.evidence import Finding
-from palestra.evals.examples import Example
+from palestra.evals.evidence import Example, Finding
 from palestra.evals.report import EvalReport, pick_transcripts
 from palestra.faces.cli.summary import change_table, outcome_summary, print_evaluation, print_findings, score_command
-from palestra.report.page import render
-from palestra.report.write import report_data
+from palestra.report.write import render, report_data
 from palestra.train.run import Outcome
 
 TALK = (

@@ -9,7 +9,7 @@ from typing import Any
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.evaluations import held_out
 from palestra.dashboard.series import by_step, columns
-from palestra.evals.paired import pair
+from palestra.evals.report import pair
 from palestra.runs.settings import differing_keys, settings_of
 
 _CURVES = ("reward_mean", "pass_rate", "eval/pass_rate", "entropy", "completion_length_mean", "tool_calls_mean")

@@ -8,8 +8,7 @@ from typing import Any
 
 from palestra.core.run_folder import EvalName, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.evals.paired import pair
-from palestra.evals.report import Rate
+from palestra.evals.report import Rate, pair
 
 _MAX_PROBLEMS = 200
 

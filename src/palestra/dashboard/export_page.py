@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.report.page import fill_template
+from palestra.report.write import fill_template
 
 _TEMPLATE = Path(__file__).with_name("export_page.html")
 # control characters, marks of direction and characters of no width: they change what is seen without being seen

@@ -16,7 +16,7 @@ from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.log_tail import new_lines, recent_lines
 from palestra.dashboard.run_routes import RunRoutes
 from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
-from palestra.evals.paired import Paired, pair
+from palestra.evals.report import Paired, pair
 from palestra.runs.manager import RunManager
 
 
